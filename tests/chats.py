@@ -21,13 +21,11 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 UNMARKED = TEMPLATE.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
 # As Qwen3's: what was thought before the last answer is left out.
-FORGETFUL = UNMARKED.replace(
-    "{{ message.content + '<|im_end|>' }}{%- else %}",
-    "{{ (message.content if loop.last else message.content.split('</think>')[-1]) + '<|im_end|>' }}{%- else %}",
-).replace(
-    "{%- if message.role == 'assistant' %}\n{{ message.content",
-    "{%- if message.role == 'assistant' %}\n{{ (message.content if loop.last else message.content.split('</think>')[-1])",
-)
+SAID = "%}\n{{ message.content"
+FORGETFUL = UNMARKED.replace(SAID, SAID.replace("message.content", "(message.content if loop.last else thought[-1])"))
+BEGIN = "{%- if message.role == 'assistant' %}\n"
+FORGETFUL = FORGETFUL.replace(BEGIN, "{%- set thought = message.content.split('</think>') %}\n" + BEGIN)
+assert FORGETFUL != UNMARKED
 QWEN3 = LlamaConfig(
     vocab_size=260, max_len=96, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=64, qk_norm=True, norm_eps=1e-6
 )
@@ -73,9 +71,3 @@ def write_lines(path, rows):
 def chat_file(path, n=40):
     """The conversations as a file."""
     return write_lines(path, [{"messages": messages} for messages in sums(n)])
-
-
-def pair_file(path, n=40):
-    """Pairs of a right answer in words and a wrong one."""
-    rows = [{"prompt": m[0]["content"], "chosen": m[1]["content"], "rejected": "No."} for m in sums(n)]
-    return write_lines(path, rows)

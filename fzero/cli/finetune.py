@@ -1,4 +1,4 @@
-"""`fzero finetune`: train a model further on conversations or preferences."""
+"""`fzero finetune`: train a model further on conversations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
     "alpha=A is their scale times the rank (32).",
 )
 @click.option("--quantize", metavar="KIND", help="Keep the frozen weights in nf4, int4 or int8. Needs --lora.")
-@click.option("--dpo", is_flag=True, help="Learn from pairs of answers which one is preferred (DPO).")
 @click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
 @tuning_flags
 @partial(add_flags, options=RUN_FLAGS)
@@ -43,27 +42,21 @@ def finetune(
     mesh: str | None,
     lora: str | None,
     quantize: str | None,
-    dpo: bool,
     chat_template: str | None,
     **given: Any,
 ) -> int:
-    """Fine-tune a model on conversations or preferences, whole or with LoRA.
+    """Fine-tune a model on conversations, whole or with LoRA.
 
     The run is one of `fzero pretrain` in all else: its folder, resuming, meshes, offload, report."""
     begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
     begin = begin._replace(prompt=begin.prompt or "")
-    own = {"init": begin.init, "lora": lora, "quantize": quantize, "dpo": dpo or None, "chat-template": chat_template}
+    own = {"init": begin.init, "lora": lora, "quantize": quantize, "chat-template": chat_template}
     refuse_flags(begin, {**flags, "config": config_file, **own}, settings)
     table = table_of(config_file, settings, mesh, flags)
     if chat_template is not None:
         table.setdefault("data", {})["template"] = chat_template
-    if not begin.resume:
-        for name, value in (("init", begin.init), ("data", table.get("data", {}).get("path"))):
-            if value is None:
-                what = "a model" if name == "init" else "a .jsonl file of conversations"
-                raise ValueError(
-                    f"fzero finetune needs {what}: --{name} {'FOLDER' if name == 'init' else 'FILE.jsonl'}"
-                )
+    if not begin.resume and table.get("data", {}).get("path") is None:
+        raise ValueError("fzero finetune needs conversations: --data FILE.jsonl")
     adapters = parse_lora(lora) if lora is not None else None
     if quantize is not None and adapters is None:
         raise ValueError("--quantize needs --lora: frozen weights are in codes, and LoRA's factors are trained")
@@ -73,7 +66,7 @@ def finetune(
         with without_collection():
             from fzero.run import loop
 
-        make = partial(tuned_config, table, config_file, begin.init, adapters, quantize, dpo)
+        make = partial(tuned_config, table, config_file, begin.init, adapters, quantize)
         folder, ready = prepare(coordinator, begin, table, make, (bar, line), grow_vocabulary=False)
         stopped = loop.train(*ready) if ready is not None else 0
         return finish(coordinator, folder, stopped, line)
@@ -105,10 +98,9 @@ def parse_lora(text: str) -> dict[str, Any]:
 def tuned_config(
     table: dict[str, Any],
     config_file: Path | None,
-    init: Path,
+    init: Path | None,
     adapters: dict[str, Any] | None,
     quantize: str | None,
-    dpo: bool,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
     from fzero import models
@@ -116,6 +108,8 @@ def tuned_config(
 
     if "model" in table or "preset" in table:
         raise ValueError("--init sets the model's sizes; leave out model.* and preset")
+    if init is None:
+        raise ValueError("fzero finetune needs a model: --init FOLDER")
     _, sizes = weights.start_sizes(init)
     if adapters is not None:
         if isinstance(sizes, models.LoRAConfig):
@@ -126,7 +120,7 @@ def tuned_config(
         model = models.build(sizes)
         model = model if quantize is None else models.quantized(model, quantize, targets=adapters["targets"])
         sizes = models.lora(model, **adapters).config
-    preset = f"finetune{'-dpo' * dpo}{'-lora' * isinstance(sizes, models.LoRAConfig)}"
+    preset = f"finetune{'-lora' * isinstance(sizes, models.LoRAConfig)}"
     value = config_table.from_table({**table, "preset": preset}, sizes)
     if value.objective == "text":
         raise ValueError("objective is text, which fzero pretrain learns: use that with --init")

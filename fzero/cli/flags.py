@@ -65,7 +65,7 @@ TEXT = click.option(
 CONVERSATIONS = click.option(
     "--data",
     metavar="FILE.jsonl",
-    help="Conversations: a line each, with `messages`. With --dpo pairs: `prompt`, `chosen` and `rejected`.",
+    help="Conversations, one a line: its messages, each with role and content.",
 )
 VALUES = (
     DEVICE,

@@ -29,9 +29,9 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and whatever 
 class Chat(NamedTuple):
     """A chat template with the special tokens that it may name.
 
-    >>> chat = Chat("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}", {"eos_token": "#"})
+    >>> chat = Chat("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}", {"eos_token": "#"})
     >>> render(chat, [{"role": "user", "content": "hi"}])
-    'user: hi#'
+    'hi#'
     """
 
     template: str
@@ -136,19 +136,6 @@ def examples_of(
     return [_example(encode, text, spans) for text, spans in spans_of(chat, messages, tools=tools)]
 
 
-def answer_of(
-    chat: Chat, encode: Encode, prompt: Sequence[Message], answer: Sequence[Message], tools: Sequence[Any] | None = None
-) -> Example:
-    """The example of an answer to a prompt: all that the template renders after the prompt for one counts, up to the
-    last eos_token. Raises ValueError as `spans_of`."""
-    last = spans_of(chat, [*prompt, *answer], tools=tools)[-1]
-    before = render(chat, prompt, tools=tools, prompt=True)
-    text, spans = last
-    if not text.startswith(before):
-        raise ValueError("the template renders the prompt otherwise with an answer after it than without")
-    return _example(encode, text, [(max(start, len(before)), end) for start, end in spans if end > len(before)])
-
-
 Encode = Callable[[str], tuple[np.ndarray, np.ndarray]]  # text -> ids [N], the characters [N, 2] of each
 
 
@@ -232,13 +219,13 @@ def _program(template: str) -> _Program:
         made = environment.from_string(template)
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template is no Jinja template: {short(str(error), 300)[1:-1]}") from None
-    marks = any(block.call.node.name == "_between" for block in parsed.find_all(nodes.CallBlock) if _is_mark(block))
+    marks = any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
     return _Program(made.render, marks)
 
 
 def _is_mark(block: Any) -> bool:
     """Whether a CallBlock is one of {% generation %}, and no macro's call."""
-    return hasattr(block.call.node, "identifier")
+    return getattr(block.call.node, "name", "") == "_between" and hasattr(block.call.node, "identifier")
 
 
 def _render(

@@ -1,14 +1,9 @@
-"""Convert conversations, or pairs of answers, to token files: a corpus as `prepare` makes it of text, whose documents are
-examples, with a byte for each token that says whether the model is to say it (SPLIT.said).
+"""Convert conversations to token files: a corpus as `prepare` makes it of text, whose documents are examples, with a
+byte for each token that says whether the model is to say it (SPLIT.said).
 
-Lines of the .jsonl file, by kind:
-
-    chat         {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
-    preferences  {"prompt": ..., "chosen": ..., "rejected": ...}: each a list of messages, or the text of one; without
-                 a prompt chosen and rejected are whole conversations that begin alike
-
-and optionally "tools", which the template is given. A conversation may become several documents (see `spans_of`); of a
-pair the documents 2 i and 2 i + 1 are the chosen and the rejected answer, each after the prompt.
+A line of the .jsonl file is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":
+"..."}, ...]}, and optionally "tools", which the template is given. A conversation may become several documents (see
+`spans_of`).
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ import numpy as np
 
 from fzero.core.foreign import expect_regular, parse_json, short
 from fzero.core.storage import write_text
-from fzero.data.chat import Chat, Encode, Example, answer_of, encoder, examples_of, write_chat
+from fzero.data.chat import Chat, Encode, Example, encoder, examples_of, write_chat
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
@@ -43,22 +38,21 @@ class Lengths(NamedTuple):
 
 
 def prepare_conversations(
-    path: Path, out: Path, kind: str, chat: Chat, tokenizer: Tokenizer, lengths: Lengths, seed: int = 0
+    path: Path, out: Path, chat: Chat, tokenizer: Tokenizer, lengths: Lengths, seed: int = 0
 ) -> dict[str, Any]:
     """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
 
-    kind: "chat" or "preferences". A line is for validation if its draw (SHA-256 of seed and content) is below
+    A line is for validation if its draw (SHA-256 of seed and content) is below
     VAL_FRACTION; the line with the lowest draw always is, the one with the highest never. Raises ValueError naming file
     and line: one that is no JSON object, lacks a key, has no assistant turn, that the template refuses, or that is
     longer than `lengths`; and for a file of fewer than two different lines. Then there is no `out`.
     """
     expect_regular(path)
-    encode, read = encoder(tokenizer), {"chat": _conversation, "preferences": _pair}[kind]
+    encode = encoder(tokenizer)
     draws = [_draw(line, seed) for _, line in _lines(path)]
     if len(set(draws)) < 2:
         raise ValueError(
-            f"{path}: has {len(draws)} line{'s' * (len(draws) != 1)}{' that are all alike' * (len(draws) > 1)}; training "
-            "and validation need at least two that differ"
+            f"{path}: training and validation need at least two lines that differ, and it has {len(set(draws))}"
         )
     low, high, below = min(draws), max(draws), VAL_FRACTION * 2**64
     counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
@@ -74,7 +68,7 @@ def prepare_conversations(
         for (number, line), draw in zip(_lines(path), draws):
             split = "val" if draw == low or (draw < below and draw != high) else "train"
             bins, docs, said = files[split]
-            for example in _examples(f"{path}:{number}", line, read, chat, encode, lengths):
+            for example in _examples(f"{path}:{number}", line, chat, encode, lengths):
                 docs.write(struct.pack("<Q", counts[split]["tokens"]))
                 bins.write(example.ids.astype(dtype, copy=False).tobytes())
                 said.write(example.counted.astype(np.uint8).tobytes())
@@ -88,7 +82,7 @@ def prepare_conversations(
         meta = {
             "format": FORMAT,
             "version": VERSION,
-            "kind": kind,
+            "kind": "chat",
             "tokenizer": tokenizer.name,
             "eos": tokenizer.eos,
             "vocab_size": tokenizer.vocab_size,
@@ -108,10 +102,9 @@ def prepare_conversations(
 
 def describe_conversations(meta: Mapping[str, Any]) -> str:
     """The lines that tell a user what `prepare_conversations` made."""
-    what = {"chat": "conversations", "preferences": "answers"}[meta["kind"]]
     return "\n".join(
-        f"{split}: {of['documents']:,} {what}, {of['tokens']:,} tokens, {of['said']:,} of them to learn; the longest has "
-        f"{of['longest']:,}"
+        f"{split}: {of['documents']:,} conversations, {of['tokens']:,} tokens, {of['said']:,} of them to learn; "
+        f"the longest has {of['longest']:,}"
         for split, of in meta["splits"].items()
     )
 
@@ -129,11 +122,11 @@ def _draw(line: bytes, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + line.strip()).digest()[:8], "big")
 
 
-def _examples(where: str, line: bytes, read: Any, chat: Chat, encode: Encode, lengths: Lengths) -> list[Example]:
+def _examples(where: str, line: bytes, chat: Chat, encode: Encode, lengths: Lengths) -> list[Example]:
     """The examples of a line, checked; `where` begins the texts of errors."""
     row = parse_json(line, where)
     try:
-        found = read(chat, encode, row)
+        found = examples_of(chat, encode, _messages(row), tools=_tools(row))
         for example in found:
             if not example.counted[1:].any():
                 raise ValueError("no token of the assistant's is left to learn")
@@ -144,28 +137,12 @@ def _examples(where: str, line: bytes, read: Any, chat: Chat, encode: Encode, le
                 )
             if need > lengths.row:
                 raise ValueError(
-                    f"the conversation has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use --seq-len {need}"
-                    " or more"
+                    f"the conversation has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use "
+                    f"--seq-len {need} or more"
                 )
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return found
-
-
-def _conversation(chat: Chat, encode: Encode, row: Mapping[str, Any]) -> list[Example]:
-    return examples_of(chat, encode, _messages(row, "messages", ""), tools=_tools(row))
-
-
-def _pair(chat: Chat, encode: Encode, row: Mapping[str, Any]) -> list[Example]:
-    chosen, rejected = (_messages(row, name, "assistant") for name in ("chosen", "rejected"))
-    if "prompt" in row:
-        prompt = _messages(row, "prompt", "user")
-    else:
-        same = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
-        prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
-    if chosen == rejected:
-        raise ValueError("chosen and rejected are the same answer")
-    return [answer_of(chat, encode, prompt, answer, _tools(row)) for answer in (chosen, rejected)]
 
 
 def _tools(row: Mapping[str, Any]) -> list[Any] | None:
@@ -175,18 +152,14 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
     return tools
 
 
-def _messages(row: Mapping[str, Any], name: str, role: str) -> list[Mapping[str, Any]]:
-    """The messages of an entry of a row; a text is the content of one by `role`, "" for none."""
-    if name not in row:
-        raise ValueError(f"the line has no {name!r}; it has {', '.join(row) or 'nothing'}")
-    found = row[name]
-    if role and isinstance(found, str):
-        return [{"role": role, "content": found}]
+def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The messages of a row."""
+    if "messages" not in row:
+        raise ValueError(f"the line has no 'messages'; it has {', '.join(row) or 'nothing'}")
+    found = row["messages"]
     if not isinstance(found, list) or not found:
-        raise ValueError(f"{name} is {short(found)}; it must be a list of messages{' or a text' * bool(role)}")
+        raise ValueError(f"messages is {short(found)}; it must be a list of messages")
     for i, message in enumerate(found, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f'message {i} of {name} is {short(message)}; it must be {{"role": "user", "content": "..."}}'
-            )
+            raise ValueError(f'message {i} is {short(message)}; it must be {{"role": "user", "content": "..."}}')
     return found

@@ -1,14 +1,13 @@
 """Rows of whole documents as batches: each a pure function of (seed, number), like the windows of fzero/data/stream.py.
 
-Conversations share a row as far as they fit into it; a token attends to its own document only. Of pairs of answers each
-has a row of its own, and the two of a pair are neighbours.
+Conversations share a row as far as they fit into it; a token attends to its own document only.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,8 +51,7 @@ class RowStream:
     """Shuffled rows of a corpus of examples; `samples_at` depends on these values and its arguments only.
 
     A batch is one of TokenStream's: tokens, targets, documents and mask [B, T]. The mask has the targets that the model
-    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere. beside: further
-    entries of a batch, with a value for each row: [rows] of any dtype.
+    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere.
 
     Raises ValueError for a document that is longer than a row.
     """
@@ -62,7 +60,6 @@ class RowStream:
     seq_len: int  # T
     batch: int  # B
     seed: int = 0
-    beside: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.tokens.said is not None  # a corpus of examples
@@ -71,31 +68,18 @@ class RowStream:
     @functools.cached_property
     def rows(self) -> list[list[int]]:
         """The documents of each row."""
-        lengths = np.diff(self.tokens.docs) - 1
-        if self.unit == 1:
-            return pack(lengths, self.seq_len)
-        pack(lengths.max(initial=0, keepdims=True), self.seq_len)
-        return [[i] for i in range(len(lengths))]
-
-    @property
-    def unit(self) -> int:
-        """The number of rows that belong together."""
-        return 2 if self.tokens.kind == "preferences" else 1
+        return pack(np.diff(self.tokens.docs) - 1, self.seq_len)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of `step`: samples step * batch up to (step + 1) * batch."""
         return self.samples_at(step * self.batch, self.batch)
 
     def samples_at(self, first: int, count: int) -> Batch:
-        """The samples `first` .. first + count - 1 of the run as one batch. Both are multiples of 2 for pairs."""
-        if first % self.unit or count % self.unit:
-            raise ValueError(f"samples_at({first}, {count}): pairs of answers come two at a time")
-        units = shuffled(self.seed, len(self.rows) // self.unit, first // self.unit, count // self.unit)
-        return self.rows_at(units)
+        """The samples `first` .. first + count - 1 of the run as one batch."""
+        return self.rows_at(shuffled(self.seed, len(self.rows), first, count))
 
-    def rows_at(self, units: np.ndarray) -> Batch:
-        """The rows of these units as one batch."""
-        rows = (units[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
+    def rows_at(self, rows: np.ndarray) -> Batch:
+        """The rows of these numbers as one batch."""
         shape = (len(rows), self.seq_len)
         tokens, targets = np.full(shape, self.tokens.eos), np.full(shape, self.tokens.eos)
         documents, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
@@ -109,7 +93,6 @@ class RowStream:
                 at = end
             documents[r, at:] = len(self.rows[row])
         out = {"tokens": tokens, "targets": targets, "documents": documents, "mask": mask}
-        out |= {name: values[rows] for name, values in self.beside.items()}
         return {name: torch.from_numpy(leaf) for name, leaf in out.items()}
 
     def _document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
@@ -122,10 +105,9 @@ class RowStream:
 
     def eval_batches(self, most: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """The batches of min(most, all) rows, unshuffled, as `fzero.data.eval_batches` gives windows."""
-        most = None if most is None else max(1, most // self.unit)
 
-        def assemble(units: np.ndarray, real: np.ndarray) -> Batch:
-            out = self.rows_at(units)
-            return out | {"mask": out["mask"] & torch.from_numpy(np.repeat(real, self.unit))[:, None]}
+        def assemble(rows: np.ndarray, real: np.ndarray) -> Batch:
+            out = self.rows_at(rows)
+            return out | {"mask": out["mask"] & torch.from_numpy(real)[:, None]}
 
-        return even_batches(len(self.rows) // self.unit, self.batch // self.unit, most, share, assemble)
+        return even_batches(len(self.rows), self.batch, most, share, assemble)

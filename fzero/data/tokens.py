@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
     vocab_size: int
     eos: int
     sums: ChunkSums | None = None  # of the .bin file; None for arrays made by hand, and corpora of earlier versions
-    kind: str = "text"  # or that of examples: chat, preferences
+    kind: str = "text"  # or chat, for examples
     said: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
 
 

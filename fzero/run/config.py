@@ -138,22 +138,13 @@ class Guard:
 
 
 @dataclass(frozen=True)
-class Preferences:
-    """Learning from pairs of answers: see docs/finetune.md."""
-
-    beta: float = 0.1  # of dpo: how far the model may move from the reference; larger is nearer
-    label_smoothing: float = 0.0  # the fraction of pairs that are taken to be the wrong way round; below 0.5
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
     preset: str = ""  # that the other values started from; "" for none
     device: str = "auto"  # cpu or cuda; auto: the GPU where there is one. Decided at the start of a run and recorded
     model: ModelConfig = field(default_factory=MLPConfig)
-    objective: str = "text"  # what is learnt: text (each next token), chat (what the assistant says), dpo (pairs)
-    preferences: Preferences = Preferences()
+    objective: str = "text"  # what is learnt: text (each next token), chat (what the assistant says)
     data: Data = Data()
     optim: Optim = Optim()
     precision: Precision = Precision()

@@ -52,8 +52,6 @@ BOUNDS: dict[str, Bounds] = {
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
-    "preferences.beta": POSITIVE,
-    "preferences.label_smoothing": (0.0, True, 0.5),
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every")},
@@ -77,10 +75,9 @@ BOUNDS: dict[str, Bounds] = {
 }
 
 
-# What each objective learns from: the kind of its corpus.
-OBJECTIVES = {"text": "text", "chat": "chat", "dpo": "preferences"}
+OBJECTIVES = ("text", "chat")  # and the kinds of corpora that they learn from
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "objective": tuple(OBJECTIVES),
+    "objective": OBJECTIVES,
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.adjust": ("original", "match_rms_adamw"),
@@ -130,7 +127,11 @@ def validate(config: RunConfig) -> None:
             f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make "
             "one fit the other"
         )
-    validate_objective(c)
+    if c.objective != "text" and not c.data.within_documents:
+        raise ValueError(
+            f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
+            "other; leave it out"
+        )
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
     if offload.acts.memory != "device" and not remat.every:
         raise ValueError(
@@ -172,21 +173,6 @@ def validate(config: RunConfig) -> None:
                 f"mesh.{axis[:80]} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more"
                 f"{f', at most {MOST_RANKS:,}' if size > MOST_RANKS else ''}"
             )
-
-
-def validate_objective(config: RunConfig) -> None:
-    """Raise ValueError if the objective cannot work with the rest of the config."""
-    pairs = OBJECTIVES[config.objective] == "preferences"
-    if pairs and config.train.micro_batch % 2:
-        raise ValueError(
-            f"train.micro_batch is {config.train.micro_batch} and objective is {config.objective}: the two answers of a "
-            "pair are computed together; use an even number"
-        )
-    if config.objective != "text" and not config.data.within_documents:
-        raise ValueError(
-            f"data.within_documents is false and objective is {config.objective}: conversations in a row do not see each "
-            "other; leave it out"
-        )
 
 
 def validate_guard(config: RunConfig) -> None:
@@ -255,7 +241,7 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
     """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
     does not."""
     meta = read_meta(corpus)
-    kind, wanted, size = meta.get("kind", "text"), OBJECTIVES[config.objective], meta["vocab_size"]
+    kind, wanted, size = meta.get("kind", "text"), config.objective, meta["vocab_size"]
     if kind != wanted:
         raise ValueError(f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {wanted}")
     if size > config.model.vocab_size:

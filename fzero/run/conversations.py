@@ -12,7 +12,6 @@ from fzero.data.chat import Chat, encoder, read_chat, render
 from fzero.data.conversations import Lengths, describe_conversations, prepare_conversations
 from fzero.data.tokenizers import Tokenizer
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import OBJECTIVES
 from fzero.run.start_tokenizer import start_tokenizer
 
 
@@ -34,8 +33,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     chat = chat_of(config, init)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
     lengths = Lengths(config.data.seq_len, config.model.max_len)
-    kind = OBJECTIVES[config.objective]
-    meta = prepare_conversations(path, out, kind, chat, tokenizer, lengths, config.train.seed)
+    meta = prepare_conversations(path, out, chat, tokenizer, lengths, config.train.seed)
     say(describe_conversations(meta))
     return out
 

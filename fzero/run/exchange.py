@@ -13,7 +13,8 @@ from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.data.chat import read_chat
+from fzero.data.chat import read_chat, write_chat
+from fzero.models.presets import without_adapters
 from fzero.run import run_folder, run_lock, weights
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
@@ -63,19 +64,29 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     """Write the model of `run` to the new folder `out`; returns (a line about it, a line for each checkpoint passed
     over).
 
-    Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf."""
+    Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf. LoRA's factors are
+    added to their weights, for which all of them are in memory; weights in codes become float32. The chat template goes
+    along.
+    """
     value = run_folder.read_config(run)
     recorded = run_folder.read_environment(run)
-    tokenizer = run / run_folder.TOKENIZER
+    tokenizer, chat = run / run_folder.TOKENIZER, read_chat(run)
 
     def write(leaves: huggingface.Leaves) -> None:
         eos = recorded["eos"] if recorded["eos"] >= 0 else None
-        huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
+        where = tokenizer if tokenizer.is_file() else None
+        huggingface.save_hf(out, without_adapters(value.model), leaves, tokenizer=where, eos=eos)
+        if chat is not None:
+            write_chat(out, chat)
 
     def read(opened: checkpoint.CheckpointReader) -> int:
         write(in_checkpoint(run, value, opened, ema=ema))
         return opened.step
 
+    if isinstance(value.model, models.LoRAConfig):
+        trained = weights.load(run, wide=True, ema=ema)
+        write(huggingface.in_memory(models.merge(trained.model, trained.params)))
+        return f"{out}: the model of {run} after step {trained.step}, with its adapters merged", trained.warnings
     snapshot = weights.snapshot_of(run, value)
     if snapshot is not None:
         write(on_disk(run, value, snapshot, ema=ema))
