@@ -11,8 +11,8 @@ import click
 from fzero.cli.flags import FOLDER, add_flags, is_written, table_of, tuning_flags
 from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, prepare, refuse_flags
 from fzero.cli.process import coordinated
+from fzero.core.foreign import nearest
 from fzero.core.importing import without_collection
-from fzero.core.pytree import nearest
 from fzero.run import warm_up
 
 ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
@@ -35,7 +35,9 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
 @click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
 @tuning_flags
 @partial(add_flags, options=RUN_FLAGS)
-@click.option("--prompt", metavar="TEXT", help="A message to answer at the end.")
+@click.option(
+    "--prompt", metavar="TEXT", help="The text to continue. Here a message, which the model answers at the end."
+)
 def finetune(
     config_file: Path | None,
     settings: tuple[str, ...],

@@ -60,12 +60,14 @@ FILES = (
     ),
 )
 TEXT = click.option(
-    "--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."
+    "--data",
+    metavar="PATH",
+    help="What to learn from. A prepared corpus, a text file, a folder of text, or stdlib (the default).",
 )
 CONVERSATIONS = click.option(
     "--data",
-    metavar="FILE.jsonl",
-    help="Conversations, one a line: its messages, each with role and content.",
+    metavar="PATH",
+    help="What to learn from. Conversations, one a line: its messages, each with role and content.",
 )
 VALUES = (
     DEVICE,

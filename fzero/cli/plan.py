@@ -73,7 +73,7 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
 @click.option(
     "--quantize",
     metavar="KIND",
-    help="Plan QLoRA: the frozen weights of the blocks in nf4, int4 or int8.",
+    help="Keep the frozen weights in nf4, int4 or int8. This is QLoRA.",
 )
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @AS_JSON

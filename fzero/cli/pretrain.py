@@ -75,7 +75,12 @@ class Begin(NamedTuple):
 @click.command()
 @config_flags
 @partial(add_flags, options=RUN_FLAGS)
-@click.option("--init", type=FOLDER, metavar="RUN", help="Start from the weights and sizes of this run or import.")
+@click.option(
+    "--init",
+    type=FOLDER,
+    metavar="RUN",
+    help="Start from this model. A run, an import, or a folder of Hugging Face transformers.",
+)
 @click.option("--prompt", metavar="TEXT", help="The text to continue. It is shown at the end; '' shows none.")
 def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, **given: Any) -> int:
     """Train a model; the run folder holds its config, metrics, checkpoints and pictures."""

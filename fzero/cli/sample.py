@@ -13,7 +13,7 @@ from fzero.cli.process import say
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--prompt", metavar="TEXT", required=True, help="The text to continue, or the message to answer.")
+@click.option("--prompt", metavar="TEXT", required=True, help="The text to continue. With --chat a message to answer.")
 @click.option(
     "--chat/--no-chat",
     default=None,
