@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,12 @@ SHORTHANDS = {
     "nvme": "nvme.folder",
     "buffer_mb": "nvme.buffer_mb",
 }
-FLAGS = (
-    click.option(
-        "--model",
-        metavar="PRESET",
-        help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ...; or a config.json of Hugging Face.",
-    ),
+MODEL = click.option(
+    "--model",
+    metavar="PRESET",
+    help="A preset: llama-tiny (the default), gpt2-124m, mixtral-tiny, ...; or a config.json of Hugging Face.",
+)
+FILES = (
     click.option(
         "--config",
         "config_file",
@@ -64,9 +64,18 @@ FLAGS = (
         metavar="A.B=C",
         help="One value of the config, such as optim.name=muon. Repeatable.",
     ),
-    click.option(
-        "--data", metavar="PATH", help="A prepared corpus, a text file, a folder of text, or stdlib (the default)."
-    ),
+)
+TEXT = click.option(
+    "--data",
+    metavar="PATH",
+    help="What to learn from. A prepared corpus, a text file, a folder of text, or stdlib (the default).",
+)
+CONVERSATIONS = click.option(
+    "--data",
+    metavar="PATH",
+    help="What to learn from. Conversations, one a line: its messages, each with role and content.",
+)
+VALUES = (
     DEVICE,
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
     click.option("--batch", type=int, help="The sequences in a step."),
@@ -110,7 +119,17 @@ FLAGS = (
 def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags of a config to `command`; its arguments get `config_file`, `settings`, `mesh` and those of
     SHORTHANDS."""
-    for option in reversed(FLAGS):
+    return add_flags(command, (MODEL, *FILES, TEXT, *VALUES))
+
+
+def tuning_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the flags of a run that fine-tunes a model, as `config_flags` does; the model is no argument."""
+    return add_flags(command, (*FILES, CONVERSATIONS, *VALUES))
+
+
+def add_flags(command: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Add options to a command, the first one first in its help."""
+    for option in reversed(options):
         command = option(command)
     return command
 
@@ -139,7 +158,7 @@ def table_of(
     for setting in settings:
         put(f"--set {setting}", *tables.parse_setting(setting))
     for name, key in SHORTHANDS.items():
-        if flags[name] is not None:
+        if flags.get(name) is not None:
             put(f"--{name.replace('_', '-')}", key, flags[name])
     for axis, size in sizes.items() if mesh else ():
         put("--mesh", f"mesh.{axis}", size)
@@ -193,15 +212,15 @@ def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
 
 def config_of(table: dict[str, Any], config_file: Path | None, init: Path | None = None) -> Any:
     """The RunConfig of a table of `table_of`, with the model's sizes of the run `init` if given."""
-    from fzero.run import config_checks, config_table, run_folder
+    from fzero.run import config_checks, config_table, weights
 
     if init is None:
         value = config_table.from_table(table)
     else:
         if "model" in table or "preset" in table:
             raise ValueError("--init sets the model's sizes; leave out --model and model.*")
-        old = run_folder.read_config(init)
-        value = config_table.from_table({**table, "preset": old.preset}, old.model)
+        preset, model = weights.start_sizes(init)
+        value = config_table.from_table({**table, "preset": preset}, model)
     if not is_written(config_file):  # the config.json of a run holds all values, even unused ones
         config_checks.refuse_unused(value, table)
     return value

@@ -18,6 +18,7 @@ from fzero.cli.bench import bench
 from fzero.cli.checkpoint import ckpt
 from fzero.cli.config import config_command
 from fzero.cli.data import data_group, doctor, export, import_command, models
+from fzero.cli.finetune import finetune
 from fzero.cli.plan import plan
 from fzero.cli.pretrain import pretrain
 from fzero.cli.replay import bisect, replay
@@ -29,7 +30,7 @@ from fzero.run.ranks import signals
 # Every command once, in the order of work.
 SECTIONS = {
     "Before a run": ("doctor", "bench", "models", "config", "plan", "data"),
-    "A run": ("pretrain", "sample"),
+    "A run": ("pretrain", "finetune", "sample"),
     "After a run": ("report", "ckpt", "export", "import"),
     "If a run goes wrong": ("replay", "bisect"),
 }
@@ -67,7 +68,7 @@ def cli(context: click.Context, traceback: bool) -> None:
     """fzero trains large models as pure functions. `fzero pretrain` alone trains a small one on Python's standard
     library."""
     size, command = signals.expect_environment(), context.invoked_subcommand
-    if size != 1 and command not in ("pretrain", "replay"):
+    if size != 1 and command not in ("pretrain", "finetune", "replay"):
         raise ValueError(f"fzero {command} runs in one process and this is one of {size}; start it without torchrun")
 
 
@@ -82,6 +83,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 for command in (
     pretrain,
+    finetune,
     sample,
     replay,
     bisect,

@@ -73,7 +73,7 @@ TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard
 @click.option(
     "--quantize",
     metavar="KIND",
-    help="Plan QLoRA: the frozen weights of the blocks in nf4, int4 or int8.",
+    help="Keep the frozen weights in nf4, int4 or int8. This is QLoRA.",
 )
 @click.option(
     "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."

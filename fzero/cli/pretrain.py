@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
-from fzero.cli.flags import FOLDER, config_flags, config_of, table_of
+from fzero.cli.flags import FOLDER, add_flags, config_flags, config_of, table_of
 from fzero.cli.process import coordinated, leave, quiet, say, versions
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
@@ -28,125 +30,145 @@ PLACEMENT = (
 )
 
 
+RUN_FLAGS = (
+    click.option(
+        "--stop-at",
+        type=int,
+        help="End after this step. The schedule remains that of all steps, so the run can be resumed.",
+    ),
+    click.option(
+        "--out",
+        type=FOLDER,
+        metavar="RUN",
+        help="Where to write. The run folder; default: the first free one of runs/PRESET-1, runs/PRESET-2, ...",
+    ),
+    click.option("--resume", is_flag=True, help="Resume the run in --out with its own config, on any mesh."),
+    click.option("--auto-resume", is_flag=True, help="Resume the run in --out if there is one, else start it."),
+    click.option(
+        "--profile",
+        is_flag=False,
+        flag_value="3-5",
+        metavar="FROM-TO",
+        help="Write a Chrome trace of these steps. Default without a value: 3-5.",
+    ),
+    click.option(
+        "--peak-tflops",
+        type=float,
+        help="The peak TFLOP/s of all processes, for MFU. Default: the measured rate.",
+    ),
+)
+
+
+class Begin(NamedTuple):
+    """What a command was given besides the config of its run."""
+
+    out: Path | None
+    resume: bool
+    auto_resume: bool
+    init: Path | None
+    stop_at: int | None
+    peak_tflops: float | None
+    profile: str | None
+    prompt: str | None
+
+
 @click.command()
 @config_flags
+@partial(add_flags, options=RUN_FLAGS)
 @click.option(
-    "--stop-at",
-    type=int,
-    help="End after this step. The schedule remains that of all steps, so the run can be resumed.",
-)
-@click.option(
-    "--out",
+    "--init",
     type=FOLDER,
     metavar="RUN",
-    help="Where to write. The run folder; default: the first free one of runs/PRESET-1, runs/PRESET-2, ...",
-)
-@click.option("--resume", is_flag=True, help="Resume the run in --out with its own config, on any mesh.")
-@click.option("--auto-resume", is_flag=True, help="Resume the run in --out if there is one, else start it.")
-@click.option("--init", type=FOLDER, metavar="RUN", help="Start from the weights and sizes of this run or import.")
-@click.option(
-    "--profile",
-    is_flag=False,
-    flag_value="3-5",
-    metavar="FROM-TO",
-    help="Write a Chrome trace of these steps. Default without a value: 3-5.",
-)
-@click.option(
-    "--peak-tflops",
-    type=float,
-    help="The peak TFLOP/s of all processes, for MFU. Default: the measured rate.",
+    help="Start from this model. A run, an import, or a folder of Hugging Face transformers.",
 )
 @click.option("--prompt", metavar="TEXT", help="The text to continue. It is shown at the end; '' shows none.")
-def pretrain(
-    config_file: Path | None,
-    settings: tuple[str, ...],
-    out: Path | None,
-    resume: bool,
-    auto_resume: bool,
-    init: Path | None,
-    stop_at: int | None,
-    peak_tflops: float | None,
-    profile: str | None,
-    prompt: str | None,
-    mesh: str | None,
-    **flags: Any,
-) -> int:
+def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | None, **given: Any) -> int:
     """Train a model; the run folder holds its config, metrics, checkpoints and pictures."""
-    if resume:
-        given = {
-            name: value for name, value in {**flags, "config": config_file, "init": init}.items() if value is not None
-        }
-        refuse_config(given, settings)
-    refuse_flags(stop_at, peak_tflops, out, resume=resume, auto_resume=auto_resume)
+    begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
+    refuse_flags(begin, {**flags, "config": config_file, "init": begin.init}, settings)
     table = table_of(config_file, settings, mesh, flags)
     warm_up.begin()
 
     with coordinated() as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
-            from fzero.run import loop, run_folder
-            from fzero.run import pretrain as run
-            from fzero.run.attempt import Options
-            from fzero.run.measure.profiler import steps_of
-            from fzero.run.resume import auto_resume as earlier
+            from fzero.run import loop
 
-        steps_of(profile or "3-5", 0)  # raises ValueError for an invalid value
-        # If an earlier attempt of the same torchrun has taken a folder, resume that.
-        before = coordinator.share(coordinator.recorded)
-        auto = auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
-        there = resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
-        config = None if there else config_of(table, config_file, init)
-        asked = {
-            "--out": str(out),
-            "--init": str(init),
-            "--stop-at": stop_at,
-            "--peak-tflops": peak_tflops,
-            "--prompt": prompt,
-            "--profile": profile,
-        } | {"--resume": resume, "--auto-resume": auto_resume}
-        coordinator.compare(
-            {**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command"
-        )
-        options = Options(
-            stop_at,
-            1e12 * (peak_tflops or 0.0),
-            bar=bar and coordinator.first,
-            say=line if coordinator.first else quiet,
-        )
-        texts = {name: value for name, value in (("sample", prompt), ("profile", profile)) if value is not None}
-        options = options._replace(**texts)
-        if config is None:
-            folder = out or Path(before)
-            changes = table if resume else earlier.allowed_changes(table, folder, init)
-            ready = run.resume(folder, coordinator, options, changes=changes, auto=auto)
-        else:
-            grow = "vocab_size" not in table.get("model", {}) and init is None
-            folder = Path(
-                coordinator.share(lambda: str(out or before or run_folder.free_folder(config.preset or "model")))
-            )
-            own = not ({"steps", "batch"} & set(table.get("train", {}))) and "schedule" not in table.get("optim", {})
-            ready = run.start(
-                config, folder, coordinator, options, grow_vocabulary=grow, may_shorten=own, init=init, auto=auto
-            )
+        grow = "vocab_size" not in table.get("model", {}) and begin.init is None
+        own = not ({"steps", "batch"} & set(table.get("train", {}))) and "schedule" not in table.get("optim", {})
+        options = {"grow_vocabulary": grow, "may_shorten": own}
+        make = lambda: config_of(table, config_file, begin.init)  # noqa: E731
+        folder, ready = prepare(coordinator, begin, table, make, (bar, line), **options)
         stopped = loop.train(*ready) if ready is not None else 0
-        if coordinator.first:
-            from fzero.report.plots import write_pictures
-
-            if pictures := write_pictures(folder):
-                options.say(f"pictures: {', '.join(map(str, pictures))}")
-        return leave(coordinator, stopped)
+        return finish(coordinator, folder, stopped, line)
 
 
-def refuse_flags(
-    stop_at: int | None, peak_tflops: float | None, out: Path | None, *, resume: bool, auto_resume: bool
-) -> None:
-    """Raise ValueError for flags that are out of range or exclude each other."""
-    if stop_at is not None and stop_at < 1:
-        raise ValueError(f"--stop-at is {stop_at}; it must be at least 1")
-    if peak_tflops is not None and not peak_tflops > 0:
-        raise ValueError(f"--peak-tflops is {peak_tflops}; it must be above 0")
-    if (resume or auto_resume) and out is None:
-        raise ValueError(f"--{'resume' if resume else 'auto-resume'} needs the run folder: --out RUN")
-    if resume and auto_resume:
+def prepare(
+    coordinator: Any,
+    begin: Begin,
+    table: dict[str, Any],
+    make: Callable[[], Any],
+    shown: tuple[bool, Callable[[str], None]],
+    **start: bool,
+) -> tuple[Path, Any]:
+    """(the run folder, the run ready for `loop.train` or None), started or resumed as the flags say.
+
+    table: the values that were given. make: makes the RunConfig of a new run. shown: (whether to show a progress bar,
+    the function that prints a line). start: options of `fzero.run.pretrain.start`.
+    """
+    from fzero.run import pretrain as run
+    from fzero.run import run_folder
+    from fzero.run.attempt import Options
+    from fzero.run.measure.profiler import steps_of
+    from fzero.run.resume import auto_resume as earlier
+
+    out, init = begin.out, begin.init
+    steps_of(begin.profile or "3-5", 0)  # raises ValueError for an invalid value
+    # If an earlier attempt of the same torchrun has taken a folder, resume that.
+    before = coordinator.share(coordinator.recorded)
+    auto = begin.auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
+    there = begin.resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
+    config = None if there else make()
+    asked = {f"--{name.replace('_', '-')}": value for name, value in begin._asdict().items()}
+    asked |= {"--out": str(out), "--init": str(init)}
+    coordinator.compare({**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command")
+    bar, line = shown
+    options = Options(
+        begin.stop_at,
+        1e12 * (begin.peak_tflops or 0.0),
+        bar=bar and coordinator.first,
+        say=line if coordinator.first else quiet,
+    )
+    texts = {"sample": begin.prompt, "profile": begin.profile}
+    options = options._replace(**{name: value for name, value in texts.items() if value is not None})
+    if config is None:
+        folder = out or Path(before)
+        changes = table if begin.resume else earlier.allowed_changes(table, folder, init)
+        return folder, run.resume(folder, coordinator, options, changes=changes, auto=auto)
+    folder = Path(coordinator.share(lambda: str(out or before or run_folder.free_folder(config.preset or "model"))))
+    return folder, run.start(config, folder, coordinator, options, init=init, auto=auto, **start)
+
+
+def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], None]) -> int:
+    """Write the pictures of a run and end with the other ranks; returns the exit code. stopped: as of `loop.train`."""
+    if coordinator.first:
+        from fzero.report.plots import write_pictures
+
+        if pictures := write_pictures(folder):
+            line(f"pictures: {', '.join(map(str, pictures))}")
+    return leave(coordinator, stopped)
+
+
+def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...]) -> None:
+    """Raise ValueError for flags that are out of range or exclude each other. given: the flags of the config."""
+    if begin.resume:
+        refuse_config({name: value for name, value in given.items() if value is not None}, settings)
+    if begin.stop_at is not None and begin.stop_at < 1:
+        raise ValueError(f"--stop-at is {begin.stop_at}; it must be at least 1")
+    if begin.peak_tflops is not None and not begin.peak_tflops > 0:
+        raise ValueError(f"--peak-tflops is {begin.peak_tflops}; it must be above 0")
+    if (begin.resume or begin.auto_resume) and begin.out is None:
+        raise ValueError(f"--{'resume' if begin.resume else 'auto-resume'} needs the run folder: --out RUN")
+    if begin.resume and begin.auto_resume:
         raise ValueError(
             "--resume and --auto-resume exclude each other: the first requires an existing run; give one of them"
         )

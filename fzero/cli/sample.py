@@ -13,7 +13,12 @@ from fzero.cli.process import say
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--prompt", metavar="TEXT", required=True, help="The text to continue.")
+@click.option("--prompt", metavar="TEXT", required=True, help="The text to continue. With --chat a message to answer.")
+@click.option(
+    "--chat/--no-chat",
+    default=None,
+    help="Take the prompt as a user's message, by the model's chat template. Default: if conversations were learnt.",
+)
 @click.option(
     "--max-new-tokens",
     type=int,
@@ -58,6 +63,7 @@ from fzero.cli.process import say
 def sample(
     run: Path,
     prompt: str,
+    chat: bool | None,
     max_new_tokens: int,
     temperature: float,
     top_k: int,
@@ -72,7 +78,7 @@ def sample(
     import torch
 
     from fzero.core import gpu, prng
-    from fzero.run import run_folder, weights
+    from fzero.run import conversations, run_folder, weights
     from fzero.run.generate import Sampling, generate
 
     sampling = Sampling(temperature, top_k, top_p)
@@ -85,7 +91,9 @@ def sample(
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
         print(line, file=sys.stderr)
-    ids = torch.from_numpy(tokenizer.encode(prompt).astype("int64"))[None].to(place)
+    chat = trained.config.objective != "text" if chat is None else chat
+    found, eos = conversations.prompt_ids(run, tokenizer, prompt, chat=chat)
+    ids = torch.from_numpy(found.astype("int64"))[None].to(place)
     out = generate(
         trained.model,
         weights.put_on(place, trained.params),
@@ -94,6 +102,6 @@ def sample(
         prng.key(seed, place),
         sampling=sampling,
         vocab_size=tokenizer.vocab_size,
-        eos=tokenizer.eos,
+        eos=eos,
     )
     say(tokenizer.decode(out[0].tolist()))

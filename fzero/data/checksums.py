@@ -102,7 +102,7 @@ def line(sums: ChunkSums, chunk: int) -> str:
 
 
 def read_sums(folder: Path, split: str, wanted: str, files: list[np.ndarray]) -> list[ChunkSums]:
-    """The ChunkSums of SPLIT.bin and SPLIT.docs, whose bytes are `files`.
+    """The ChunkSums of SPLIT.bin, SPLIT.docs and, of examples, SPLIT.said, whose bytes are `files`.
 
     wanted: the SHA-256 of SPLIT.sums. Raises ValueError if that is missing or damaged.
     """
@@ -112,6 +112,6 @@ def read_sums(folder: Path, split: str, wanted: str, files: list[np.ndarray]) ->
     if hashlib.sha256(raw).hexdigest() != wanted or len(raw) != 4 * sum(counts):
         what = "damaged: it is not the one that meta.json names" if path.is_file() else "no such file"
         raise ValueError(f"{path}: {what}; {FIX}")
-    parts = np.split(np.frombuffer(raw, "<u4"), [counts[0]])
-    names = (f"{split}.bin", f"{split}.docs")
+    parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(counts)[:-1])
+    names = (f"{split}.bin", f"{split}.docs", f"{split}.said")
     return [ChunkSums(folder / name, content, sums) for name, content, sums in zip(names, files, parts)]

@@ -62,16 +62,25 @@ class TokenStream:
 
         A run that has seen n samples resumes with samples_at(n, any count); a rank asks for its own part of a step.
         """
-        if first < 0 or count < 1:
-            raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
-        per_epoch = self.samples_per_epoch
-        windows = []
-        for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
-            begin, end = max(first - epoch * per_epoch, 0), min(first + count - epoch * per_epoch, per_epoch)
-            for block in range(begin // DRAWN, (end - 1) // DRAWN + 1):
-                drawn = _drawn(self.seed, epoch, per_epoch, block)
-                windows.append(drawn[max(begin - block * DRAWN, 0) : end - block * DRAWN])
-        return _assemble(self.tokens, self.seq_len, torch.cat(windows).numpy())
+        return _assemble(self.tokens, self.seq_len, shuffled(self.seed, self.samples_per_epoch, first, count))
+
+    def eval_batches(self, most: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """The batches of min(most, all) windows, as the function `eval_batches` gives them."""
+        return eval_batches(self.tokens, self.seq_len, self.batch, most, share)
+
+
+def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
+    """Which of `per_epoch` things the samples `first` .. first + count - 1 are, int64 [count]: all of them once in an
+    epoch, in an order drawn from (seed, epoch)."""
+    if first < 0 or count < 1:
+        raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
+    found = []
+    for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
+        begin, end = max(first - epoch * per_epoch, 0), min(first + count - epoch * per_epoch, per_epoch)
+        for block in range(begin // DRAWN, (end - 1) // DRAWN + 1):
+            drawn = _drawn(seed, epoch, per_epoch, block)
+            found.append(drawn[max(begin - block * DRAWN, 0) : end - block * DRAWN])
+    return torch.cat(found).numpy()
 
 
 def eval_batches(
@@ -86,15 +95,31 @@ def eval_batches(
 
     Raises ValueError as TokenStream does.
     """
-    if batch < 1 or (max_windows is not None and max_windows < 1):
-        raise ValueError(f"batch={batch}, max_windows={max_windows}: wanted at least 1 of each")
     available = len(_windows(tokens, seq_len))
-    count = available if max_windows is None else min(max_windows, available)
+
+    def assemble(windows: np.ndarray, real: np.ndarray) -> Batch:
+        out = _assemble(tokens, seq_len, windows)
+        return out | {"mask": out["mask"] & torch.from_numpy(real)[:, None]}
+
+    return even_batches(available, batch, max_windows, share, assemble)
+
+
+def even_batches(
+    available: int,
+    batch: int,
+    most: int | None,
+    share: tuple[int, int],
+    assemble: Callable[[np.ndarray, np.ndarray], Batch],
+) -> Iterator[Batch]:
+    """`assemble(numbers [batch], whether each is one of the samples or fills up)` of min(most, available) evenly spaced
+    things, in batches, as `eval_batches` says."""
+    if batch < 1 or (most is not None and most < 1):
+        raise ValueError(f"batch={batch}, max_windows={most}: wanted at least 1 of each")
+    count = available if most is None else min(most, available)
 
     def batch_from(first: int) -> Batch:
         number = np.arange(first, first + batch)
-        out = _assemble(tokens, seq_len, np.minimum(number, count - 1) * available // count)
-        return out | {"mask": out["mask"] & torch.from_numpy(number < count)[:, None]}
+        return assemble(np.minimum(number, count - 1) * available // count, number < count)
 
     own, shares = share
     return map(batch_from, range(own * batch, -(-count // (batch * shares)) * batch * shares, batch * shares))

@@ -6,10 +6,12 @@ A prepared corpus is a folder:
     train.bin  val.bin      the tokens of all documents one after the other, little-endian uint8, uint16 or uint32
     train.docs val.docs     little-endian uint64: where each document starts in the .bin, then the number of tokens
     train.sums val.sums     checksums of both, by chunks: see fzero/data/checksums.py
+    train.said val.said     of examples only (fzero/data/conversations.py): uint8, 1 for each token to be learnt
     tokenizer.json          when the tokenizer is not bytes
+    chat_template.jinja     of examples only, with tokenizer_config.json: what rendered them
 
-Every document ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: both files are
-memory-mapped.
+Every document of text ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: the
+files are memory-mapped.
 """
 
 from pathlib import Path
@@ -33,6 +35,8 @@ class Tokens(NamedTuple):
     vocab_size: int
     eos: int
     sums: ChunkSums | None = None  # of the .bin file; None for arrays made by hand, and corpora of earlier versions
+    kind: str = "text"  # or chat, for examples
+    said: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -92,19 +96,20 @@ def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
             f"{docs_path}: document offsets must rise from 0 to the {len(tokens)} tokens of {bin_path.name}; "
             f"they run from {docs[0]} to {docs[-1]}, each above the one before: {rising}; {PREPARE_AGAIN}"
         )
-    found = sums_of(folder, split, meta, tokens, docs)
-    if found:
-        found[1].expect(np.zeros(1, np.int64), docs.nbytes)
-    return Tokens(str(bin_path), tokens, docs, meta["vocab_size"], meta["eos"], found[0] if found else None)
+    kind = meta.get("kind", "text")
+    said = None if kind == "text" else _map(Path(folder) / f"{split}.said", np.dtype("u1"), counts["tokens"])
+    files = [tokens, docs] if said is None else [tokens, docs, said]
+    found = sums_of(folder, split, meta, files)
+    for sums, content in zip(found[1:], files[1:]):
+        sums.expect(np.zeros(1, np.int64), content.nbytes)
+    return Tokens(str(bin_path), tokens, docs, meta["vocab_size"], meta["eos"], found[0] if found else None, kind, said)
 
 
-def sums_of(
-    folder: str | Path, split: str, meta: dict[str, Any], tokens: np.ndarray, docs: np.ndarray
-) -> list[ChunkSums]:
-    """The checksums of a split's .bin and .docs; [] if the corpus has none."""
+def sums_of(folder: str | Path, split: str, meta: dict[str, Any], files: list[np.ndarray]) -> list[ChunkSums]:
+    """The checksums of a split's files (.bin, .docs and, of examples, .said); [] if the corpus has none."""
     if "sums" not in meta:
         return []
-    return read_sums(Path(folder), split, meta["sums"][split], [tokens.view(np.uint8), docs.view(np.uint8)])
+    return read_sums(Path(folder), split, meta["sums"][split], [file.view(np.uint8) for file in files])
 
 
 def verify(folder: str | Path) -> list[str]:
@@ -128,7 +133,10 @@ def verify(folder: str | Path) -> list[str]:
         counts = meta["splits"][split]
         tokens = _map(Path(folder) / f"{split}.bin", token_dtype(meta["vocab_size"]), counts["tokens"])
         docs = _map(Path(folder) / f"{split}.docs", np.dtype("<i8"), counts["documents"] + 1)
-        for sums in sums_of(folder, split, meta, tokens, docs):
+        files = [tokens, docs]
+        if meta.get("kind", "text") != "text":
+            files.append(_map(Path(folder) / f"{split}.said", np.dtype("u1"), counts["tokens"]))
+        for sums in sums_of(folder, split, meta, files):
             found += [line(sums, chunk) for chunk in sums.damaged()]
     return found
 

@@ -262,8 +262,10 @@ FAMILIES: dict[str, type] = {
 }
 
 
+# What stands on the config of another model, its `base`.
+WRAPPERS: dict[str, type] = {"lora": LoRAConfig, "quantized": QuantizedConfig}
+
+
 def family_of(model: ModelConfig) -> str:
-    """The name of the model family that a config belongs to; "lora" and "quantized" can be named by no table of a
-    run."""
-    names = {**FAMILIES, "lora": LoRAConfig, "quantized": QuantizedConfig}
-    return next(name for name, kind in names.items() if type(model) is kind)
+    """The name of the model family that a config belongs to."""
+    return next(name for name, kind in {**FAMILIES, **WRAPPERS}.items() if type(model) is kind)

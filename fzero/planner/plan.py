@@ -386,7 +386,7 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
     if isinstance(trace.config.model, LoRAConfig):
         notes.append(
             f"LoRA of rank {trace.config.model.rank}: other weights are frozen{codes_of(trace.config.model)} (no "
-            "gradient, no state; 4N of the model's FLOPs); models.lora trains it, fzero pretrain does not"
+            "gradient, no state; 4N of the model's FLOPs); fzero finetune --lora trains it"
         )
     if trace.config.train.compiled and fake_inductor.note():
         notes.append(fake_inductor.note())

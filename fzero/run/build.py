@@ -20,6 +20,7 @@ from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
+from fzero.models.base import Start
 from fzero.models.lora import FROZEN
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import round_to_pages
@@ -190,9 +191,19 @@ def specs_of(job: Job) -> TrainState:
 
 
 def first_state(job: Job, params: Tree | None = None) -> TrainState:
-    """The state before the first step, drawn from the config's seed, or around the given parameters."""
+    """The state before the first step, drawn from the config's seed, or around the given parameters.
+
+    params: of the model, or of the one without its adapters: weights in codes are made of them, and factors drawn.
+    """
     config = job.config.train
     start = job.model if params is None else params
+    if params is not None and isinstance(job.config.model, models.LoRAConfig):
+        given = pytree.named_leaves(params)
+        if not any(name.endswith("_lora_a") for name in given):
+            inner = models.build(job.config.model.base)
+            if isinstance(inner.config, models.QuantizedConfig):
+                given = pytree.named_leaves(models.quantize_weights(inner, params))
+            start = job.model._replace(start={name: Start((leaf,), stacked=False) for name, leaf in given.items()})
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
     return init_state(start, job.tx, job.plan, **options)
 

@@ -22,6 +22,7 @@ class Data:
 
     path: str = "stdlib"  # a prepared corpus, or text to prepare once: a file, a folder, "stdlib"
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
+    template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256
     within_documents: bool = True  # a token attends to its own document only
 
@@ -146,6 +147,7 @@ class RunConfig:
     preset: str = ""  # that the other values started from; "" for none
     device: str = "auto"  # cpu or cuda; auto: the GPU where there is one. Decided at the start of a run and recorded
     model: ModelConfig = field(default_factory=MLPConfig)
+    objective: str = "text"  # what is learnt: text (each next token), chat (what the assistant says)
     data: Data = Data()
     optim: Optim = Optim()
     precision: Precision = Precision()

@@ -80,7 +80,9 @@ BOUNDS: dict[str, Bounds] = {
 }
 
 
+OBJECTIVES = ("text", "chat")  # and the kinds of corpora that they learn from
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "objective": OBJECTIVES,
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),
@@ -131,6 +133,11 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make "
             "one fit the other"
+        )
+    if c.objective != "text" and not c.data.within_documents:
+        raise ValueError(
+            f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
+            "other; leave it out"
         )
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
     if offload.acts.memory != "device" and not remat.every:
@@ -237,9 +244,13 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
             )
 
 
-def check_vocabulary(config: RunConfig, corpus: str | Path) -> None:
-    """Raise ValueError if the prepared corpus has tokens that the model does not."""
-    size = read_meta(corpus)["vocab_size"]
+def check_corpus(config: RunConfig, corpus: str | Path) -> None:
+    """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
+    does not."""
+    meta = read_meta(corpus)
+    kind, wanted, size = meta.get("kind", "text"), config.objective, meta["vocab_size"]
+    if kind != wanted:
+        raise ValueError(f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {wanted}")
     if size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size is {config.model.vocab_size} and the corpus has {size} tokens; add --set "

@@ -11,14 +11,14 @@ from typing import Any
 from fzero.core.foreign import parse_json
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, check_type
-from fzero.models import ModelConfig
-from fzero.models.presets import FAMILIES, family_of
+from fzero.models import LoRAConfig, ModelConfig, QuantizedConfig
+from fzero.models.presets import FAMILIES, WRAPPERS, family_of
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import (
     check_leaf,
 )
 from fzero.run.config_versions import current_keys
-from fzero.run.recipes import recipe
+from fzero.run.recipes import FINE_TUNING, recipe
 
 DEFAULT_PRESET = "llama-tiny"
 
@@ -34,13 +34,8 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
         found if isinstance(found := table.get(name), dict) else {} for name in ("train", "optim", "model")
     )
     name = check_type("preset", table.get("preset", "" if model is not None else DEFAULT_PRESET), str)
-    if not name and model is None:
-        family = sizes.get("family", "")
-        if family not in FAMILIES:
-            raise ValueError(
-                f"model.family is {family!r}{nearest(str(family), FAMILIES)}; it must be one of {', '.join(FAMILIES)}"
-            )
-        model = FAMILIES[family]()
+    if (not name or name in FINE_TUNING) and model is None:
+        model = first_sizes(sizes)
     steps, optimizer = (check_type(f"{a}.{b}", t[b], kind) if b in t else None for a, t, b, kind in (
         ("train", train, "steps", int), ("optim", optim, "name", str)))  # fmt: skip
     base = recipe(name, model, steps=steps, optimizer=optimizer)
@@ -52,8 +47,37 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
         )
     rest = {key: value for key, value in table.items() if key != "preset"}
     if sizes:
-        rest["model"] = {key: value for key, value in sizes.items() if key != "family"}
+        rest["model"] = without_family(sizes)
     return apply_table(base, rest)
+
+
+def first_sizes(sizes: Table, where: str = "model.") -> ModelConfig:
+    """The default sizes of the family that a table names; of adapters, those around the sizes of their `base`."""
+    family, known = sizes.get("family", ""), (*FAMILIES, *WRAPPERS)
+    if family not in known:
+        raise ValueError(
+            f"{where}family is {family!r}{nearest(str(family), known)}; it must be one of {', '.join(known)}"
+        )
+    if family in FAMILIES:
+        return FAMILIES[family]()
+    kind, inner = WRAPPERS[family], check_type(f"{where}base", sizes.get("base"), dict)
+    hints, rest = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        if field.name != "base" and (field.name in sizes or field.default is dataclasses.MISSING):
+            rest[field.name] = check_type(f"{where}{field.name}", sizes.get(field.name), hints[field.name])
+    return kind(first_sizes(inner, f"{where}base."), **rest)
+
+
+def without_family(sizes: Table) -> Table:
+    """The table of a model's values without the families that `first_sizes` reads."""
+    rest = {key: value for key, value in sizes.items() if key != "family"}
+    return rest | {"base": without_family(rest["base"])} if isinstance(rest.get("base"), dict) else rest
+
+
+def with_family(sizes: Table, model: ModelConfig) -> Table:
+    """The table of a model's values with the families that `first_sizes` reads."""
+    inner = {"base": with_family(sizes["base"], model.base)} if isinstance(model, (LoRAConfig, QuantizedConfig)) else {}
+    return {"family": family_of(model), **sizes, **inner}
 
 
 def apply_table(value: Any, table: Table, where: str = "") -> Any:
@@ -85,7 +109,7 @@ def apply_table(value: Any, table: Table, where: str = "") -> Any:
         return replace(value, **changes)
     except ValueError as error:
         raise ValueError(
-            f"{where[:-1]}: {error}" if where in ("model.", "precision.loss_scale.") else str(error)
+            f"{where[:-1]}: {error}" if where.startswith(("model.", "precision.loss_scale.")) else str(error)
         ) from None
 
 
@@ -97,7 +121,7 @@ def to_table(config: RunConfig) -> Table:
         return {key: list(of) if isinstance(of, tuple) else of for key, of in pairs}
 
     table = dataclasses.asdict(config, dict_factory=listed)
-    return {**table, "model": {"family": family_of(config.model), **table["model"]}}
+    return {**table, "model": with_family(table["model"], config.model)}
 
 
 def to_json(config: RunConfig) -> str:

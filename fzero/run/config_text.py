@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from fzero.core.tables import Table, flat, put, to_toml
-from fzero.models import LoRAConfig, QuantizedConfig
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import refuse_unused
-from fzero.run.config_table import to_table
+from fzero.run.config_table import first_sizes, to_table
 
 
 def commented(config: RunConfig) -> str:
@@ -25,10 +24,9 @@ def commented(config: RunConfig) -> str:
     >>> [line for line in commented(from_table({"zero": 3})).splitlines() if line.startswith("zero")]
     ['zero = 3  # ZeRO stage (default 0)']
     """
-    assert not isinstance(config.model, (LoRAConfig, QuantizedConfig)), "the file of a run has no LoRA"
     said, notes = {}, {}
     kinds = kinds_of(config)
-    usual = dict(flat(to_table(RunConfig(model=type(config.model)()))))
+    usual = dict(flat(to_table(RunConfig(model=first_sizes(to_table(config)["model"])))))
     for name, value in flat(to_table(config)):
         if value is None:
             continue

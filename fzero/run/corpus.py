@@ -16,20 +16,21 @@ import torch
 import fzero
 from fzero import data
 from fzero.core.gpu import HOST, Copied, copy_in, pinned
+from fzero.data.rows import RowStream
 from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta
-from fzero.run import run_folder
-from fzero.run.config import Data, RunConfig
+from fzero.run import conversations, run_folder
+from fzero.run.config import RunConfig
 from fzero.sharding import Mesh
 
 Say = Callable[[str], None]
 
 
-def find_corpus(config: Data, folder: Path, say: Say) -> Path:
-    """The prepared corpus of a run: `config.path` itself, or made from it: the standard library's in the user's cache,
-    a text's in `folder`/data.
+def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = None) -> Path:
+    """The prepared corpus of a run: `data.path` itself, or made from it: the standard library's in the user's cache,
+    a text's in `folder`/data, and so that of conversations, by tokenizer and chat template of the model in `init`.
     """
-    path = Path(config.path)
+    config, path = value.data, Path(value.data.path)
     if config.path != "stdlib" and (path / "meta.json").is_file():
         meta = read_meta(path)
         if config.tokenizer not in ("bytes", meta["tokenizer"]):
@@ -38,6 +39,8 @@ def find_corpus(config: Data, folder: Path, say: Say) -> Path:
                 "leave it out"
             )
         return path
+    if value.objective != "text":
+        return conversations.prepare_for(value, folder / run_folder.DATA, say, init)
     if config.path != "stdlib":
         say(f"preparing {path} ({config.tokenizer}) in {folder / run_folder.DATA}")
         say(data.describe(data.prepare(path, folder / run_folder.DATA, tokenizer=config.tokenizer)))
@@ -100,8 +103,16 @@ def open_micro_batches(config: RunConfig, corpus: Path) -> MicroBatchReader:
     Raises ValueError if the split is too short.
     """
     t = config.train
-    stream = data.TokenStream(data.open_tokens(corpus, "train"), config.data.seq_len, t.batch, t.seed)
+    stream = open_stream(config, corpus, "train", t.batch)
     return lambda sample, m: drop_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
+
+
+def open_stream(config: RunConfig, corpus: Path, split: str, batch: int) -> data.TokenStream | RowStream:
+    """The batches of a split: windows of text, or rows of whole conversations."""
+    tokens, seed = data.open_tokens(corpus, split), config.train.seed
+    if tokens.kind == "text":
+        return data.TokenStream(tokens, config.data.seq_len, batch, seed)
+    return RowStream(tokens, config.data.seq_len, batch, seed)
 
 
 def open_data(
@@ -112,20 +123,17 @@ def open_data(
     The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the
     validation batches too. Raises ValueError if a split is too short.
     """
-    t, length, part = config.train, config.data.seq_len, open_micro_batches(config, corpus)
-    split = data.open_tokens(corpus, "val")
+    t, part = config.train, open_micro_batches(config, corpus)
+    split = open_stream(config, corpus, "val", t.micro_batch)
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
-    data.eval_batches(split, length, t.micro_batch, windows)
 
     def batch_at(sample: int) -> Batch:
         parts = [part(sample, m) for m in range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)]
         return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
 
     # In micro-batches, the shapes of training, so that nothing is compiled again.
-    return batch_at, lambda: (
-        drop_documents(config, b) for b in data.eval_batches(split, length, t.micro_batch, windows, share)
-    )
+    return batch_at, lambda: (drop_documents(config, batch) for batch in split.eval_batches(windows, share))
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
@@ -158,7 +166,7 @@ def drop_documents(config: RunConfig, batch: Batch) -> Batch:
 def bytes_per_token(corpus: Path) -> float:
     """The mean number of UTF-8 bytes of a token of the corpus; 1 for the byte tokenizer."""
     meta = read_meta(corpus)
-    if meta["tokenizer"] == "bytes":
+    if meta["tokenizer"] == "bytes" or meta.get("kind", "text") != "text":  # a template's text is not counted
         return 1.0
     counts = [split["tokens"] - split["documents"] for split in meta["splits"].values()]
     return meta["source"]["text_bytes"] / max(1, sum(counts))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,12 +13,13 @@ from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
-from fzero.core.foreign import read_json, read_text_file
-from fzero.data.tokenizers import Tokenizer, json_tokenizer
+from fzero.data.chat import read_chat, write_chat
+from fzero.models.presets import without_adapters
 from fzero.run import run_folder, run_lock, weights
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.recipes import recipe
+from fzero.run.start_tokenizer import tokenizer_of
 from fzero.sharding.plan import shapes_of
 
 BUFFER_BYTES = 64 << 20  # of memory for writing
@@ -41,7 +41,10 @@ def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
     with run_lock.owning(out) as there:
         run_folder.expect_free(out)
         try:
-            run_folder.create_run(out, value, tokenizer, imported=str(folder.resolve()), imported_from=source.kind)
+            chat = read_chat(source.hf_config.parent)
+            run_folder.create_run(
+                out, value, tokenizer, chat, imported=str(folder.resolve()), imported_from=source.kind
+            )
             place, config_table = run_folder.checkpoints_of(out, value), to_table(value)
             checkpoint.save(place, {"params": params}, step=0, config=config_table, buffer_bytes=BUFFER_BYTES)
         except checkpoint.SaveFailed as error:
@@ -61,19 +64,29 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     """Write the model of `run` to the new folder `out`; returns (a line about it, a line for each checkpoint passed
     over).
 
-    Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf."""
+    Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf. LoRA's factors are
+    added to their weights, for which all of them are in memory; weights in codes become float32. The chat template goes
+    along.
+    """
     value = run_folder.read_config(run)
     recorded = run_folder.read_environment(run)
-    tokenizer = run / run_folder.TOKENIZER
+    tokenizer, chat = run / run_folder.TOKENIZER, read_chat(run)
 
     def write(leaves: huggingface.Leaves) -> None:
         eos = recorded["eos"] if recorded["eos"] >= 0 else None
-        huggingface.save_hf(out, value.model, leaves, tokenizer=tokenizer if tokenizer.is_file() else None, eos=eos)
+        where = tokenizer if tokenizer.is_file() else None
+        huggingface.save_hf(out, without_adapters(value.model), leaves, tokenizer=where, eos=eos)
+        if chat is not None:
+            write_chat(out, chat)
 
     def read(opened: checkpoint.CheckpointReader) -> int:
         write(in_checkpoint(run, value, opened, ema=ema))
         return opened.step
 
+    if isinstance(value.model, models.LoRAConfig):
+        trained = weights.load(run, wide=True, ema=ema)
+        write(huggingface.in_memory(models.merge(trained.model, trained.params)))
+        return f"{out}: the model of {run} after step {trained.step}, with its adapters merged", trained.warnings
     snapshot = weights.snapshot_of(run, value)
     if snapshot is not None:
         write(on_disk(run, value, snapshot, ema=ema))
@@ -131,16 +144,3 @@ def prefix_of(run: Path, holds: Callable[[str], bool], ema: bool) -> str:
     if ema and not holds(weights.EMA):
         raise ValueError(f"{run}: keeps no average of the weights (train.ema_decay is 0)")
     return weights.EMA if ema else weights.MASTER if holds(weights.MASTER) else weights.PARAMS
-
-
-def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
-    """The tokenizer.json in `folder` or beside a config.json, None if there is none; its eos is the one that
-    config.json names."""
-    path = next(
-        (place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None
-    )
-    if path is None:
-        return None
-    recorded = read_json(hf_config).get("eos_token_id")
-    eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
-    return json_tokenizer(read_text_file(path), str(path), eos)

@@ -19,7 +19,7 @@ from fzero.core import prng, pytree
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
-from fzero.run import config_table, corpus, machine, run_folder
+from fzero.run import config_table, conversations, corpus, machine, run_folder
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.evaluate import evaluate_all
@@ -264,10 +264,10 @@ def best_params(job: Job, state: TrainState) -> Any:
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     """The text of up to `n` tokens generated after the prompt of the options."""
     job, tokenizer = attempt.job, run_folder.read_tokenizer(attempt.folder)
-    tokens = torch.from_numpy(tokenizer.encode(attempt.options.sample).astype("int64"))[None].to(job.device)
+    chat = job.config.objective != "text"
+    ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
+    tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed, job.device)
-    out = generate(
-        job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=tokenizer.eos
-    )
+    out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)
     return tokenizer.decode(out[0].tolist())

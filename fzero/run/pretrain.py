@@ -17,13 +17,14 @@ from fzero.comm.mesh_text import mesh_text
 from fzero.core import gpu
 from fzero.core.storage import is_url
 from fzero.core.tables import Table
+from fzero.data.chat import read_chat
 from fzero.data.tokens import read_meta
 from fzero.run import corpus, machine, run_folder, run_lock
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
 from fzero.run.build import Job, build, first_state, num_params
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import check_vocabulary
+from fzero.run.config_checks import check_corpus
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
 from fzero.run.duration import fitting_steps, shortened
@@ -66,7 +67,7 @@ def start(
     coordinator.record(str(folder.absolute()))
     if coordinator.spare:
         return None
-    weights = weights_module.load(init, wide=True) if init else None
+    weights = weights_module.load_start(init) if init else None
     config, mesh, device, lines = place(config, coordinator)
     config = with_absolute_paths(config)
     coordinator.share(lambda: lock_others(config, options.say))
@@ -82,7 +83,7 @@ def start(
     expect_new(job, folder, coordinator)
     try:
         coordinator.share(lambda: auto_resume.put_marker(folder))
-        path = Path(coordinator.share(lambda: str(corpus.find_corpus(config.data, folder, options.say))))
+        path = Path(coordinator.share(lambda: str(corpus.find_corpus(config, folder, options.say, init))))
         size = read_meta(path)["vocab_size"]
         if grow_vocabulary and size > config.model.vocab_size:
             options.say(
@@ -90,7 +91,7 @@ def start(
             )
             config = replace(config, model=replace(config.model, vocab_size=size))
             job = build(config, mesh, folder, device=device)
-        check_vocabulary(config, path)
+        check_corpus(config, path)
         compare_corpus(path, coordinator)
         corpus.open_data(config, path, mesh)
         attempt = Attempt(job, folder, path, coordinator, options)
@@ -114,6 +115,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         folder,
         job.config,
         data.load_tokenizer(path),
+        read_chat(path),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
         corpus_sha256=corpus.corpus_digest(path),
         init=str(init.resolve()) if init else "",
@@ -204,9 +206,7 @@ def open_corpus(
     path = folder / environment["corpus"]  # an absolute path stays as it is
     if config.data.path == "stdlib":
         path = Path(
-            coordinator.share(
-                lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, options.say))
-            )
+            coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config, folder, options.say)))
         )
     if corpus.corpus_digest(path) != environment["corpus_sha256"]:
         raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")

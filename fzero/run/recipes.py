@@ -47,6 +47,30 @@ SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
 LARGE_RUN = (50_000, 256, 1, 4096)
 
 
+# Of runs that begin with the weights of another, by name: peak learning rate. LoRA's factors take more than whole
+# weights (Schulman et al. 2025, "LoRA without regret").
+FINE_TUNING: dict[str, float] = {
+    "finetune": 2e-5,
+    "finetune-lora": 2e-4,
+}
+
+
+def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
+    """The whole run of a preset of FINE_TUNING for `model`: AdamW without decay, rows of up to 1,024 positions."""
+    steps = 200 if steps is None else steps
+    check_leaf("train.steps", steps)
+    optim = replace(optimizer_defaults(optimizer or "adamw"), lr=FINE_TUNING[name], weight_decay=0.0, beta2=0.999)
+    optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 20, 100), end=0.1))
+    return RunConfig(
+        preset=name,
+        model=model,
+        objective="chat",
+        data=Data(path="", seq_len=min(1024, model.max_len)),
+        optim=optim,
+        train=Train(steps=steps, batch=16, micro_batch=2, eval_every=50, checkpoint_every=100),
+    )
+
+
 def recipe(
     name: str, model: ModelConfig | None = None, *, steps: int | None = None, optimizer: str | None = None
 ) -> RunConfig:
@@ -55,6 +79,8 @@ def recipe(
     Small models are trained with Muon, to a rate of 0; large ones by the usual recipe, AdamW to a tenth of its rate.
     Raises ValueError naming the nearest preset.
     """
+    if name in FINE_TUNING and model is not None:
+        return fine_tuning(name, model, steps=steps, optimizer=optimizer)
     model = models.preset(name) if model is None else model
     usual, batch, micro_batch, seq_len = SMALL_RUNS.get(name, LARGE_RUN)
     steps = usual if steps is None else steps

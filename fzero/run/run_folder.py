@@ -7,6 +7,7 @@ attempts.jsonl    a line for each start: see fzero/run/measure/attempts.py
 samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes
+chat_template.jinja, tokenizer_config.json   where the model has a chat template: see fzero/data/chat.py
 data/             the corpus, if the run prepared its own
 lock.json         the process that trains it now: see fzero/run/run_lock.py
 nvme/             offloaded leaves, unless nvme.folder names another folder: see fzero/offload/store.py
@@ -40,6 +41,7 @@ from fzero.core.foreign import (
     read_text_file,
 )
 from fzero.core.storage import naming, write_text
+from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
@@ -96,10 +98,14 @@ def clear_folder(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **environment: Any) -> None:
-    """Write config.json, environment.json and tokenizer.json into `folder`; config.json last: with it the folder is a
-    run."""
+def create_run(
+    folder: Path, value: RunConfig, tokenizer: Tokenizer | None, chat: Chat | None = None, **environment: Any
+) -> None:
+    """Write config.json, environment.json, tokenizer.json and the chat template into `folder`; config.json last: with
+    it the folder is a run."""
     folder.mkdir(parents=True, exist_ok=True)
+    if chat is not None:
+        write_chat(folder, chat)
     if tokenizer and tokenizer.json:
         write_text(folder, TOKENIZER, tokenizer.json)
     here = {
@@ -120,6 +126,11 @@ def create_run(folder: Path, value: RunConfig, tokenizer: Tokenizer | None, **en
 def pretrain_command(processes: int) -> str:
     """The command that starts `fzero pretrain` with this number of processes."""
     return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run or an import of ours, and not one of another system."""
+    return (folder / ENVIRONMENT).is_file()
 
 
 def read_config(folder: Path) -> RunConfig:

@@ -10,19 +10,21 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import checkpoint, models
-from fzero.checkpoint import offload_snapshot
+from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.directory import newest_sound
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
-from fzero.models import Model
+from fzero.models import Model, ModelConfig
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.run.config import RunConfig
+from fzero.run.recipes import recipe
 from fzero.run.run_folder import (
     NVME,
     checkpoints_of,
+    is_run,
     read_config,
 )
 from fzero.sharding import Plan, fake_mesh, one_process, zero_plan
@@ -148,6 +150,25 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
 
     (params, step), warnings = read_newest(folder, value, read)
     return TrainedWeights(value, model, params, step, warnings)
+
+
+def start_sizes(init: Path) -> tuple[str, ModelConfig]:
+    """(the preset or "", the model's config) of what a new run starts from: see `load_start`."""
+    if is_run(init):
+        old = read_config(init)
+        return old.preset, old.model
+    return "", convert.open_source(init).config
+
+
+def load_start(init: Path) -> TrainedWeights:
+    """The weights that a new run starts from: those of the run in `init`, or those that another system saved there.
+
+    Raises ValueError as `load` and `convert.open_source` do.
+    """
+    if is_run(init):
+        return load(init, wide=True)
+    source = convert.open_source(init)
+    return TrainedWeights(recipe("", source.config), models.build(source.config), convert.load(source), 0, [])
 
 
 def put_on(device: torch.device, params: Tree) -> Tree:

@@ -253,7 +253,7 @@ def open_job(
         path = folder / environment["corpus"]  # an absolute path stays as it is
         if config.data.path == "stdlib":
             path = Path(
-                coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config.data, folder, say)))
+                coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config, folder, say)))
             )
         if corpus.corpus_digest(path) != environment["corpus_sha256"]:
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")

@@ -75,7 +75,7 @@ def load_newest_state(job: Job, folder: Path, coordinator: Coordinator, say: Say
     else:
         saved = convert_other_store(job, folder, before, saved, coordinator, say)
     if not saved:
-        return first_state(job, weights.load(init, wide=True).params if init else None)
+        return first_state(job, weights.load_start(init).params if init else None)
     return restore_newest(job, checkpoint_dir, saved, coordinator, say)
 
 

@@ -1,0 +1,131 @@
+"""`fzero finetune`: train a model further on conversations."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fzero.cli.flags import FOLDER, add_flags, is_written, table_of, tuning_flags
+from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, prepare, refuse_flags
+from fzero.cli.process import coordinated
+from fzero.core.foreign import nearest
+from fzero.core.importing import without_collection
+from fzero.run import warm_up
+
+ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
+
+
+@click.command()
+@click.option(
+    "--init",
+    type=FOLDER,
+    metavar="FOLDER",
+    help="Start from this model. A folder of Hugging Face transformers, a run, or an import.",
+)
+@click.option(
+    "--lora",
+    metavar="rank=R,on=WHERE",
+    help="Train low-rank factors beside frozen weights. on is attn, all (the default) or a regex of leaves; "
+    "alpha=A is their scale times the rank (32).",
+)
+@click.option("--quantize", metavar="KIND", help="Keep the frozen weights in nf4, int4 or int8. Needs --lora.")
+@click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
+@tuning_flags
+@partial(add_flags, options=RUN_FLAGS)
+@click.option(
+    "--prompt", metavar="TEXT", help="The text to continue. Here a message, which the model answers at the end."
+)
+def finetune(
+    config_file: Path | None,
+    settings: tuple[str, ...],
+    mesh: str | None,
+    lora: str | None,
+    quantize: str | None,
+    chat_template: str | None,
+    **given: Any,
+) -> int:
+    """Fine-tune a model on conversations, whole or with LoRA.
+
+    The run is one of `fzero pretrain` in all else: its folder, resuming, meshes, offload, report."""
+    begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
+    begin = begin._replace(prompt=begin.prompt or "")
+    own = {"init": begin.init, "lora": lora, "quantize": quantize, "chat-template": chat_template}
+    refuse_flags(begin, {**flags, "config": config_file, **own}, settings)
+    table = table_of(config_file, settings, mesh, flags)
+    if chat_template is not None:
+        table.setdefault("data", {})["template"] = chat_template
+    if not begin.resume and table.get("data", {}).get("path") is None:
+        raise ValueError("fzero finetune needs conversations: --data FILE.jsonl")
+    adapters = parse_lora(lora) if lora is not None else None
+    if quantize is not None and adapters is None:
+        raise ValueError("--quantize needs --lora: frozen weights are in codes, and LoRA's factors are trained")
+    warm_up.begin()
+
+    with coordinated() as coordinator, bar_or_lines() as (bar, line):
+        with without_collection():
+            from fzero.run import loop
+
+        make = partial(tuned_config, table, config_file, begin.init, adapters, quantize)
+        folder, ready = prepare(coordinator, begin, table, make, (bar, line), grow_vocabulary=False)
+        stopped = loop.train(*ready) if ready is not None else 0
+        return finish(coordinator, folder, stopped, line)
+
+
+def parse_lora(text: str) -> dict[str, Any]:
+    """The arguments of `models.lora` in a text such as rank=16,on=attn.
+
+    >>> parse_lora("rank=16,on=attn")
+    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$'}
+    """
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if name not in ("rank", "on", "alpha") or not equals or not value or name in found:
+            raise ValueError(
+                f"--lora {text}: {part!r} is not rank=R, on=attn|all|REGEX or alpha=A, each once"
+                f"{nearest(name, ('rank', 'on', 'alpha'))}; write --lora rank=16,on=attn"
+            )
+        found[name] = value
+    try:
+        rank, alpha = int(found.get("rank", "16")), float(found.get("alpha", "32"))
+    except ValueError:
+        raise ValueError(f"--lora {text}: rank is a whole number and alpha a number; write rank=16,alpha=32") from None
+    on = found.get("on", "all")
+    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on)}
+
+
+def tuned_config(
+    table: dict[str, Any],
+    config_file: Path | None,
+    init: Path | None,
+    adapters: dict[str, Any] | None,
+    quantize: str | None,
+) -> Any:
+    """The RunConfig of a new run that starts from the model in `init`."""
+    from fzero import models
+    from fzero.run import config_checks, config_table, weights
+
+    if "model" in table or "preset" in table:
+        raise ValueError("--init sets the model's sizes; leave out model.* and preset")
+    if init is None:
+        raise ValueError("fzero finetune needs a model: --init FOLDER")
+    _, sizes = weights.start_sizes(init)
+    if adapters is not None:
+        if isinstance(sizes, models.LoRAConfig):
+            raise ValueError(
+                f"--lora: {init} has LoRA already, which is trained on without --lora; for new factors merge it first: "
+                f"fzero export {init} --out FOLDER"
+            )
+        model = models.build(sizes)
+        model = model if quantize is None else models.quantized(model, quantize, targets=adapters["targets"])
+        sizes = models.lora(model, **adapters).config
+    preset = f"finetune{'-lora' * isinstance(sizes, models.LoRAConfig)}"
+    value = config_table.from_table({**table, "preset": preset}, sizes)
+    if value.objective == "text":
+        raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
+    if not is_written(config_file):
+        config_checks.refuse_unused(value, table)
+    return value

@@ -1,0 +1,113 @@
+"""Rows of whole documents as batches: each a pure function of (seed, number), like the windows of fzero/data/stream.py.
+
+Conversations share a row as far as they fit into it; a token attends to its own document only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fzero.data.stream import Batch, even_batches, shuffled
+from fzero.data.tokens import Tokens
+
+
+def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
+    """Which documents share a row of `room` positions: best fit, the longest first; each row in the documents' order.
+
+    Raises ValueError for a document that is longer than `room`.
+
+    >>> pack(np.array([3, 5, 2, 4]), 7)
+    [[1, 2], [0, 3]]
+    """
+    if len(lengths) and lengths.max() > room:
+        raise ValueError(f"a conversation needs {lengths.max():,} positions and a row has {room:,} (data.seq_len)")
+    rows: list[list[int]] = []
+    left: dict[int, list[int]] = {}  # positions left -> rows
+    known = 0  # a bit for each key of `left` with rows
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        need = int(lengths[i])
+        fits = known >> need
+        free = need + (fits & -fits).bit_length() - 1 if fits else room
+        if fits:
+            row = left[free].pop()
+            if not left[free]:
+                known &= ~(1 << free)
+        else:
+            row = len(rows)
+            rows.append([])
+        rows[row].append(i)
+        left.setdefault(free - need, []).append(row)
+        known |= 1 << (free - need)
+    return [sorted(row) for row in rows]
+
+
+@dataclass(frozen=True, eq=False)
+class RowStream:
+    """Shuffled rows of a corpus of examples; `samples_at` depends on these values and its arguments only.
+
+    A batch is one of TokenStream's: tokens, targets, documents and mask [B, T]. The mask has the targets that the model
+    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere.
+
+    Raises ValueError for a document that is longer than a row.
+    """
+
+    tokens: Tokens
+    seq_len: int  # T
+    batch: int  # B
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.tokens.said is not None  # a corpus of examples
+        _ = self.rows
+
+    @functools.cached_property
+    def rows(self) -> list[list[int]]:
+        """The documents of each row."""
+        return pack(np.diff(self.tokens.docs) - 1, self.seq_len)
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of `step`: samples step * batch up to (step + 1) * batch."""
+        return self.samples_at(step * self.batch, self.batch)
+
+    def samples_at(self, first: int, count: int) -> Batch:
+        """The samples `first` .. first + count - 1 of the run as one batch."""
+        return self.rows_at(shuffled(self.seed, len(self.rows), first, count))
+
+    def rows_at(self, rows: np.ndarray) -> Batch:
+        """The rows of these numbers as one batch."""
+        shape = (len(rows), self.seq_len)
+        tokens, targets = np.full(shape, self.tokens.eos), np.full(shape, self.tokens.eos)
+        documents, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        for r, row in enumerate(rows.tolist()):
+            at = 0
+            for number, i in enumerate(self.rows[row]):
+                ids, said = self._document(i)
+                end = at + len(ids) - 1
+                tokens[r, at:end], targets[r, at:end], mask[r, at:end] = ids[:-1], ids[1:], said[1:]
+                documents[r, at:end] = number
+                at = end
+            documents[r, at:] = len(self.rows[row])
+        out = {"tokens": tokens, "targets": targets, "documents": documents, "mask": mask}
+        return {name: torch.from_numpy(leaf) for name, leaf in out.items()}
+
+    def _document(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self.tokens.docs[i : i + 2].tolist()
+        if self.tokens.sums is not None:
+            size = self.tokens.tokens.itemsize
+            self.tokens.sums.expect(np.array([start * size]), (end - start) * size)
+        assert self.tokens.said is not None
+        return self.tokens.tokens[start:end], self.tokens.said[start:end]
+
+    def eval_batches(self, most: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
+        """The batches of min(most, all) rows, unshuffled, as `fzero.data.eval_batches` gives windows."""
+
+        def assemble(rows: np.ndarray, real: np.ndarray) -> Batch:
+            out = self.rows_at(rows)
+            return out | {"mask": out["mask"] & torch.from_numpy(real)[:, None]}
+
+        return even_batches(len(self.rows), self.batch, most, share, assemble)

@@ -1,0 +1,69 @@
+"""The conversations of a run: prepared by the tokenizer and the chat template of the model that it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from fzero.core.foreign import read_text_file
+from fzero.data.chat import Chat, encoder, read_chat, render
+from fzero.data.conversations import Lengths, describe_conversations, prepare_conversations
+from fzero.data.tokenizers import Tokenizer
+from fzero.run.config import RunConfig
+from fzero.run.start_tokenizer import start_tokenizer
+
+
+def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: Path | None) -> Path:
+    """Prepare the conversations at `data.path` in `out`, and return it.
+
+    init: the run, import or folder of another system whose tokenizer and chat template are taken. Raises ValueError as
+    `prepare_conversations`, and for a model without a tokenizer or a chat template.
+    """
+    path = Path(config.data.path)
+    if path.suffix != ".jsonl":
+        raise ValueError(
+            f"data.path is {config.data.path!r} and objective is {config.objective}; give a .jsonl file with a "
+            "conversation a line, or a folder that was prepared of one: --data FILE.jsonl"
+        )
+    if init is None:
+        raise ValueError(f"objective is {config.objective}, which starts from a model: --init FOLDER")
+    tokenizer = start_tokenizer(init)
+    chat = chat_of(config, init)
+    say(f"preparing {path} ({tokenizer.name}) in {out}")
+    lengths = Lengths(config.data.seq_len, config.model.max_len)
+    meta = prepare_conversations(path, out, chat, tokenizer, lengths, config.train.seed)
+    say(describe_conversations(meta))
+    return out
+
+
+def chat_of(config: RunConfig, init: Path) -> Chat:
+    """The chat template of a run: `data.template`, else that of the model in `init`; raises ValueError if there is
+    none."""
+    found = read_chat(init)
+    if config.data.template:
+        return Chat(read_text_file(config.data.template), found.tokens if found else {})
+    if found is None:
+        raise ValueError(
+            f"{init}: has no chat template (chat_template.jinja, or an entry of tokenizer_config.json); give one: "
+            "--chat-template FILE.jinja"
+        )
+    return found
+
+
+def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, int]:
+    """(the ids [N] to generate after, the id that ends the text) for a prompt to the model of the run in `folder`.
+
+    chat: the prompt is a user's message, which the run's chat template renders, and the text the answer, which ends
+    with the template's eos_token where that is one token. Raises ValueError if the run has no chat template.
+    """
+    if not chat:
+        return tokenizer.encode(text), tokenizer.eos
+    template = read_chat(folder)
+    if template is None:
+        raise ValueError(f"{folder}: has no chat template (chat_template.jinja); give --no-chat to continue a text")
+    encode, eos = encoder(tokenizer), template.tokens.get("eos_token", "")
+    ids = encode(render(template, [{"role": "user", "content": text}], prompt=True))[0]
+    end = encode(eos)[0] if eos else ()
+    return ids, int(end[0]) if len(end) == 1 else tokenizer.eos

@@ -1,0 +1,33 @@
+"""The tokenizer of what a run starts from: another run, or a folder of another system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fzero.core.foreign import read_json, read_text_file
+from fzero.data.tokenizers import Tokenizer, json_tokenizer
+from fzero.run import run_folder
+
+
+def start_tokenizer(init: Path) -> Tokenizer:
+    """The tokenizer of a run, or of a folder of another system; raises ValueError if it has none."""
+    if run_folder.is_run(init):
+        return run_folder.read_tokenizer(init)
+    found = tokenizer_of(init, init / "config.json")
+    if found is None:
+        raise ValueError(f"{init}: has no tokenizer.json, so there is no text to read")
+    return found
+
+
+def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
+    """The tokenizer.json in `folder` or beside a config.json, None if there is none; its eos is the one that
+    config.json names."""
+    path = next(
+        (place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None
+    )
+    if path is None:
+        return None
+    recorded = read_json(hf_config).get("eos_token_id")
+    eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
+    return json_tokenizer(read_text_file(path), str(path), eos)

@@ -1,0 +1,239 @@
+"""Fine-tuning on conversations: which tokens count, how they share rows, and runs from the command line."""
+
+import json
+import math
+import re
+
+import chats
+import numpy as np
+import pytest
+import torch
+
+import fzero
+from fzero import models
+from fzero.checkpoint.convert import huggingface
+from fzero.core import pytree
+from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
+from fzero.data.conversations import Lengths, prepare_conversations
+from fzero.data.rows import RowStream, pack
+from fzero.data.tokenizers import json_tokenizer
+from fzero.data.tokens import open_tokens, verify
+from fzero.models.base import Ctx
+from fzero.run import run_folder, weights
+from fzero.run.config_table import from_json, from_table, to_json
+
+EOS = {"eos_token": "<|im_end|>"}
+TWO_TURNS = [
+    *next(chats.sums(1)),
+    {"role": "user", "content": "and é?"},
+    {"role": "assistant", "content": "é is a letter."},
+]
+FLAGS = ["--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
+         "--set", "train.compiled=false", "--set", "train.memory_check=false", "--set", "train.loggers=[]"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a Qwen3 and a file of conversations."""
+    place = tmp_path_factory.mktemp("chats")
+    chats.qwen3_folder(place / "qwen3")
+    chats.chat_file(place / "chat.jsonl")
+    return place
+
+
+def our_tokenizer():
+    return json_tokenizer(chats.tokenizer().to_str(), "chat", 256)
+
+
+# ---- templates ----
+
+
+def test_tokens_and_mask_are_those_of_transformers(folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder / "qwen3")
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = theirs.apply_chat_template(TWO_TURNS, **options)
+    (example,) = examples_of(read_chat(folder / "qwen3"), encoder(our_tokenizer()), TWO_TURNS)
+    assert example.ids.tolist() == expected["input_ids"]
+    assert example.counted.tolist() == [bool(n) for n in expected["assistant_masks"]]
+    assert 0 < example.counted.sum() < len(example.ids)
+
+
+def test_spans_found_by_rendering_are_those_that_the_template_marks():
+    assert spans_of(Chat(chats.UNMARKED, EOS), TWO_TURNS) == spans_of(Chat(chats.TEMPLATE, EOS), TWO_TURNS)
+
+
+def test_a_template_that_leaves_thoughts_out_gives_each_turn_a_text_as_the_model_sees_it():
+    thinks = [dict(m, content=f"hm</think>{m['content']}") if m["role"] == "assistant" else m for m in TWO_TURNS]
+    texts = spans_of(Chat(chats.FORGETFUL, EOS), thinks)
+    said = [[text[a:b] for a, b in spans] for text, spans in texts]
+    assert said == [["hm</think>It is 0.<|im_end|>"], ["hm</think>é is a letter.<|im_end|>"]]
+    assert "hm" not in texts[1][0].split("and é?")[0]
+
+
+@pytest.mark.parametrize("template, message", [
+    ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    ("{% for m in messages %}", "no Jinja template"),
+    ("{{ 1 / 0 }}", "refuses the conversation: division"),
+])  # fmt: skip
+def test_a_template_is_sandboxed_and_its_faults_are_one_line(template, message):
+    with pytest.raises(ValueError, match=message) as error:
+        spans_of(Chat(template, EOS), TWO_TURNS)
+    assert "\n" not in str(error.value)
+
+
+# ---- rows ----
+
+
+def test_packing_keeps_each_document_once_and_no_row_too_long():
+    lengths = np.random.default_rng(0).integers(1, 60, 200)
+    rows = pack(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(200))
+    used = [lengths[row].sum() for row in rows]
+    assert max(used) <= 64 and len(rows) <= math.ceil(lengths.sum() / 64) * 1.1
+    with pytest.raises(ValueError, match="60 positions and a row has 50"):
+        pack(np.array([60]), 50)
+
+
+@pytest.fixture(scope="module")
+def corpus(folder):
+    chat = Chat(chats.TEMPLATE, EOS)
+    prepare_conversations(folder / "chat.jsonl", folder / "corpus", chat, our_tokenizer(), Lengths(96, 96))
+    return folder / "corpus"
+
+
+def test_an_epoch_has_each_conversation_once(corpus):
+    stream = RowStream(open_tokens(corpus), 96, 2)
+    rows = len(stream.rows)
+    epoch = [stream.samples_at(i, 1) for i in range(rows)]
+    assert sum(int(b["mask"].sum()) for b in epoch) == int(stream.tokens.said.sum())
+    again = stream.samples_at(0, rows)
+    assert all(torch.equal(again[name], torch.cat([b[name] for b in epoch])) for name in again)
+    assert verify(corpus) == []
+    total = sum(int(b["mask"].sum()) for b in RowStream(open_tokens(corpus, "val"), 96, 4).eval_batches())
+    assert total == int(open_tokens(corpus, "val").said.sum())
+
+
+def test_a_conversation_in_a_row_has_the_loss_that_it_has_alone(corpus):
+    stream, model = RowStream(open_tokens(corpus), 96, 2), models.build(chats.QWEN3)
+    params = models.init_params(model, fzero.random.key(1), torch.float64)
+    ctx = Ctx(dtype=torch.float64)
+    together = models.loss(model, params, stream.samples_at(0, len(stream.rows)), ctx)
+    total = count = 0.0
+    tokens = stream.tokens
+    for start, end in zip(tokens.docs[:-1], tokens.docs[1:]):
+        ids = torch.from_numpy(tokens.tokens[start:end].astype("int64"))[None]
+        mask = torch.from_numpy(tokens.said[start + 1 : end].astype(bool))[None]
+        alone = models.loss(model, params, {"tokens": ids[:, :-1], "targets": ids[:, 1:], "mask": mask}, ctx)
+        total, count = total + float(alone.total), count + int(alone.num_tokens)
+    assert int(together.num_tokens) == count
+    assert abs(float(together.total) - total) < 1e-10 * total
+
+
+# ---- runs ----
+
+
+def losses(run):
+    return [row["loss"] for row in run_folder.read_metrics(run)]
+
+
+def test_lora_from_a_hugging_face_folder_learns_and_leaves_the_base_alone(folder, tmp_path, fz):
+    run, again = tmp_path / "run", tmp_path / "again"
+    start = ["finetune", "--init", folder / "qwen3", "--data", folder / "chat.jsonl", "--lora", "rank=8,on=all", *FLAGS,
+             "--steps", 30]  # fmt: skip
+    code, out, err = fz(*start, "--out", run, "--prompt", "1+1")
+    assert (code, err) == (0, "")
+    assert "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n" in out
+    assert losses(run)[-1] < losses(run)[0] - 0.4
+    trained = weights.load(run)
+    _, base = huggingface.load_hf(folder / "qwen3")
+    after = pytree.named_leaves(trained.params)
+    assert all(torch.equal(after[name], leaf) for name, leaf in pytree.named_leaves(base).items())
+
+    # Stopped and resumed: the same bits.
+    assert fz(*start, "--out", again, "--stop-at", 13)[0] == 0
+    assert fz("finetune", "--resume", "--out", again)[0] == 0
+    assert losses(again) == losses(run)
+    assert all(torch.equal(leaf, after[name]) for name, leaf in pytree.named_leaves(weights.load(again).params).items())
+
+    # Merged and exported: the same logits, and a chat template.
+    assert fz("export", run, "--out", tmp_path / "merged")[0] == 0
+    config, merged = huggingface.load_hf(tmp_path / "merged")
+    batch = {"tokens": torch.arange(40)[None]}
+    expected = models.logits(trained.model, trained.params, batch)
+    torch.testing.assert_close(models.logits(models.build(config), merged, batch), expected, rtol=1e-5, atol=1e-5)
+    assert read_chat(tmp_path / "merged") == read_chat(folder / "qwen3")._replace(tokens=read_chat(run).tokens)
+    code, out, err = fz("sample", run, "--prompt", "1+1", "--max-new-tokens", 5)
+    assert (code, err) == (0, "") and out.startswith("<|im_start|>user\n1+1<|im_end|>\n")
+    code, out, err = fz("config", "--config", run / "config.json")
+    assert (code, err) == (0, "") and 'family = "lora"' in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--lora", "rank=4,on=attn", "--quantize", "nf4")])
+def test_whole_weights_and_factors_beside_codes_learn_from_an_import(folder, tmp_path, fz, more):
+    run = tmp_path / "run"
+    assert fz("import", folder / "qwen3", "--out", tmp_path / "import")[0] == 0
+    args = ["finetune", "--init", tmp_path / "import", "--data", folder / "chat.jsonl", *FLAGS, "--steps", 30, *more]
+    code, _, err = fz(*args, "--out", run)
+    assert (code, err) == (0, "")
+    assert losses(run)[-1] < losses(run)[0] - 0.2
+    assert run_folder.read_config(run).preset == ("finetune-lora" if more else "finetune")
+    assert fz("export", run, "--out", tmp_path / "merged")[0] == 0
+    code, _, err = fz("report", run)
+    assert (code, err) == (0, "")
+
+
+def test_a_config_with_adapters_is_read_back_equal():
+    model = models.lora(models.quantized(models.build(chats.QWEN3), "nf4", 16), 4).config
+    value = from_table({"preset": "finetune-lora", "data": {"path": "x.jsonl", "seq_len": 64}}, model)
+    assert from_json(to_json(value)) == value
+
+
+BAD_LINES = {
+    "{": r"chat.jsonl:3: .*JSON",
+    '{"text": "x"}': "chat.jsonl:3: the line has no 'messages'; it has text",
+    '{"messages": [{"content": "x"}]}': "chat.jsonl:3: message 1 is",
+    '{"messages": [{"role": "user", "content": "x"}]}': "chat.jsonl:3: the conversation has no assistant turn",
+    '{"messages": [{"role": "assistant", "content": "x"}]}': "chat.jsonl:3: .* refuses .*: roles must alternate",
+    json.dumps({"messages": [{"role": "user", "content": "x" * 90}, {"role": "assistant", "content": "y"}]}): (
+        "chat.jsonl:3: the conversation has 1.. tokens and the model takes 96 positions"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_named_with_its_number(folder, tmp_path, fz, line):
+    path = chats.chat_file(tmp_path / "chat.jsonl", 2)
+    path.write_text(path.read_text() + line + "\n")
+    code, _, err = fz("finetune", "--init", folder / "qwen3", "--data", path, *FLAGS, "--out", tmp_path / "run")
+    assert code == 2 and err.count("\n") == 1
+    assert re.search(BAD_LINES[line], err), err
+    assert not (tmp_path / "run").exists()
+
+
+MISTAKES = [
+    (["--lora", "rank=4,on=w_x"], "targets 'w_x' matches no leaf of the blocks"),
+    (["--lora", "rank=99"], "rank is 99"),
+    (["--lora", "rang=4"], "'rang=4' is not rank=R"),
+    (["--quantize", "nf4"], "--quantize needs --lora"),
+    (["--model", "llama-tiny"], "No such option"),
+    (["--set", "model.d_model=8"], "--init sets the model's sizes"),
+    (["--seq-len", "20"], "data.seq_len is 20; use --seq-len"),
+    (["--chat-template", "none.jinja"], "none.jinja: no such file"),
+]
+
+
+@pytest.mark.parametrize("more, message", MISTAKES, ids=[m[0][0][2:] + str(i) for i, m in enumerate(MISTAKES)])
+def test_a_mistake_is_one_clear_line(folder, tmp_path, fz, more, message):
+    flags = FLAGS if more[0] != "--seq-len" else [f for f in FLAGS if f not in ("--seq-len", 96)]
+    args = ["finetune", "--init", folder / "qwen3", "--data", folder / "chat.jsonl", *flags, "--out", tmp_path / "run"]
+    code, _, err = fz(*args, *more)
+    assert code == 2 and message in err
+
+
+def test_a_model_without_a_chat_template_asks_for_one(folder, tmp_path, fz):
+    chats.qwen3_folder(tmp_path / "bare", template="")
+    args = ["finetune", "--init", tmp_path / "bare", "--data", folder / "chat.jsonl", *FLAGS, "--out", tmp_path / "run"]
+    code, _, err = fz(*args)
+    assert code == 2 and "bare: has no chat template" in err and "--chat-template FILE.jinja" in err
