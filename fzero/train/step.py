@@ -38,7 +38,7 @@ from fzero.train.state_on_disk import commit
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
 from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
-from fzero.train.update.speculation import Speculation, expect_speculation
+from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
 
 
 class Metrics(NamedTuple):
@@ -94,10 +94,9 @@ def make_train_step(
     donate: whether the new state takes the buffers of the old one, whose next use raises. False leaves the old state
         valid, and only then does the step compose with torch.func (vmap over states, grad through steps).
     skip: which steps make no update (see Skip).
-    update: "end"; or, for states of which the optimizer's part is offloaded, "speculate": each layer is updated in the
-        backward pass as if nothing were clipped or skipped, and put right exactly where it is (see Metrics); or, for
-        offloaded states without clipping by the norm, "backward": each layer is updated when its gradient is reduced,
-        and no gradient of layers is kept.
+    update: when the state is updated: "end"; "speculate" (optimizer state offloaded): layer by layer in the backward
+        pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded, without
+        clipping by the norm): the same, and no gradient of layers is kept.
     nvme: the one given to `init_state`, if the plan puts anything on a disk; each step then commits its store.
 
     The first call checks that all ranks run the same program (RankError names the first difference), each on rows of
@@ -117,13 +116,7 @@ def make_train_step(
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
     skips = skip.nonfinite or skip.spike is not None
-    start_early = None  # state -> its update in the backward pass
-    if streamed is not None and update == "backward":
-        expect_early(streamed, plan, nvme.slots if nvme is not None else 1, skips)
-        start_early = partial(EarlyUpdate, streamed)
-    elif streamed is not None and update == "speculate":
-        expect_speculation(plan, nvme.slots if nvme is not None else 1)
-        start_early = Speculation(streamed).start
+    start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
@@ -160,6 +153,20 @@ def make_train_step(
             return hand_over(state, new) if donate else new, metrics
 
     return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
+
+
+def early_start(
+    update: str, streamed: StreamedUpdate | None, plan: Plan, nvme: Nvme | None, skips: bool
+) -> Callable[[TrainState], EarlyUpdate | SpeculativeUpdate] | None:
+    """The function from a state to its update in the backward pass; None for an update at the end."""
+    slots = nvme.slots if nvme is not None else 1
+    if streamed is not None and update == "backward":
+        expect_early(streamed, plan, slots, skips)
+        return partial(EarlyUpdate, streamed)
+    if streamed is not None and update == "speculate":
+        expect_speculation(plan, slots)
+        return Speculation(streamed).start
+    return None
 
 
 def check_ranks(step: contextlib.ExitStack, mesh: Mesh, batch: Any, micro_batches: int) -> None:
