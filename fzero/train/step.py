@@ -148,9 +148,7 @@ def make_train_step(
             with mesh.ledger.phase("update"):
                 new = (finish if early is None else early.finish)(sums, moved, metrics.skipped if skips else None)
                 commit(nvme, new, mesh)
-            if early is not None:
-                metrics = count_layers(metrics, early.counts)
-            return hand_over(state, new) if donate else new, metrics
+            return hand_over(state, new) if donate else new, count_layers(metrics, early)
 
     return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
 
@@ -183,10 +181,10 @@ def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdi
     return Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
 
 
-def count_layers(metrics: Metrics, counts: dict[str, int]) -> Metrics:
-    """The metrics with such counts as int64 scalars."""
-    like = metrics.loss.device
-    return metrics._replace(**{k: torch.full((), n, dtype=torch.int64, device=like) for k, n in counts.items()})
+def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None) -> Metrics:
+    """The metrics with the layers that an update in the backward pass counts."""
+    counts, device = {} if early is None else early.counts, metrics.loss.device
+    return metrics._replace(**{k: torch.full((), n, dtype=torch.int64, device=device) for k, n in counts.items()})
 
 
 class Seed(NamedTuple):
