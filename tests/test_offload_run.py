@@ -128,9 +128,9 @@ def test_updates_that_cannot_be(tmp_path):
         trained(tmp_path / "b", "opt=nvme", POLICIES["fp32"], update="backward")
     with pytest.raises(ValueError, match="is for a layered Model with offloaded states"):
         trained(None, "", POLICIES["fp32"], update="backward")
-    with pytest.raises(ValueError, match="update is 'delayed'; it must be end or backward"):
+    with pytest.raises(ValueError, match="update is 'delayed'; it must be end, speculate or backward"):
         trained(None, "", POLICIES["fp32"], update="delayed")
-    with pytest.raises(ValueError, match="update is 'later'; it must be end or backward"):
+    with pytest.raises(ValueError, match="update is 'later'; it must be end, speculate or backward"):
         trained(None, "", POLICIES["fp32"], update="later")
 
 

@@ -21,6 +21,7 @@ from fzero.run.measure.loggers import check_loggers
 from fzero.sharding import AXES
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
+from fzero.train.checks import UPDATES
 from fzero.train.execution import CAPTURE
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
@@ -96,7 +97,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.capture": CAPTURE,
     "train.compress": ("none", "zstd"),
     "train.on_save_error": ("continue", "stop"),
-    "train.update": ("end", "backward"),
+    "train.update": UPDATES,
     "device": gpu.KINDS,
     "reduce": REDUCE,
     "guard.nonfinite": ("skip", "rollback", "stop"),

@@ -25,6 +25,7 @@ from fzero.models.presets import family_of
 from fzero.models.sizes import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
+from fzero.offload.update_units import params_of_leaves
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -40,7 +41,7 @@ PROCESS = 450 << 20  # bytes of a process that has loaded its libraries
 class Memory(NamedTuple):
     """Bytes that one rank of a run needs."""
 
-    state: int  # parameters, master weights, optimizer state, average: exact
+    state: int  # parameters, master weights, optimizer state, average, what a speculating step keeps of them: exact
     grads: int  # their sums, and gradients of one part of the model on their way there
     gathered: int  # parameters that are whole for use
     activations: int  # of one micro-batch: a rough bound
@@ -59,6 +60,8 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     leaves = bytes_of_state(job) if leaves is None else leaves
     few = ("step", "key", "data_cursor", "scaler")
     state = sum(n for name, (place, n) in leaves.items() if place != "nvme" and name.split("/")[0] not in few)
+    if t.update == "speculate":
+        state += old_values_bytes(job, leaves)
     micro_batches = local_micro_batches(job.config, job.mesh)
     # A sum by a binary tree holds a term for each of its levels.
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
@@ -77,6 +80,15 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)
+
+
+def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
+    """The bytes of the host's memory in which a speculating step keeps the old values of layers (see
+    train/update/speculation.py)."""
+    kept = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
+    stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
+    owner = params_of_leaves([name for name in leaves if name.split("/")[0] in kept], stacked)
+    return sum(leaves[name][1] for name, of in owner.items() if of is not None and leaves[name][0] != "nvme")
 
 
 def snapshot_room(job: Job, available: int) -> int:

@@ -11,7 +11,7 @@ same for every R that is a power of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,23 @@ from fzero.sharding.prefetch import Group
 from fzero.sharding.slices import is_stacked
 
 
+class LayerSums(NamedTuple):
+    """Who hears of a layer's final sums during the backward pass."""
+
+    # (leaf, layer, sum, the copy of it that is under way or None); of a leaf on a disk the sum of all its layers
+    take: Callable[[str, int, Any, Copied | None], None]
+    keep: bool = False  # whether the sums are in `GradientReducer.sums` too, at rest where the plan says
+
+
 class GradientReducer:
     """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
     dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts`
     micro-batches. At most one part's gradients travel while the next one's are computed.
     away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)`
-    and `plus(another)`. early: is handed (leaf, layer, sum) of each layer as soon as that is final, so that nothing of
-    layers is left for the end. rooms: the memory of sums that rest in the host's memory, for the next step too.
+    and `plus(another)`. early: is handed the sums of each layer as soon as they are final, so that nothing of
+    layers is left for the end unless it keeps them. rooms: the memory of sums that rest in the host's memory, for the
+    next step too.
     narrow: with one micro-batch the sums keep its dtype at the end.
     squares_of: (a leaf, or a layer of one) -> what the norm is made of; of a sum that leaves the GPU or is handed to
     `early` it is taken before that, and is in `squared`, so that nobody reads the sum again.
@@ -49,7 +58,7 @@ class GradientReducer:
         plan: Plan,
         parts: int,
         away: Callable[..., Any] | None = None,
-        early: Callable[[str, int, Any], None] | None = None,
+        early: LayerSums | None = None,
         rooms: dict[Any, Tensor] | None = None,
         narrow: bool = False,
         squares_of: Callable[[Tensor], list[Any]] | None = None,
@@ -191,6 +200,7 @@ class GradientReducer:
             return
         if self.memory[name] == "nvme":
             self.on_disk(key).add(layer or 0, self.wide(value))
+            self.show_early(key)
             return
         whole = self.final.get((stream, name))
         if whole is None:
@@ -206,17 +216,25 @@ class GradientReducer:
         else:
             slot.copy_(value)
             self.begun.add(key)
+        self.show_early(key)
 
     def ends_early(self, layer: int | None) -> bool:
-        """Whether a value of this micro-batch ends its sum, which then goes to `early`."""
-        return self.early is not None and self.last and layer is not None
+        """Whether a value of this micro-batch ends its sum, which then goes to `early` and nowhere else."""
+        return self.early is not None and not self.early.keep and self.last and layer is not None
 
     def hand_early(self, key: tuple[str, str, int | None], total: Tensor) -> None:
         """Hand a layer's final sum to `early`."""
         _, name, layer = key
         assert self.early is not None and layer is not None  # `ends_early` asks
         self.note_squares(key, total)
-        self.early(name, layer, total)
+        self.early.take(name, layer, total, None)
+
+    def show_early(self, key: tuple[str, str, int | None], copied: Copied | None = None) -> None:
+        """Show `early` a layer's final sum where it is kept; `copied`: it is on its way there."""
+        stream, name, layer = key
+        if self.early is not None and self.early.keep and self.last and layer is not None:
+            whole = self.final[stream, name]
+            self.early.take(name, layer, whole if self.memory[name] == "nvme" else whole[layer], copied)
 
     def on_disk(self, key: tuple[str, str, int | None]) -> Any:
         """The sums of a leaf that rest on a disk."""
@@ -245,12 +263,14 @@ class GradientReducer:
         self.begun.add(key)
         if self.memory[name] == "nvme":
             self.on_disk(key).put(layer or 0, total)
+            self.show_early(key)
             return
         whole = self.final.get((stream, name))
         if whole is None:
             whole = self.final[stream, name] = self.room(key, total)
         self.left.pop(key, None)  # so that the last entry is the last copy
         self.left[key] = copy_out(total.to(whole.dtype), out=whole if layer is None else whole[layer])
+        self.show_early(key, self.left[key])
 
     def note_squares(self, key: tuple[str, str, int | None], total: Tensor) -> None:
         """Keep the squares of a final sum."""

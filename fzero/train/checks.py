@@ -38,6 +38,7 @@ def expect_program(loss_fn: Any) -> None:
         expect_kind("the model", loss_fn, base.Model, PROGRAM)
 
 
+UPDATES = ("end", "speculate", "backward")  # when a step updates the state
 PROGRAM = (
     "give a Model, such as models.build(models.preset('llama-tiny')), or a function loss(params, batch) that returns "
     "(sum, number of samples)"
@@ -68,8 +69,8 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
             "or every:K"
         )
-    if update not in ("end", "backward"):
-        raise ValueError(f"update is {update!r}; it must be end or backward")
+    if update not in UPDATES:
+        raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
     if update != "end" and not (offloaded and layered):
         raise ValueError(
             f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."'

@@ -20,7 +20,7 @@ from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.prefetch import Group, ParamFetcher
-from fzero.sharding.reduce import GradientReducer
+from fzero.sharding.reduce import GradientReducer, LayerSums
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
@@ -28,6 +28,7 @@ from fzero.train.state import TrainState
 from fzero.train.streamed import StreamedModel, parts_of
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import own
+from fzero.train.update.speculation import SpeculativeUpdate
 
 
 def make_backward(
@@ -110,7 +111,7 @@ def make_gradient(
         size: int,
         key: Any,
         seed: Tensor,
-        early: EarlyUpdate | None = None,
+        early: EarlyUpdate | SpeculativeUpdate | None = None,
         known: Callable[[base.Loss], None] | None = None,
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
@@ -118,8 +119,8 @@ def make_gradient(
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh), {}
         keys = layer_keys(key, plan, how)
-        take = early.take if early is not None else None
-        reducer = GradientReducer(plan, len(parts), away, take, *lasting, squares_of)
+        shown = LayerSums(early.take, early.keeps) if early is not None else None
+        reducer = GradientReducer(plan, len(parts), away, shown, *lasting, squares_of)
         losses = []
         for j, (part, first) in enumerate(zip(parts, firsts)):
             last = j == len(parts) - 1
@@ -127,7 +128,7 @@ def make_gradient(
             ready = None if known is None or not last else lambda loss: known(sum_losses([*losses, loss], mesh))
             losses.append(backward(state.params, part, first, keys, seed, reducer, last, ready))
         like = plan.trained(plan.like)
-        if early is not None:
+        if early is not None and not early.keeps:
             like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
         sums, shapes = reducer.sums(like), {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()}
         squares = {name: Squared(found, shapes[name], policy.accumulate) for name, found in reducer.squares().items()}

@@ -38,6 +38,7 @@ from fzero.train.state_on_disk import commit
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
 from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
+from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
 
 
 class Metrics(NamedTuple):
@@ -63,6 +64,10 @@ class Metrics(NamedTuple):
     spike: Tensor | tuple[()] = ()  # bool: the loss was a spike; () where that is not judged
     squares: dict[str, Squared] | tuple[()] = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
     factor: Tensor | tuple[()] = ()  # beside the squares: by which those sums are gradients of the mean loss
+    # With update="speculate": the layers that were updated in the backward pass, and how many of them were put right
+    # afterwards, as the step was clipped or skipped: all or none.
+    speculated: Tensor | tuple[()] = ()
+    put_right: Tensor | tuple[()] = ()
 
 
 @explain_keywords(**STEP)
@@ -89,8 +94,9 @@ def make_train_step(
     donate: whether the new state takes the buffers of the old one, whose next use raises. False leaves the old state
         valid, and only then does the step compose with torch.func (vmap over states, grad through steps).
     skip: which steps make no update (see Skip).
-    update: "end", or, for offloaded states without clipping by the norm, "backward": each layer is updated when its
-        gradient is reduced, and no gradient of layers is kept.
+    update: when the state is updated: "end"; "speculate" (optimizer state offloaded): layer by layer in the backward
+        pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded, without
+        clipping by the norm): the same, and no gradient of layers is kept.
     nvme: the one given to `init_state`, if the plan puts anything on a disk; each step then commits its store.
 
     The first call checks that all ranks run the same program (RankError names the first difference), each on rows of
@@ -110,8 +116,7 @@ def make_train_step(
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
     skips = skip.nonfinite or skip.spike is not None
-    if streamed is not None and update == "backward":
-        expect_early(streamed, plan, nvme.slots if nvme is not None else 1, skips)
+    start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
@@ -128,7 +133,7 @@ def make_train_step(
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
             if unchecked:
                 check_ranks(checked, unchecked.pop(), batch, micro_batches)
-            early = EarlyUpdate(streamed, state) if streamed is not None and update == "backward" else None
+            early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             grads, total, squares = gradient(state, parts, size, dropout_key(model, state), seed.value, early, known)
             factor = seed.mean_factor(total)
@@ -143,9 +148,23 @@ def make_train_step(
             with mesh.ledger.phase("update"):
                 new = (finish if early is None else early.finish)(sums, moved, metrics.skipped if skips else None)
                 commit(nvme, new, mesh)
-            return hand_over(state, new) if donate else new, metrics
+            return hand_over(state, new) if donate else new, count_layers(metrics, early)
 
     return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
+
+
+def early_start(
+    update: str, streamed: StreamedUpdate | None, plan: Plan, nvme: Nvme | None, skips: bool
+) -> Callable[[TrainState], EarlyUpdate | SpeculativeUpdate] | None:
+    """The function from a state to its update in the backward pass; None for an update at the end."""
+    slots = nvme.slots if nvme is not None else 1
+    if streamed is not None and update == "backward":
+        expect_early(streamed, plan, slots, skips)
+        return partial(EarlyUpdate, streamed)
+    if streamed is not None and update == "speculate":
+        expect_speculation(plan, slots)
+        return Speculation(streamed).start
+    return None
 
 
 def check_ranks(step: contextlib.ExitStack, mesh: Mesh, batch: Any, micro_batches: int) -> None:
@@ -160,6 +179,12 @@ def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdi
     """The Metrics of a step from its sums over the batch and what was judged of them."""
     extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
     return Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
+
+
+def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None) -> Metrics:
+    """The metrics with the layers that an update in the backward pass counts."""
+    counts, device = {} if early is None else early.counts, metrics.loss.device
+    return metrics._replace(**{k: torch.full((), n, dtype=torch.int64, device=device) for k, n in counts.items()})
 
 
 class Seed(NamedTuple):

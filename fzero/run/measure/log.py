@@ -50,6 +50,8 @@ def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
         "skipped": metrics.skipped,
         "num_tokens": metrics.num_tokens,
     }
+    if isinstance(metrics.speculated, Tensor) and isinstance(metrics.put_right, Tensor):
+        shown |= {"speculated": metrics.speculated, "put_right": metrics.put_right}
     # float64 holds all of them exactly.
     return tuple(shown), torch.stack([value.to(metrics.loss.device, torch.float64) for value in shown.values()])
 
@@ -63,9 +65,10 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
     """`metrics_row` of numbers that are in the host's memory, by name."""
     skipped, num_tokens, scale = bool(read.pop("skipped")), int(read.pop("num_tokens")), read.pop("loss_scale")
+    layers = {name: int(read.pop(name)) for name in ("speculated", "put_right") if name in read}
     values = {**read, "lr": float(job.schedule(step)), "loss_scale": scale}
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens}
+    row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens, **layers}
     if row["skipped"]:
         row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
     return row

@@ -7,17 +7,21 @@ slot of the store that they were written to is then not committed.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.gpu import await_readers
+from fzero.core.gpu import Copied, await_readers
 from fzero.core.pytree import Tree
-from fzero.offload.update_units import UpdateUnit
+from fzero.offload.update_units import BegunUnit, UpdateUnit
 from fzero.sharding import Plan
 from fzero.sharding.slices import shard_dim
 from fzero.train.update.in_memory import Gradients
-from fzero.train.update.offloaded import StreamedUpdate, Update
+from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update
+from fzero.train.update.old_values import OldValues
 
 
 def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> None:
@@ -26,7 +30,7 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
         raise ValueError(
             'update="backward": the optimizer begins with clip_by_global_norm, which needs all gradients before the '
             "first update; "
-            'leave it out (optim.clip=0), or use update="end"'
+            'leave it out (optim.clip=0), or use update="speculate" or "end"'
         )
     specs = [
         spec
@@ -43,20 +47,28 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
 
 class EarlyUpdate:
     """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish`
-    with the others."""
+    with the others.
 
-    def __init__(self, how: StreamedUpdate, state: Tree) -> None:
-        self.how, self.state = how, state
+    On a GPU a layer is updated when the next ones have been launched, so that the GPU computes meanwhile; it holds the
+    gradients of up to AHEAD units then. old: see Update.
+    """
+
+    keeps = False  # whether the sums of layers are kept to the end of the step
+    counts: dict[str, int] = {}  # noqa: RUF012  # fields of Metrics
+
+    def __init__(self, how: StreamedUpdate, state: Tree, old: OldValues | None = None) -> None:
+        self.how, self.state, self.old = how, state, old
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
-        self.waiting: dict[int, dict[str, Tensor]] = {}
+        self.waiting: dict[int, dict[str, tuple[Any, Copied | None]]] = {}
+        self.begun: deque[tuple[UpdateUnit, BegunUnit]] = deque()
+        self.done: list[UpdateUnit] = []
 
     def begin(self, factor: Tensor) -> None:
         """Begin the update; `factor` scales the sums of gradients."""
         await_readers(self.state.step.device)  # a checkpoint may still copy what the update writes over
-        one = torch.ones_like(factor)
-        self.update = Update(self.how, Gradients({}, factor, one), self.state)
+        self.update = Update(self.how, Gradients({}, factor, torch.zeros_like(factor)), self.state, old=self.old)
         # Layers are views of one leaf, and autograd counts the writes to a leaf, not to a layer: a written layer would
         # make what was saved of the others invalid. `data` has a count of its own.
         params = self.update.params
@@ -65,18 +77,31 @@ class EarlyUpdate:
         for unit in self.how.units(self.update.width()):
             self.layers.setdefault(unit[0].layer, []).append(unit)
 
-    def take(self, name: str, layer: int, value: Tensor) -> None:
+    def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer; update the layer once all its leaves have arrived."""
         held = self.waiting.setdefault(layer, {})
-        held[name] = value
+        held[name] = value, copied
         if len(held) == len(self.stacked):
             assert self.update is not None, "begin was not called"
             self.update.layer = self.waiting.pop(layer)
-            self.update.run(self.layers[layer])
+            for unit in self.layers[layer]:
+                self.begun.append((unit, self.update.begin(unit)))
+                self.catch_up(AHEAD)
             self.update.layer = {}
+            if self.state.step.device.type != "cuda":
+                self.catch_up()
+
+    def catch_up(self, waiting: int = 0) -> None:
+        """Update the units that were begun, but for the last `waiting` ones."""
+        assert self.update is not None, "begin was not called"
+        while len(self.begun) > waiting:
+            unit, begun = self.begun.popleft()
+            self.update.update(unit, begun)
+            self.done.append(unit)
 
     def finish(self, outside: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """`state` after the update of the leaves without layers; if the step is skipped, without any update."""
+        self.catch_up()
         if skipped is not None and bool(skipped):
             if self.how.nvme.store is not None:
                 self.how.nvme.store.abandon()

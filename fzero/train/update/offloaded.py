@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ from fzero.optim.combine import split_chain
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
+from fzero.train.update.old_values import OldValues
 
 AHEAD = 2  # units read before their turn
 SHARE = 12  # of the buffers that one unit may take
@@ -83,19 +85,27 @@ class StreamedUpdate:
 
 
 class Update:
-    """An update in progress."""
+    """An update in progress.
 
-    def __init__(self, how: StreamedUpdate, grads: Gradients, state: Tree, skipped: Tensor | None = None) -> None:
-        self.how, self.state = how, state
+    old: keeps what is in memory of the units before they are updated, and the update leaves the gradients as they are;
+    or gives it back before the update.
+    """
+
+    def __init__(
+        self,
+        how: StreamedUpdate,
+        grads: Gradients,
+        state: Tree,
+        skipped: Tensor | None = None,
+        old: OldValues | None = None,
+    ) -> None:
+        self.how, self.state, self.old = how, state, old
         parts, plan = how.parts, how.plan
         self.grads = pytree.named_leaves(distinct(grads.sums))
         self.params = pytree.named_leaves(plan.trained(state.params))
         self.master = pytree.named_leaves(state.master)
         self.body = parts.state(state.opt_state)
-        self.columns = pytree.named_leaves(self.body)
-        # Names of the body's leaves have no path prefix if the body is itself a parameter tree.
-        self.owner = params_of_leaves([f"/{name}" for name in self.columns], list(self.params))
-        self.owner = {name.removeprefix("/"): owner for name, owner in self.owner.items()}
+        self.columns, self.owner = columns_of(self.body, list(self.params))
         # On the host if any optimizer state is there or on a disk; else on the device.
         kept = [leaf for name, leaf in self.columns.items() if self.owner[name] is not None] + list(
             self.master.values()
@@ -108,7 +118,9 @@ class Update:
         self._small = {name: x for name, x in small.items() if x is not None}
         self._fetch_small = start_fetch([*self._small.values()]) if on_host else None
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
-        self.layer: dict[str, Tensor] = {}  # the gradients of a layer that is updated by itself
+        # The gradients of a layer that is updated by itself, with the copies of them that are under way; of a leaf on
+        # a disk those of all layers.
+        self.layer: dict[str, tuple[Any, Copied | None]] = {}
         # The last copies from and to the host's memory. Each way is one stream, so the others are made before them.
         self.sent: Copied | None = None
         self.left: Copied | None = None
@@ -135,7 +147,8 @@ class Update:
         disk."""
         columns = (*self.columns.values(), *(self.master or self.params).values())
         off = sum(x.dtype.itemsize for x in columns if isinstance(x, OFF))
-        return -(-off // len(self.params)) + 8 if off or any(isinstance(x, OFF) for x in self.grads.values()) else 0
+        sums = any(leaf.trained and leaf.grads.memory == "nvme" for leaf in self.how.plan.leaves.values())
+        return -(-off // len(self.params)) + 8 if off or sums else 0
 
     def run(self, units: list[UpdateUnit]) -> None:
         """Update some units."""
@@ -149,9 +162,7 @@ class Update:
             name, master = part.name, bool(self.master)
             target = self.master[name] if master else self.params[name]
             found = {
-                "grad": read_block(self.layer[name][None], part._replace(layer=0))
-                if name in self.layer
-                else read_block(self.grads[name], part),
+                "grad": self.gradient(part),
                 "target": read_block(target, part, whole=not master and name in self.how.split),
             }
             found |= {
@@ -160,10 +171,22 @@ class Update:
             out[name] = found
         return begin_unit(out, self.where)
 
-    def update(self, unit: UpdateUnit, begun: BegunUnit) -> None:
-        """Update a unit, and start to bring it back to where it rests."""
+    def gradient(self, part: RowBlock) -> BlockRead:
+        """Start to read the gradient of a row block."""
+        if part.name not in self.layer:
+            return read_block(self.grads[part.name], part)
+        value, copied = self.layer[part.name]
+        if isinstance(value, OFF):
+            return read_block(value, part)
+        rows = read_block(value[None], part._replace(layer=0))
+        return rows if copied is None else rows._replace(coming=copied._replace(tensor=rows.home))
+
+    def update(self, unit: UpdateUnit, begun: BegunUnit, *, change: bool = True) -> None:
+        """Update a unit, and start to bring it back to where it rests; without `change` as it is, or was in `old`."""
         parts, at = {part.name: part for part in unit}, {}
         values, grads, targets = begun.arriving.wait(), {}, {}
+        if self.old is not None:
+            self.old.exchange(unit, begun.found, values)
         for name, part in parts.items():
             grad = values[name].pop("grad")
             grads[name] = grad if self.how.on_host else grad.to(self.how.plan.policy.accumulate)
@@ -175,9 +198,11 @@ class Update:
         state = pytree.map(lambda column: flat[column], pruned)
         rooms = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
         copies = {name: beside for name, (_, view) in rooms.items() if (beside := self.beside(view)) is not None}
-        new_targets, new_state = self.apply(
-            pytree.from_named(grads, like), state, pytree.from_named(targets, like), at, copies
-        )
+        target = pytree.from_named(targets, like)
+        if change:
+            new_targets, new_state = self.apply(pytree.from_named(grads, like), state, target, at, copies)
+        else:
+            new_targets, new_state = emit(target, copies), state
         for column, new in zip(pytree.leaves(pruned), pytree.leaves(new_state)):
             if self.owner[column] is not None:
                 same(flat[column], new)
@@ -204,16 +229,14 @@ class Update:
             return body.in_pass(
                 grads, state, targets, Pass(factor=self.small["factor"], at=at, copies=copies, host=True)
             )
-        scaled = pytree.map(lambda g: g.mul_(self.small["factor"]), grads)
+        factor, kept = self.small["factor"], self.old is not None
+        scaled = pytree.map(lambda g: g * factor if kept else g.mul_(factor), grads)
         new = (
             body.in_pass(scaled, state, targets, Pass(at=at))
             if body.in_pass
             else apply_in_place(body, scaled, state, targets)
         )
-        for name, target in pytree.named_leaves(new[0]).items():
-            if name in copies:
-                copies[name].copy_(target)
-        return new
+        return emit(new[0], copies), new[1]
 
     def room(self, part: RowBlock) -> tuple[Buffer | None, Tensor]:
         """The target of parameters that are copies of master weights: (a buffer if they are on a disk; the rows)."""
@@ -306,17 +329,37 @@ class Update:
         assert self.store is not None  # the one of its leaves
         self.store.write(leaf.name, part.layer or 0, part.rows, buffer, after=after)
 
+    def settle(self) -> None:
+        """Make the current stream wait for the rows on their way to the GPU, and the host for those that leave it."""
+        if self.sent is not None:
+            self.sent.use()
+        if self.left is not None:
+            self.left.finish()
+
     def finish(self) -> Tree:
         """The state, once all units were updated; what rests in the host's memory can be read there."""
         assert self.shared.keys() == {name for name, owner in self.owner.items() if owner is None}, (
             "an update without a unit"
         )
-        if self.sent is not None:
-            self.sent.use()
-        if self.left is not None:
-            self.left.finish()
+        self.settle()
         body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
         return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
+
+
+def columns_of(body: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """({name: leaf of an optimizer's state}, {name: its parameter, None for a leaf of none})."""
+    columns = pytree.named_leaves(body)
+    # Names of the body's leaves have no path prefix if the body is itself a parameter tree.
+    owner = params_of_leaves([f"/{name}" for name in columns], params)
+    return columns, {name.removeprefix("/"): owner for name, owner in owner.items()}
+
+
+def emit(targets: Tree, copies: Mapping[str, Tensor]) -> Tree:
+    """`targets`, once those that have one in `copies` were written there too."""
+    for name, target in pytree.named_leaves(targets).items():
+        if name in copies:
+            copies[name].copy_(target)
+    return targets
 
 
 def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

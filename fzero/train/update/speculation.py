@@ -1,0 +1,134 @@
+"""Layers updated during the backward pass with the clip factor that is expected, and put right where the norm says
+otherwise: the host's optimizer works while the device computes, with the bits of an update at the end.
+
+Which factor is expected: that of a gradient that is not clipped. A step speculates if the last update was one of those;
+while steps are clipped their factors cannot be foreseen, and they are updated at the end.
+
+How a wrong guess is put right: by the old values, given back from copies in the host's memory, and the same update
+again from the gradients, which are kept as for an update at the end. Undoing the arithmetic would not give back the
+bits; a second buffer to swap with takes the same memory, and lets nothing but whole leaves be right or wrong. The
+copies are one more of what is updated of layers in memory (12 bytes a parameter, for master weights and two moments in
+float32); rows on a disk need none, as their old version is there until the step is committed.
+Ref: Lian et al. 2025, "SuperOffload", arXiv:2509.21271, section 4.5 (speculation-then-validation).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.gpu import Copied
+from fzero.core.pytree import Tree
+from fzero.offload.update_units import OFF, begin_ahead
+from fzero.sharding import Plan
+from fzero.train.update.in_backward import EarlyUpdate
+from fzero.train.update.in_memory import Gradients
+from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update, columns_of
+from fzero.train.update.old_values import OldValues
+
+
+def expect_speculation(plan: Plan, slots: int) -> None:
+    """Raise ValueError if the host does not update, or could not put an update right."""
+    memories = {leaf.opt.memory for leaf in plan.leaves.values() if leaf.trained}
+    if memories == {"device"}:
+        raise ValueError(
+            'update="speculate" has the host update layers while the device computes, and the optimizer\'s state is on '
+            'the device; give the plan offload="opt=host" or "opt=nvme", or use update="end"'
+        )
+    if slots < 2 and any(leaf.params.memory == "nvme" or leaf.opt.memory == "nvme" for leaf in plan.leaves.values()):
+        raise ValueError(
+            f'update="speculate": an update on a disk is put right from its old version, and the store has {slots} '
+            'slot; give it two (nvme.slots=2), or use update="end"'
+        )
+
+
+class Speculation:
+    """What lasts from step to step: the memory of old values, and whether the last update was one without clipping.
+
+    It changes no bit of a state, only when its layers are updated. An example is `make_train_step`.
+    """
+
+    def __init__(self, how: StreamedUpdate) -> None:
+        self.how, self.old, self.expected = how, OldValues(), True
+
+    def start(self, state: Tree) -> SpeculativeUpdate:
+        """The update of a step from `state`."""
+        return SpeculativeUpdate(self, state)
+
+
+class SpeculativeUpdate:
+    """One step's update: `begin` when the tokens of the step are counted, `take` for every layer's leaf, `finish` when
+    the norm is known."""
+
+    keeps = True
+
+    def __init__(self, speculation: Speculation, state: Tree) -> None:
+        self.speculation, self.how, self.old = speculation, speculation.how, speculation.old
+        self.early = EarlyUpdate(self.how, state, self.old)
+        self.stacked = self.early.stacked
+        self.speculates = speculation.expected
+        self.old.reserve(self.overwritten(state))
+        self.wrong = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Fields of Metrics: the layers that were updated in the backward pass, and how many of them were put right."""
+        layers = len({unit[0].layer for unit in self.early.done})
+        return {"speculated": layers, "put_right": layers * self.wrong}
+
+    def overwritten(self, state: Tree) -> dict[str, Tensor]:
+        """The leaves of layers in memory that an update overwrites, but for copies of master weights; as in
+        OldValues."""
+        targets = pytree.named_leaves(state.master) or pytree.named_leaves(self.how.plan.trained(state.params))
+        columns, owner = columns_of(self.how.parts.state(state.opt_state), list(targets))
+        leaves = {f"target/{name}": (name, leaf) for name, leaf in targets.items()}
+        leaves |= {column: (owner[column], leaf) for column, leaf in columns.items()}
+        return {key: leaf for key, (of, leaf) in leaves.items() if of in self.stacked and not isinstance(leaf, OFF)}
+
+    def begin(self, factor: Tensor) -> None:
+        """Begin the update; `factor` scales the sums of gradients."""
+        self.early.begin(factor)
+
+    def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
+        """Receive the reduced gradient of one leaf of one layer."""
+        if self.speculates:
+            self.early.take(name, layer, value, copied)
+
+    def finish(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
+        """`state` after the update with the factor that the norm gives; if the step is skipped, without any update."""
+        begun = self.early.update
+        assert begun is not None, "begin was not called"
+        late = Update(self.how, grads, state, skipped, self.old)
+        self.early.catch_up()
+        skips = skipped is not None and bool(late.small["skipped"])
+        clipped = bool(late.small["factor"] != begun.small["factor"])
+        self.wrong = skips or clipped
+        if not skips:
+            self.speculation.expected = not clipped
+        store, done = self.how.nvme.store, self.early.done
+        if not self.wrong and done:
+            begun.state, begun.grads, begun.old = state, late.grads, None
+            begun.run(self.early.layers.get(None, []))
+            return begun.finish()
+        if done:
+            begun.settle()  # what it sent is read again, and written over
+            self.old.back = True
+        if skips:
+            self.undo(late)
+            return state
+        if store is not None:
+            store.flush()  # no earlier write may end after a later one
+        if not done:
+            late.old = None
+        return late.all()
+
+    def undo(self, late: Update) -> None:
+        """Give everything back that was updated, also in the parameters."""
+        if self.old.held or not all(isinstance(late.params[name], OFF) for name in self.stacked):
+            for unit, begun in begin_ahead(self.early.done, late.begin, AHEAD):
+                late.update(unit, begun, change=False)
+            late.settle()
+        if self.how.nvme.store is not None:
+            self.how.nvme.store.abandon()

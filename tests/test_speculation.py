@@ -1,0 +1,150 @@
+"""Layers updated in the backward pass with the expected clip factor, and put right where the norm says otherwise: the
+bits of an update at the end, on the CPU, on two ranks and on the pretend GPU."""
+
+import dataclasses
+import functools
+import gc
+import warnings
+
+import pytest
+import ranks
+import torch
+from pretend_gpu import pretend
+from test_offload_run import MODEL, batch_at, in_memory
+
+import fzero
+from fzero import optim
+from fzero.core import precision, pytree
+from fzero.run import build, config_table, memory_check
+from fzero.train.batch import local_batch
+from fzero.train.update.offloaded import StreamedUpdate
+from fzero.train.update.old_values import OldValues
+from fzero.train.update.speculation import Speculation
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*its file system refuses direct transfers:UserWarning")
+
+CLIP = 1.1  # the norms of the first steps are 1.03, 1.06, 1.12, 1.22, 1.21, 1.16, 1.09
+FP16 = dataclasses.replace(precision.fp16(), loss_scale=precision.LossScale(init=2.0**34, hysteresis=1, factor=2.0**8))
+POLICIES = {"fp32": precision.fp32(), "bf16": precision.bf16(), "fp16": FP16}
+
+
+def trained(offload, update, policy, folder=None, *, clip=CLIP, micro=1, steps=8, stage=0, mesh=None, device="cpu"):
+    """([(loss, norm, skipped, layers updated early, layers put right)], the leaves of the state)."""
+    warnings.filterwarnings("ignore", ".*its file system refuses direct transfers")
+    mesh = mesh or fzero.one_process()
+    plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload, policy=POLICIES[policy])
+    tx = optim.chain(optim.clip_by_global_norm(clip), optim.adamw(1e-2, impl="reference"))
+    nvme = fzero.Nvme(folder) if "nvme" in offload else None
+    state = fzero.init_state(MODEL, tx, plan, seed=0, nvme=nvme, device=device)
+    options = {"micro_batches": micro, "update": update, "nvme": nvme}
+    step = fzero.make_train_step(MODEL, tx, plan, execution=fzero.Execution(kernels="reference"), **options)
+    rows = []
+    for i in range(steps):
+        batch = {name: x.to(device) for name, x in local_batch(batch_at(i), mesh, micro).items()}
+        state, metrics = step(state, batch)
+        rows.append([metrics.loss, metrics.grad_norm, metrics.skipped, metrics.speculated, metrics.put_right])
+    rows = [[None if isinstance(x, tuple) else float(x) for x in row] for row in rows]
+    leaves = {name: x.to("cpu") for name, x in pytree.named_leaves(in_memory(state)).items()}
+    if nvme is not None:
+        nvme.close()
+    return rows, leaves
+
+
+def differences(found, expected):
+    """The steps and leaves that differ."""
+    wrong = [i for i, (a, b) in enumerate(zip(found[0], expected[0])) if repr(a[:3]) != repr(b[:3])]
+    return wrong + [name for name, leaf in expected[1].items() if not torch.equal(leaf, found[1][name])]
+
+
+@functools.cache
+def at_the_end(policy, micro=1):
+    return trained("opt=host", "end", policy, micro=micro)
+
+
+slow = pytest.mark.slow
+CASES = [
+    ("opt=host", "bf16", 2),
+    ("opt=host", "fp16", 1),
+    ("params=nvme,opt=nvme", "fp16", 1),
+    pytest.param("opt=host", "fp32", 1, marks=slow),
+    pytest.param("opt=nvme,grads=nvme", "bf16", 2, marks=slow),
+    pytest.param("opt=nvme,grads=host", "fp16", 1, marks=slow),
+    pytest.param("params=host,grads=host,opt=host", "fp16", 2, marks=slow),
+]
+
+
+@pytest.mark.parametrize("offload, policy, micro", CASES)
+def test_a_speculating_step_has_the_bits_of_an_update_at_the_end(offload, policy, micro, tmp_path):
+    expected, found = at_the_end(policy, micro), trained(offload, "speculate", policy, tmp_path, micro=micro)
+    assert not differences(found, expected)
+    guesses = [tuple(row[3:]) for row in found[0]]
+    assert (3, 0) in guesses and (3, 3) in guesses and (0, 0) in guesses  # right, put right, none
+    skipped = [row for row in found[0] if row[2]]
+    assert bool(skipped) == (policy == "fp16") and all(row[3:] == [3, 3] for row in skipped)
+
+
+@pytest.mark.parametrize("mistake", ["exchange gives nothing back", "exchange keeps what was updated"])
+def test_an_update_that_is_not_put_right_is_found(mistake, monkeypatch):
+    exchange = OldValues.exchange
+
+    def planted(self, unit, found, values):
+        if mistake == "exchange gives nothing back" and self.back:
+            return
+        if mistake == "exchange keeps what was updated" and not self.back:
+            for columns in values.values():
+                columns["target"].add_(1e-3)
+        exchange(self, unit, found, values)
+
+    monkeypatch.setattr(OldValues, "exchange", planted)
+    assert differences(trained("opt=host", "speculate", "bf16", micro=2), at_the_end("bf16", 2))
+
+
+def of_ranks(mesh, stage):
+    both = [trained("opt=host", update, "bf16", stage=stage, mesh=mesh) for update in ("end", "speculate")]
+    return differences(both[1], both[0]), [row[3:] for row in both[1][0]]
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=slow), 3])
+def test_two_ranks_put_right_the_same_steps(stage):
+    for wrong, guesses in ranks.run(2, of_ranks, stage):
+        assert not wrong and [3, 0] in guesses and [3, 3] in guesses
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        pytest.param("opt=host", marks=slow),
+        "params=host,grads=host,opt=host",
+        pytest.param("opt=host:0.5,grads=host", marks=slow),
+    ],
+)
+def test_on_the_pretend_gpu_nothing_races(offload):
+    expected = at_the_end("bf16")
+    with pretend() as seen:
+        found = trained(offload, "speculate", "bf16", device="cuda", steps=4)
+        gc.collect()
+    assert not seen.races and not seen.freed
+    ours = ("train/update", "train/step", "train/gradient", "sharding", "offload")
+    assert not [line for _, line in seen.unpinned if line.startswith(ours)]
+    assert [row[:3] for row in found[0]] == [row[:3] for row in expected[0]][:4]
+    assert [row[3:] for row in found[0]] == [[3, 0], [3, 0], [3, 3], [0, 0]]
+
+
+def test_what_cannot_speculate_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r'the optimizer.s state is on the device; give the plan offload="opt=host"'):
+        trained("params=host", "speculate", "fp32")
+    with pytest.raises(ValueError, match="is for a layered Model with offloaded states"):
+        trained("", "speculate", "fp32")
+    plan = fzero.zero_plan(0, MODEL, fzero.one_process(), offload="opt=nvme")
+    with pytest.raises(ValueError, match="the store has 1 slot; give it two"):
+        fzero.make_train_step(MODEL, optim.adamw(), plan, update="speculate", nvme=fzero.Nvme(tmp_path, slots=1))
+
+
+def test_the_memory_of_old_values_is_foreseen():
+    config = {"preset": "llama-tiny", "precision": {"policy": "bf16"}, "offload": "opt=host"}
+    job = build.build(config_table.from_table({**config, "train": {"update": "speculate", "compiled": False}}))
+    state = fzero.init_state(job.model, job.tx, job.plan, seed=0)
+    old = Speculation(StreamedUpdate(job.tx, job.plan, None))
+    old.start(state)
+    held = sum(room.nbytes for room in old.old.rooms.values())
+    assert held == memory_check.old_values_bytes(job, memory_check.bytes_of_state(job)) > 0
