@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
 from fzero.core.arguments import expect_kind
 from fzero.models.base import Batch, Model
 from fzero.models.module_functions import Layered, LossOf, whole_model
-from fzero.models.module_layers import CannotSplit, find_layers
+from fzero.models.module_layers import CannotSplit, choices
 
 
 def from_module(
     module: nn.Module,
     loss: LossOf,
     *,
-    layers: str | None = None,
+    layers: str | Sequence[str] | None = None,
     batch: Batch | None = None,
     tp: Mapping[str, str] | None = None,
 ) -> Model:
@@ -25,8 +25,10 @@ def from_module(
 
     loss: `loss(call, batch)` uses `call` as it would the module, and returns (sum, number of samples), a mean, or a
         Loss; see `fzero.make_train_step`.
-    layers: the name of the ModuleList or Sequential whose layers become the stack `blocks/`; None: the run of like
-        neighbours that has the most parameters. What comes before and after them is embed and head.
+    layers: the name of the ModuleList or Sequential whose layers become the stack `blocks/`, or the names of several,
+        in the order of a forward pass, whose layers become `blocks_0/`, `blocks_1/` and so on; None: the run of like
+        neighbours that has the most parameters, with those that have a tenth of its parameters or more. What comes
+        before, between and after them is embed, joins and head.
     batch: an example, whose shapes tell which parameters come before the layers and which after; without one both parts
         gather all of them. A batch is a dict of tensors, each with the samples in its first dim.
     tp: what tensor parallelism splits: {regular expression over the linear layers of a layer: "columns" (their outputs)
@@ -34,9 +36,9 @@ def from_module(
 
     A module whose layers cannot be a stack, or whose code needs values of tensors, is trained whole, as one part, and a
     warning says why; with `layers` that is an error. nn.Dropout draws by fzero's keys if the module is in train mode;
-    parameters that require no gradient are frozen; floating buffers and arguments of `call` have the dtype of the
-    computation. The module itself is not changed. Its weights are held for init_state: `model._replace(start={})`
-    lets them go.
+    parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
+    are of the dtype of the computation, and other buffers keep theirs. The module itself is not changed. Its weights
+    are held for init_state: `model._replace(start={})` lets them go.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
     nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode,
@@ -54,15 +56,29 @@ def from_module(
     if not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
     expect_trainable(module)
+    reasons: list[str] = []
     try:
-        return Layered(module, loss, find_layers(module, layers), tp or {}).model(module, batch)
+        for stacks in choices(module, layers):
+            try:
+                model = Layered(module, loss, stacks, tp or {}).model(module, batch)
+            except CannotSplit as reason:
+                reasons.append(str(reason))
+                continue
+            if reasons:
+                what = f"only {stacks['blocks'].names[0]} to {stacks['blocks'].names[-1]}"
+                warn_of(module, f"{what} are trained layer by layer, and no other list", reasons[0])
+            return model
     except CannotSplit as reason:
-        if layers is not None or tp:
-            raise ValueError(f"{type(module).__name__} cannot be split into layers: {reason}") from None
-        warnings.warn(
-            f"{type(module).__name__} is trained whole, and not layer by layer: {reason}", UserWarning, stacklevel=2
-        )
-        return whole_model(module, loss)
+        reasons.append(str(reason))
+    if layers is not None or tp:
+        raise ValueError(f"{type(module).__name__} cannot be split into layers: {reasons[-1]}")
+    warn_of(module, "it is trained whole, and not layer by layer", reasons[-1])
+    return whole_model(module, loss)
+
+
+def warn_of(module: nn.Module, what: str, reason: str) -> None:
+    """Say that a module is trained in larger parts than its layers, and why."""
+    warnings.warn(f"{type(module).__name__}: {what}: {reason}", UserWarning, stacklevel=3)
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
