@@ -115,7 +115,13 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
             graph = make_fx(f)(*fakes)
             graph.graph.eliminate_dead_code()
             with torch.no_grad():
-                return make_fx(torch.func.functionalize(graph, remove="mutations"))(*[x.detach() for x in fakes])
+                pure = torch.func.functionalize(graph, remove="mutations")
+                return make_fx(pure, {torch.ops.aten.copy.default: copied})(*[x.detach() for x in fakes])
+
+
+def copied(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
+    """What is in x after y is copied into it: torch has no derivative of the operator that writes into no x."""
+    return y.to(x.dtype).expand(x.shape)
 
 
 def inputs_of(graph: GraphModule) -> list[Node]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from fzero.core.arguments import expect_kind
 from fzero.models.base import Batch, Model
-from fzero.models.module_functions import Layered, LossOf, whole_model
+from fzero.models.module_functions import Layered, LossOf, Weights, whole_model
 from fzero.models.module_layers import CannotSplit, choices
 
 
@@ -56,11 +56,36 @@ def from_module(
     if not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
     expect_trainable(module)
+    return model_of(module, loss, held_by(module), layers=layers, batch=batch, tp=tp or {})
+
+
+def held_by(module: nn.Module) -> Weights:
+    """The weights of a module, which are held."""
+
+    def weights(name: str) -> Callable[[], Tensor]:
+        leaf = module.get_parameter(name)
+        if leaf.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
+        return lambda: leaf
+
+    return weights
+
+
+def model_of(
+    module: nn.Module,
+    loss: LossOf,
+    weights: Weights,
+    *,
+    layers: str | Sequence[str] | None,
+    batch: Batch | None,
+    tp: Mapping[str, str],
+) -> Model:
+    """The Model of a module that may be trained, which begins with these weights; see from_module."""
     reasons: list[str] = []
     try:
         for stacks in choices(module, layers):
             try:
-                model = Layered(module, loss, stacks, tp or {}).model(module, batch)
+                model = Layered(module, loss, stacks, tp).model(weights, batch)
             except CannotSplit as reason:
                 reasons.append(str(reason))
                 continue
@@ -73,12 +98,12 @@ def from_module(
     if layers is not None or tp:
         raise ValueError(f"{type(module).__name__} cannot be split into layers: {reasons[-1]}")
     warn_of(module, "it is trained whole, and not layer by layer", reasons[-1])
-    return whole_model(module, loss)
+    return whole_model(module, loss, weights)
 
 
 def warn_of(module: nn.Module, what: str, reason: str) -> None:
     """Say that a module is trained in larger parts than its layers, and why."""
-    warnings.warn(f"{type(module).__name__}: {what}: {reason}", UserWarning, stacklevel=3)
+    warnings.warn(f"{type(module).__name__}: {what}: {reason}", UserWarning, stacklevel=4)
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -105,8 +130,6 @@ def expect_trainable(module: nn.Module) -> None:
     for name, leaf in module.named_parameters():
         if isinstance(leaf, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape yet; call the module once on a batch, which makes its parameters")
-        if leaf.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
         if not leaf.is_floating_point():
             raise ValueError(f"{name} is {leaf.dtype}; a parameter is floating-point: make it a buffer")
     if not any(leaf.requires_grad for leaf in module.parameters()):

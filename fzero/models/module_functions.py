@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -23,6 +23,9 @@ from fzero.models.module_calls import CALL, Regions, calling, key_dropouts, spli
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, function_of, split
 from fzero.sharding import Mesh, Rules
+
+
+Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,9 @@ class Layered:
         self.places = {name: f"embed/{slashed(name)}" for name in self.parameters}
         self.shared: tuple[str, ...] = tuple(self.places.values())
 
-    def model(self, module: nn.Module, batch: Batch | None) -> Model:
-        """The Model, which begins with the weights of `module`; with an example of a batch the parameters outside of
-        the layers are those of the part that uses them.
+    def model(self, weights: Weights, batch: Batch | None) -> Model:
+        """The Model, which begins with these weights; with an example of a batch the parameters outside of the layers
+        are those of the part that uses them.
         """
         if batch is not None:
             expect_batch(batch)
@@ -82,11 +85,13 @@ class Layered:
             own = {name: some[0] if len(some) == 1 else "embed" for name, some in parts.items()}
             self.places = {name: f"{part}/{slashed(name)}" for name, part in own.items()}
             self.shared = tuple(self.places[name] for name, some in parts.items() if len(some) > 1)
-        start = {place: Start((module.get_parameter(name),), stacked=False) for name, place in self.places.items()}
+        leaves = {self.places[name]: leaf for name, leaf in self.parameters.items()}
+        start = {self.places[n]: Start((weights(n),), tuple(p.shape), False) for n, p in self.parameters.items()}
         for stack, layers in self.stacks.items():
-            for name in self.within[stack]:
-                leaves = tuple(module.get_parameter(f"{layer}.{name}") for layer in layers.names)
-                start[f"{stack}/{slashed(name)}"] = Start(leaves, stacked=True)
+            for name, leaf in self.within[stack].items():
+                read = tuple(weights(f"{layer}.{name}") for layer in layers.names)
+                start[f"{stack}/{slashed(name)}"] = Start(read, tuple(leaf.shape), True)
+                leaves[f"{stack}/{slashed(name)}"] = leaf
         one_stack = self.functions("blocks") if "blocks" in self.stacks else None
         return Model(
             config=ModuleConfig(self.name, sum(len(layers.names) for layers in self.stacks.values()), self.dropout),
@@ -100,7 +105,7 @@ class Layered:
             shared=self.shared,
             prepare=self.prepare,
             start=start,
-            frozen=frozenset(name for name, one in start.items() if not one.layers[0].requires_grad),
+            frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
         )
 
     def functions(self, stack: str) -> Blocks:
@@ -346,8 +351,7 @@ def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
 
 def init(start: Mapping[str, Start], make: MakeLeaf) -> Tree:
     """The parameter tree: every leaf begins with what is given."""
-    shapes = {n: (*((len(x.layers),) if x.stacked else ()), *x.layers[0].shape) for n, x in start.items()}
-    made = {name: make(name, shape, 0.0) for name, shape in shapes.items()}
+    made = {name: make(name, one.shape, 0.0) for name, one in start.items()}
     parts = pytree.nest(made)
     return (
         {"embed": {}} | {name: part for name, part in parts.items() if name != "head"} | {"head": parts.get("head", {})}
@@ -359,13 +363,14 @@ def no_logits(params: Tree, x: Any, ctx: Ctx) -> NoReturn:
     raise ValueError("a model made from a module has no logits; put the weights back (fzero.to_module) and call it")
 
 
-def whole_model(module: nn.Module, loss: LossOf) -> Model:
+def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     """The Model of a module that is not split: all of it is the head."""
     body = without_memory(module)
     dropout = key_dropouts(body)
     values = {name: leaf.detach().clone() for name, leaf in module.named_buffers()}
     buffers = Constants(values, module.state_dict(keep_vars=True))
-    start = {f"head/{slashed(name)}": Start((leaf,), stacked=False) for name, leaf in module.named_parameters()}
+    parameters = dict(body.named_parameters())
+    start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
     seen: set[Any] = set()  # shapes of batches whose program was watched
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
@@ -390,7 +395,7 @@ def whole_model(module: nn.Module, loss: LossOf) -> Model:
         rules=lambda mesh: whole_rules(start, mesh),
         prepare=prepare,
         start=start,
-        frozen=frozenset(name for name, one in start.items() if not one.layers[0].requires_grad),
+        frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
     )
 
 
@@ -398,4 +403,4 @@ def whole_rules(start: Mapping[str, Start], mesh: Mesh) -> Rules[str]:
     """The sharding rules of a module that is not split: nothing is over tp."""
     if mesh["tp"].size > 1:
         raise ValueError(f"tp={mesh['tp'].size}: this module is trained whole, and tp splits layers; use dp")
-    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * one.layers[0].dim())}]") for n, one in start.items()]
+    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(one.shape))}]") for n, one in start.items()]
