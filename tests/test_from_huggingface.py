@@ -3,6 +3,7 @@ bit."""
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import ranks
@@ -15,7 +16,7 @@ import transformers
 
 import fzero
 from fzero import optim
-from fzero.checkpoint.convert.transformers_module import class_of, config_of, loss_of_task
+from fzero.checkpoint.convert.transformers_module import class_of, loss_of_task
 
 slow = pytest.mark.slow
 STEPS, RATE = 5, 0.5
@@ -41,7 +42,9 @@ def by_transformers(name):
             total, number = loss_of_task(task, module, one)
             sgd.zero_grad()
             (total / number).backward()
-            first = first or {key: torch.zeros_like(p) if p.grad is None else p.grad.clone() for key, p in named(module)}
+            first = first or {
+                key: torch.zeros_like(p) if p.grad is None else p.grad.clone() for key, p in named(module)
+            }
             sgd.step()
             log.append(float(total.detach() / number))
     return first, {key: p.detach() for key, p in named(module)}, log
@@ -103,6 +106,34 @@ def test_five_steps_at_stage_3_on_two_ranks_are_theirs(name, tmp_path):
         assert_theirs(name, result)
 
 
+@pytest.mark.parametrize("name", [pytest.param("Gemma3", marks=slow), pytest.param("Qwen3", marks=slow)])
+def test_five_steps_split_by_their_own_plan_are_theirs(name, tmp_path):
+    for result in ranks.run(2, by_fzero, name, 0, tmp_path, mesh={"tp": 2}):
+        assert_theirs(name, result)
+
+
+def tp_refusal(mesh, name, rules):
+    """(the leaves that are split over tp, the refusal of a first step)"""
+    tx = optim.sgd(RATE)
+    model = fzero.from_huggingface(theirs.MODELS[name](), batch=theirs.batch_of(name, 0), tp=rules)
+    plan = fzero.zero_plan(0, model, mesh)
+    split = sorted(leaf for leaf, one in plan.leaves.items() if "tp" in one.params.axes)
+    try:
+        state = fzero.init_state(model, tx, plan, seed=0)
+        fzero.make_train_step(model, tx, plan)(state, theirs.batch_of(name, 0))
+    except ValueError as error:
+        return split, str(error)
+    return split, ""
+
+
+def test_what_their_plan_gathers_is_left_whole_and_a_norm_over_split_features_is_refused():
+    rules = {r"self_attn\.[qkv]_proj": "columns", r"self_attn\.o_proj": "rows"}
+    for split, error in ranks.run(2, tp_refusal, "Olmo2", None, mesh={"tp": 2}):
+        assert split == [f"blocks/mlp/{name}_proj/weight" for name in ("down", "gate", "up")] and not error
+    for _, error in ranks.run(2, tp_refusal, "Olmo2", rules, mesh={"tp": 2}):
+        assert error.startswith("tp=2: ") and "\n" not in error, error
+
+
 @pytest.mark.parametrize("name", [pytest.param("Qwen3-MoE", marks=slow), "Llama"])
 def test_a_folder_in_files_is_read_and_written_bit_by_bit(name, tmp_path):
     module = begun(name).to(torch.bfloat16)
@@ -162,3 +193,32 @@ def test_mistakes_are_one_line(tmp_path):
     ):
         (tmp_path / "theirs" / "config.json").write_text(json.dumps({**config, **change}))
         refused(message, tmp_path / "theirs")
+
+
+REASONS = {
+    "Jamba": (
+        lambda: transformers.JambaConfig(
+            **theirs.SIZES, num_experts=4, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False, pad_token_id=0
+        ),
+        r"layer 1 is not like layer 0: feed_forward is a JambaSparseMoeBlock and not a JambaMLP",
+    ),
+    "RWKV": (
+        lambda: transformers.RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=7, context_length=16),
+        r"modeling_rwkv\.py:\d+ .*div_",
+    ),
+}
+
+
+@slow
+@pytest.mark.parametrize("name", REASONS)
+def test_what_cannot_be_cut_is_in_the_table_of_the_docs(name):
+    make, reason = REASONS[name]
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("|") and name in line.split("|")[1]]
+    batch = {key: leaf for key, leaf in theirs.batch_of(name, 0).items() if key != "attention_mask"}
+    if "refused" in row:
+        with pytest.raises(ValueError, match=reason):
+            fzero.from_huggingface(make(), batch=batch)
+        return
+    with pytest.warns(UserWarning, match=rf"it is trained whole, and not layer by layer: .*{reason}"):
+        fzero.from_huggingface(make(), batch=batch)

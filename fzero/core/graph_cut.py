@@ -60,7 +60,8 @@ class Watch(TorchDispatchMode):
             if arg.alias_info is not None and arg.alias_info.is_write:
                 for leaf in pytree.leaves(named.get(arg.name)):
                     self.expect_own(leaf, func)
-        leaves = pytree.leaves((args, kwargs)) if self.recorded and not torch.is_grad_enabled() else []
+        lost = self.recorded and not torch.is_grad_enabled() and func is not torch.ops.prim.device.default
+        leaves = pytree.leaves((args, kwargs)) if lost else []
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise Impure(
                 f"{line()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "

@@ -133,6 +133,7 @@ class Model(NamedTuple):
     prepare: Callable[[Batch, Ctx], Any] | None = None
     start: Mapping[str, Start] = {}  # by leaf name
     frozen: frozenset[str] = frozenset()  # leaves that are never trained
+    foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
 
 
 class Start(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -60,15 +61,12 @@ def from_module(
 
 
 def held_by(module: nn.Module) -> Weights:
-    """The weights of a module, which are held."""
-
-    def weights(name: str) -> Callable[[], Tensor]:
-        leaf = module.get_parameter(name)
+    """The weights of a module, which are held; raises ValueError for one that has none."""
+    held = dict(module.named_parameters())
+    for name, leaf in held.items():
         if leaf.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
-        return lambda: leaf
-
-    return weights
+    return lambda name: partial(held.__getitem__, name)
 
 
 def model_of(
@@ -79,13 +77,16 @@ def model_of(
     layers: str | Sequence[str] | None,
     batch: Batch | None,
     tp: Mapping[str, str],
+    found: bool = False,
 ) -> Model:
-    """The Model of a module that may be trained, which begins with these weights; see from_module."""
+    """The Model of a module that may be trained, which begins with these weights; see from_module. found: the rules of
+    tp are not the caller's, and need not fit.
+    """
     reasons: list[str] = []
     try:
         for stacks in choices(module, layers):
             try:
-                model = Layered(module, loss, stacks, tp).model(weights, batch)
+                model = Layered(module, loss, stacks, tp, found).model(weights, batch)
             except CannotSplit as reason:
                 reasons.append(str(reason))
                 continue
@@ -95,7 +96,7 @@ def model_of(
             return model
     except CannotSplit as reason:
         reasons.append(str(reason))
-    if layers is not None or tp:
+    if layers is not None or (tp and not found):
         raise ValueError(f"{type(module).__name__} cannot be split into layers: {reasons[-1]}")
     warn_of(module, "it is trained whole, and not layer by layer", reasons[-1])
     return whole_model(module, loss, weights)

@@ -142,12 +142,15 @@ TP = {  # the specs of a stacked linear layer's weight and bias
 }
 
 
-def split_linears(templates: Mapping[str, list[nn.Module]], rules: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def split_linears(
+    templates: Mapping[str, list[nn.Module]], rules: Mapping[str, str], found: bool = False
+) -> dict[str, dict[str, str]]:
     """Have linear layers of copied layers compute their part of a tensor-parallel product; returns {stack: {leaf name
     within a layer: text of its Spec}}.
 
     templates: the layers of each kind of a stack, which have the same linears. rules: {regular expression: "columns"
-    (the outputs are split over tp) or "rows" (the inputs)}, by their names.
+    (the outputs are split over tp) or "rows" (the inputs)}, by their names. found: nobody gave the rules, so that one
+    may find nothing.
     Raises ValueError for a rule that finds no nn.Linear, or another word.
     """
     specs: dict[str, dict[str, str]] = {stack: {} for stack in templates}
@@ -159,7 +162,7 @@ def split_linears(templates: Mapping[str, list[nn.Module]], rules: Mapping[str, 
     for pattern, way in rules.items():
         if way not in TP:
             raise ValueError(f"tp: {pattern!r} is {way!r}; it must be 'columns' or 'rows'")
-        if not any(re.search(pattern, name) for name in every):
+        if not found and not any(re.search(pattern, name) for name in every):
             raise ValueError(
                 f"tp: {pattern!r} finds no nn.Linear in a layer{nearest(pattern, every)}; there is "
                 f"{', '.join(every) or 'none'}"

@@ -24,7 +24,6 @@ from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, function_of, split
 from fzero.sharding import Mesh, Rules
 
-
 Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
 
 
@@ -53,13 +52,13 @@ class Layered:
     Its Splits are made when a batch of new shapes comes, and kept.
     """
 
-    def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str]):
+    def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str], found: bool):
         self.stacks, self.loss = stacks, loss
         self.skeleton = without_memory(module)
         self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
         every = [layer for some in self.templates.values() for layer in some]
         self.dropout = max(map(key_dropouts, [self.skeleton, *every]))
-        self.specs = split_linears(self.templates, tp)
+        self.specs = split_linears(self.templates, tp, found)
         # Shapes alone: the Model's `start` has the values, and nothing else holds them.
         self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
         self.within = {stack: dict(some[0].named_parameters()) for stack, some in self.templates.items()}
@@ -106,6 +105,7 @@ class Layered:
             prepare=self.prepare,
             start=start,
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            foreign=True,
         )
 
     def functions(self, stack: str) -> Blocks:

@@ -231,8 +231,8 @@ def split(
         out_tensors = [leaf for leaf in found["result"][0] if isinstance(leaf, Tensor)]
         return [leaf for group in results_of(recorder) for leaf in group] + out_tensors
 
-    trained = [name.startswith("parameter ") and inputs[name].is_floating_point() for name in names]
-    graph = traced(run, list(inputs.values()), trained)
+    trained = {f"parameter {name}": leaf.requires_grad for name, leaf in skeleton.named_parameters()}
+    graph = traced(run, list(inputs.values()), [trained.get(name, False) for name in names])
     return Cutter(graph, names, found["recorder"]).split(found["result"])
 
 

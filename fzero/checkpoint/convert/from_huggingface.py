@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module
+from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.checkpoint.convert.transformers_weights import weights_of
 from fzero.comm.tables import barrier
 from fzero.models.base import Batch, Model
@@ -38,7 +38,8 @@ def from_huggingface(
         or its class, whose weights transformers draws from `seed`: these are held whole. Nothing is downloaded.
     task: "causal", "masked", "seq2seq" or "classes", which chooses the class of transformers and the loss; "": that of
         the architecture in the config, or of a decoder and an encoder-decoder.
-    layers, batch, tp: see from_module.
+    layers, batch: see from_module.
+    tp: see from_module; None: what transformers' own plan splits by columns and rows. `print(plan)` shows it.
     attention: transformers' `attn_implementation`, such as "eager"; None: its choice, "sdpa" where the model has it.
     dropout: whether nn.Dropout with the rates of the config drops, by fzero's keys.
 
@@ -63,8 +64,11 @@ def from_huggingface(
         fill_buffers(module, read)
         weights = read.__getitem__
     module.train(dropout)
+    rules = tp_rules(module) if tp is None else tp
     expect_trainable(module)
-    return model_of(module, partial(loss_of_task, task), weights, layers=layers, batch=batch, tp=tp or {})
+    return model_of(
+        module, partial(loss_of_task, task), weights, layers=layers, batch=batch, tp=rules, found=tp is None
+    )
 
 
 def to_huggingface(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ def make_module(source: Any, task: str, attention: str | None, seed: int | None)
 def parameters_without_memory() -> Iterator[None]:
     """Modules made within have their parameters on the meta device, and their buffers where they put them."""
 
-    def moved(module: nn.Module, name: str, leaf: Any) -> nn.Parameter | None:
+    def moved(module: nn.Module, name: str, leaf: Any) -> Any:
         return None if leaf is None or leaf.is_meta else nn.Parameter(leaf.detach().to("meta"), leaf.requires_grad)
 
     hook = register_module_parameter_registration_hook(moved)
@@ -139,6 +140,18 @@ def loss_of_task(task: str, call: Callable[..., Any], batch: dict[str, Tensor]) 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     nats = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
     return nats, (labels != IGNORED).sum()
+
+
+WAYS = {"colwise": "columns", "rowwise": "rows"}
+
+
+def tp_rules(module: Any) -> dict[str, str]:
+    """The linear layers that transformers' own plan of tensor parallelism splits within a layer, as rules of
+    from_module. What it splits in other ways, such as gathered outputs and experts, stays whole.
+    """
+    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    places = {place: WAYS[way] for place, way in plan.items() if way in WAYS and "*." in place}
+    return {f"^{re.escape(place.rpartition('*.')[2])}$": way for place, way in places.items()}
 
 
 def register_experts() -> None:

@@ -53,7 +53,7 @@ def weights_of(module: Any, folder: Path) -> dict[str, Callable[[], Tensor]]:
         for name, leaf in blank.items():
             if name not in held:
                 if not any(re.search(pattern, name) for pattern in passed_over):
-                    raise ValueError(f"{folder}: {name} is in the weights, and {type(module).__name__} has no such leaf")
+                    raise ValueError(f"{folder}: {name} is there, and {type(module).__name__} has no such leaf")
                 continue
             if leaf.shape != held[name].shape:
                 shapes = list(leaf.shape), list(held[name].shape)
@@ -63,8 +63,8 @@ def weights_of(module: Any, folder: Path) -> dict[str, Callable[[], Tensor]]:
     missing = next((name for name in own.values() if name not in found), None)
     if missing is not None:
         raise ValueError(
-            f"{folder}: {missing} of {type(module).__name__} is missing from the weights; give the task that the folder "
-            "was saved for"
+            f"{folder}: {missing} of {type(module).__name__} is missing from the weights; give the task that the "
+            "folder was saved for"
         )
     return found
 
