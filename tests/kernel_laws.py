@@ -10,7 +10,7 @@ import torch
 import triton
 from close import assert_close, assert_same
 
-from fzero.core.compile import vjp_pair
+from fzero.core.vjp_pair import vjp_pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret

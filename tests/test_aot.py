@@ -87,7 +87,7 @@ from concurrent.futures import Future
 import torch
 
 from fzero.cli import aot as command
-from fzero.core.compile import vjp_pair
+from fzero.core.vjp_pair import vjp_pair
 from fzero.core.device import FakeDevice, Target
 from fzero.planner import aot_inductor
 

@@ -13,7 +13,7 @@ from close import assert_close, assert_same
 from fzero import jit
 from fzero.comm import collectives
 from fzero.comm.collectives import Axis, all_gather, all_to_all, own_slice, ppermute, psum, psum_scatter, pvary
-from fzero.core.compile import vjp_pair
+from fzero.core.vjp_pair import vjp_pair
 from fzero.sharding import fake_mesh, one_process
 
 F64 = torch.float64

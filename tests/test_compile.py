@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fzero.core import compile as fzero_compile
-from fzero.core.compile import jit, vjp_pair
+from fzero.core.compile import jit
+from fzero.core.vjp_pair import vjp_pair
 
 F64 = torch.float64
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from close import assert_close, assert_same
 
-from fzero.core.compile import vjp_pair
+from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import cross_entropy_triton as kernel
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.kernels.cross_entropy import cross_entropy, reference

@@ -15,7 +15,7 @@ from zero_cases import train, whole
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
-from fzero.core.compile import vjp_pair
+from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8, float8_gather
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
 from fzero.kernels.float8_gather import narrow_weight, widen_weight

@@ -11,7 +11,7 @@ from close import assert_same
 
 from fzero import models
 from fzero.core import compile as fzero_compile
-from fzero.core import kept, kept_programs, loops, observe, pytree
+from fzero.core import kept, kept_programs, loops, observe, pytree, vjp_pair
 from fzero.core.compile import jit
 from fzero.core.stack import part_pair
 from fzero.models.base import Ctx
@@ -150,7 +150,7 @@ def test_a_kept_program_has_the_same_bits_and_is_not_traced(folder, monkeypatch)
     assert told == [1] and "swiglu" in first
     assert len(list(folder.rglob("*.main.so"))) == 2 < len(loops._LOADED)  # one library for each graph
     with monkeypatch.context() as patch, observe.observe() as later:
-        patch.setattr(fzero_compile, "_split_programs", lambda *given: pytest.fail("traced"))
+        patch.setattr(vjp_pair, "_split_programs", lambda *given: pytest.fail("traced"))
         with fzero_compile.before_compiling(lambda: pytest.fail("compiled")):
             assert_same(both_passes(*block_pair()), made)
     assert later == first

@@ -6,7 +6,7 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core.compile import vjp_pair
+from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import moe, moe_permute, moe_routing
 from fzero.kernels.registry import Kernels
 

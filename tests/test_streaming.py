@@ -8,8 +8,7 @@ import pytest
 import torch
 from close import assert_close, assert_same
 
-from fzero.core import compile as fzero_compile
-from fzero.core import pytree
+from fzero.core import pytree, vjp_pair
 from fzero.core import stack as streaming
 from fzero.core.autodiff import Remat
 from fzero.core.stack import reference, stack
@@ -281,13 +280,13 @@ def test_a_tensor_of_ctx_that_is_to_be_differentiated_is_refused():
 
 def test_traced_once_whatever_the_depth(monkeypatch):
     calls = []
-    split = fzero_compile._split_programs
+    split = vjp_pair._split_programs
 
     def counted(*args):
         calls.append(args[-1])
         return split(*args)
 
-    monkeypatch.setattr(fzero_compile, "_split_programs", counted)
+    monkeypatch.setattr(vjp_pair, "_split_programs", counted)
 
     def own_block(p, x, ctx):
         return block(p, x, ctx)

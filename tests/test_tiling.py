@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import Execution, init_state, make_train_step, models, one_process, optim, zero_plan
 from fzero.core import pytree
-from fzero.core.compile import have_compiler, vjp_pair
+from fzero.core.compile import have_compiler
 from fzero.core.precision import fp64
+from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.registry import observe
 from fzero.models import tiled_linear as tiling
 from fzero.models.tiled_linear import (

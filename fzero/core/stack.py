@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import Backward, Remat, expect_closed, first_order, needs_grad
-from fzero.core.compile import VjpPair, vjp_pair
 from fzero.core.pytree import Tree
+from fzero.core.vjp_pair import VjpPair, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
 Blocks = Block | tuple[Block, ...]  # of several, layer i of a stack has number i modulo their count

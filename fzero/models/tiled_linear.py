@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core.autodiff import first_order, needs_grad
-from fzero.core.compile import vjp_pair
 from fzero.core.stack import Fetch, Put
+from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.glu import geglu, swiglu
 from fzero.kernels.op_function import Fused, operator
 

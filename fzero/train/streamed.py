@@ -17,10 +17,10 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
-from fzero.core.compile import VjpPair
 from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
+from fzero.core.vjp_pair import VjpPair
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.models import base
 from fzero.offload import Nvme

@@ -1,0 +1,265 @@
+"""A function of tensors and its vector-Jacobian product as two functions that share residuals, eager or compiled.
+
+A compiled pair is traced as one graph, which the min-cut partitioner splits.
+
+Ref: Zhao et al. 2023, "Recompute with min-cut", functorch.compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import kept_programs, observe
+from fzero.core.compile import (
+    Run,
+    compile_graph,
+    fake_mode,
+    fakes_of,
+    have_compiler,
+    signature_of,
+    tell_of_compiling,
+    trace,
+)
+from fzero.core.device import FakeDevice, fake_device_of
+from fzero.core.graph import hold
+from fzero.core.loops import compiled_together
+from fzero.core.torch_private import disable_current_modes, run_autograd
+
+Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
+
+
+class Dropped(NamedTuple):
+    """Placeholder for a residual that is a view of an input: the backward pass receives that input again and restores
+    the view.
+    """
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+    def of(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Restore the view from the input at `index`, which must have the strides of the dropped one."""
+        given = inputs[self.index]
+        return given.as_strided(self.size, self.stride, given.storage_offset() + self.offset)
+
+
+class Residuals(list):
+    """The tensors that a forward pass keeps for its backward pass; `needs` holds the indices of dropped inputs that it
+    will need again.
+    """
+
+    def __init__(self, values: Sequence[Any], needs: set[int]):
+        super().__init__(values)
+        self.needs = needs
+
+
+def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], Any]:
+    """Make a function that replaces a view of one of `inputs` by Dropped and adds that input's index to `needs`."""
+    at = {t.untyped_storage()._cdata: (i, t.storage_offset(), t.dtype) for i, t in enumerate(inputs)}
+
+    def drop(t: Tensor) -> Any:
+        index, base, dtype = at.get(t.untyped_storage()._cdata, (None, 0, None))
+        if index is None or t.dtype != dtype:
+            return t.detach()  # detached, because an operator that saves its own result would keep itself alive
+        needs.add(index)
+        return Dropped(index, t.size(), t.stride(), t.storage_offset() - base)
+
+    return drop
+
+
+class VjpPair(NamedTuple):
+    """A function of tensors and its vector-Jacobian product, as two functions that share residuals.
+
+    `backward` uses residuals once: it empties the list and frees each tensor after its last use. With `drop=n` the
+    residuals do not hold the first n inputs (each must be alone in its storage); if `residuals.needs` is not empty,
+    pass those inputs to `backward` again.
+    """
+
+    primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
+    forward: Callable[..., tuple[list[Tensor], Residuals]]  # (inputs, drop=0) -> (outputs, residuals)
+    # (residuals, cotangents, dropped inputs=()) -> gradients of inputs[skip:n]; None for integers
+    backward: Callable[..., list[Any]]
+
+
+def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0, what: Any = None) -> VjpPair:
+    """Return the VjpPair of `f`, whose backward pass gives the gradients of inputs skip to n - 1.
+
+    compiled: trace forward and backward pass together, split the graph, and compile both halves, once for each
+    signature of the inputs. budget: the fraction of residuals that may be kept (see Remat); it also applies when
+    nothing is compiled. what: a value that determines `f` and nothing of which is a side effect of `f`, so that a
+    compiled program may be taken from an earlier process (see kept_programs); None: it may not.
+    """
+    return _traced_pair(f, n, compiled, budget, skip, what) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
+
+
+class _Substitute(torch.autograd.Function):
+    """Return `value` but send its gradient to `like`, a leaf without memory: autograd keeps the leaves of a graph alive
+    as long as the graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
+    def primal(inputs: Sequence[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return list(f(*inputs))
+
+    def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
+        needs: set[int] = set()
+        given: list[Sequence[Tensor]] = []
+        keep = _dropper(inputs[:drop], needs)
+
+        def take(kept: Any) -> Tensor:
+            return kept.of(given[0]) if isinstance(kept, Dropped) else kept
+
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(keep, take) if drop else contextlib.nullcontext(),
+        ):
+            leaves, args = [], []
+            for i, t in enumerate(inputs):
+                if skip <= i < n and not t.is_floating_point():
+                    leaves.append(None)
+                    args.append(t)
+                elif skip <= i < n:
+                    leaves.append((t.new_zeros(()).expand(t.shape) if i < drop else t.detach()).requires_grad_())
+                    args.append(_Substitute.apply(leaves[-1], t) if i < drop else leaves[-1])
+                else:
+                    args.append(t.detach())
+            out = f(*args)
+        del args, t
+        return [o.detach() for o in out], Residuals([out, leaves, given], needs)
+
+    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Any]:
+        out, leaves, given = residuals
+        residuals.clear()
+        given.append(dropped)
+        live = [i for i, o in enumerate(out) if o.requires_grad]
+        if not live:
+            return [leaf if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
+        outs, cots = ([values[i] for i in live] for values in (out, cotangents))
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        # As torch.autograd.grad, without its check of symbolic shapes, for which it imports sympy.
+        grads = run_autograd(tuple(outs), tuple(cots), False, False, tuple(wanted), True, accumulate_grad=False)
+        whole = iter([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted)])
+        return [leaf if leaf is None else next(whole) for leaf in leaves]
+
+    return VjpPair(primal, forward, backward)
+
+
+def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, what: Any) -> VjpPair:
+    programs: dict[Any, tuple[Callable, Callable, int]] = {}
+
+    def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
+        signature = signature_of(inputs)
+        if signature not in programs:
+            # A plan records the operators of the step; those that run only because the block is traced must not be
+            # recorded.
+            with disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
+                wanted = [i for i in range(skip, n) if inputs[i].is_floating_point()]
+                run_fw, run_bw, num_outs = _programs(f, wanted, inputs, compiled and have_compiler(), budget, what)
+                gaps = sorted({*range(skip, n)} - {*wanted})
+                programs[signature] = run_fw, _with_none(run_bw, [i - skip for i in gaps]), num_outs
+        run_fw, run_bw, num_outs = programs[signature]
+        out, needs = run_fw(list(inputs)), set()
+        keep = _dropper(inputs[:drop], needs)
+        saved = [keep(t) if isinstance(t, Tensor) else t for t in out[num_outs:]]
+        return list(out[:num_outs]), Residuals([run_bw, *saved], needs)
+
+    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Tensor]:
+        run_bw, *saved = residuals
+        residuals.clear()
+        saved = [t.of(dropped) if isinstance(t, Dropped) else t for t in saved]
+        saved.extend(c.contiguous() for c in cotangents)
+        return list(run_bw(saved))
+
+    return VjpPair(lambda inputs: forward(inputs)[0], forward, backward)
+
+
+def _programs(
+    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, budget: float, what: Any
+) -> tuple[Run, Run, int]:
+    """`_split_programs`, or what it gave in an earlier process."""
+    asked = None
+    if compiled and fake_device_of(inputs[0]) is None:
+        if what is not None:
+            asked = kept_programs.question((what, wanted, budget), inputs)
+        found = kept_programs.find(asked)
+        if found is not None and found.programs is not None:
+            forward, backward = found.programs
+            observe.note_all(found.facts["forms"])
+            return forward, backward, found.facts["outputs"]
+        if found is None:
+            tell_of_compiling()
+    with observe.observe() as forms:
+        forward, backward, outputs = _split_programs(f, wanted, inputs, compiled, budget)
+    if asked is not None:
+        facts = {"outputs": outputs, "forms": {name: sorted(used) for name, used in forms.items()}}
+        kept_programs.keep(asked, (forward, backward), facts)
+    return forward, backward, outputs
+
+
+def _with_none(run: Run, gaps: list[int]) -> Callable[[list[Tensor]], Any]:
+    """`run` with None at these places of its result."""
+
+    def run_with_none(args: list[Tensor]) -> list[Tensor | None]:
+        out: list[Tensor | None] = list(run(args))
+        for i in gaps:
+            out.insert(i, None)
+        return out
+
+    return run_with_none if gaps else run
+
+
+def _split_programs(
+    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, budget: float
+) -> tuple[Run, Run, int]:
+    """Trace `f` and its vjp, and split the graph into (forward, backward, number of outputs).
+
+    forward returns outputs followed by residuals; backward takes residuals followed by cotangents.
+    """
+    from fzero.core.torch_private import functorch_config, min_cut_partition
+
+    plan = fake_device_of(inputs[0])
+    mode = fake_mode() if plan is None else FakeDevice(plan.target, lower=plan.lower, tracing=True)
+    with mode:
+        outs = f(*fakes_of(inputs, mode))
+        cotangents = [torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outs]
+    primals = fakes_of(inputs, mode)
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        def of_wanted(*some: Tensor) -> tuple[Tensor, ...]:
+            full = list(primals)
+            for i, tensor in zip(wanted, some):
+                full[i] = tensor
+            return tuple(f(*full))
+
+        out, vjp, *_ = torch.func.vjp(of_wanted, *(primals[i] for i in wanted))
+        # A view marks in the graph where the backward pass begins.
+        return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
+
+    graph = trace(joint, primals, cotangents, mode)
+    hold(graph)
+    # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
+    # would keep its result.
+    with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
+        graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
+    if compiled:
+        with compiled_together():
+            forward, backward = (compile_graph(g, mode, backward=i == 1) for i, g in enumerate(graphs))
+    else:
+        forward, backward = (lambda args, g=g: g(*args) for g in graphs)
+    return forward, backward, len(outs)
