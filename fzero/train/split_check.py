@@ -27,16 +27,19 @@ from fzero.train.to_module import read
 MOST = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
-def check_split(model: base.Model, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
-    """Raise ValueError, on every rank, if a layer of each kind under tp, or its gradient, differs from that of one
-    process on what the embedding, or a join, makes of the batch. Layers are compared in float32, or float64.
+def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
+    """Raise ValueError, on every rank, if a foreign Model's layer under tp, or its gradient, differs from that of one
+    process on what the embedding, or a join, makes of the batch. One layer of each kind is compared, in float32 or
+    float64; other models are passed over.
 
     params: at rest. Communicates: gathers of the parameters outside of the layers and of a layer of each kind, the
     layer's own messages, and a flag.
     """
+    if not isinstance(model, base.Model) or not model.foreign or plan.mesh["tp"].size == 1:
+        return
     wide = torch.promote_types(ctx.dtype, torch.float32)
     ctx = ctx._replace(dtype=wide, key=(), compiled=False)
-    with torch.no_grad():
+    with torch.no_grad(), plan.mesh.ledger.phase("check"):
         ctx = base.prepare(model, batch, ctx)
         held = pytree.named_leaves(params)
         x = model.embed(whole_part(plan, held, "embed", (), wide), batch, ctx)

@@ -123,9 +123,7 @@ def make_train_step(
         expect_state(plan, opt_names, state, donate)
         size, parts = split_batch(batch, micro_batches)
         if unseen and check_values(model, batch, unseen[0]):
-            if isinstance(model, base.Model) and model.foreign and mesh["tp"].size > 1:
-                check_split(model, plan, state.params, parts[0], unseen[0])
-            unseen.clear()
+            check_split(model, plan, state.params, parts[0], unseen.pop())
         seed = seed_of(plan.policy, state, parts[0])
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
