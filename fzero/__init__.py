@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero import run as run
     from fzero import sharding as sharding
     from fzero import train as train
+    from fzero.checkpoint.convert.from_huggingface import from_huggingface as from_huggingface
+    from fzero.checkpoint.convert.from_huggingface import to_huggingface as to_huggingface
     from fzero.comm.collectives import RankError as RankError
     from fzero.comm.collectives import all_gather as all_gather
     from fzero.comm.collectives import all_to_all as all_to_all
@@ -96,6 +98,7 @@ _HOME = {
     "Skip": "train.spike",
     "Spike": "train.spike",
     "TrainState": "train.state",
+    **dict.fromkeys(("from_huggingface", "to_huggingface"), "checkpoint.convert.from_huggingface"),
     "from_module": "models",
     "init_state": "train.init",
     "jit": "core.compile",

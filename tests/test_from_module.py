@@ -246,7 +246,7 @@ def test_neither_the_module_nor_its_memory_is_taken():
     before = {name: leaf.clone() for name, leaf in module.state_dict().items()}
     model = fzero.from_module(module, loss)
     copies = model.embed.__self__
-    held = [p for one in (copies.skeleton, copies.template) for p in (*one.parameters(), *one.buffers())]
+    held = [p for one in (copies.skeleton, *copies.templates["blocks"]) for p in (*one.parameters(), *one.buffers())]
     assert held and all(p.is_meta for p in held)
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64)
     state = fzero.init_state(model, adam(), plan, seed=0)

@@ -60,7 +60,8 @@ class Watch(TorchDispatchMode):
             if arg.alias_info is not None and arg.alias_info.is_write:
                 for leaf in pytree.leaves(named.get(arg.name)):
                     self.expect_own(leaf, func)
-        leaves = pytree.leaves((args, kwargs)) if self.recorded and not torch.is_grad_enabled() else []
+        lost = self.recorded and not torch.is_grad_enabled() and func is not torch.ops.prim.device.default
+        leaves = pytree.leaves((args, kwargs)) if lost else []
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise Impure(
                 f"{line()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
@@ -115,7 +116,13 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
             graph = make_fx(f)(*fakes)
             graph.graph.eliminate_dead_code()
             with torch.no_grad():
-                return make_fx(torch.func.functionalize(graph, remove="mutations"))(*[x.detach() for x in fakes])
+                pure = torch.func.functionalize(graph, remove="mutations")
+                return make_fx(pure, {torch.ops.aten.copy.default: copied})(*[x.detach() for x in fakes])
+
+
+def copied(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:
+    """What is in x after y is copied into it: torch has no derivative of the operator that writes into no x."""
+    return y.to(x.dtype).expand(x.shape)
 
 
 def inputs_of(graph: GraphModule) -> list[Node]:

@@ -133,20 +133,28 @@ class Model(NamedTuple):
     prepare: Callable[[Batch, Ctx], Any] | None = None
     start: Mapping[str, Start] = {}  # by leaf name
     frozen: frozenset[str] = frozenset()  # leaves that are never trained
+    foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
 
 
 class Start(NamedTuple):
-    """The values that a leaf begins with: a tensor, or the layers of a stacked leaf."""
+    """The values that a leaf begins with: of a stacked leaf, layer by layer."""
 
-    layers: tuple[Tensor, ...]
+    layers: tuple[Callable[[], Tensor], ...]  # each reads a layer's, or the leaf's, whole
+    layer_shape: tuple[int, ...]
     stacked: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return (len(self.layers), *self.layer_shape) if self.stacked else self.layer_shape
 
     def box(self, start: Sequence[int], size: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         """A copy of the elements [start, start + size) of the leaf."""
         if not self.stacked:
-            return slices.narrow_box(self.layers[0].detach(), start, size).to(device, dtype, copy=True).contiguous()
-        parts = [layer.detach() for layer in self.layers[start[0] : start[0] + size[0]]]
-        return torch.stack([slices.narrow_box(x, start[1:], size[1:]).to(device, dtype) for x in parts])
+            whole = self.layers[0]().detach()
+            return slices.narrow_box(whole, start, size).to(device, dtype, copy=True).contiguous()
+        layers = self.layers[start[0] : start[0] + size[0]]
+        return torch.stack([slices.narrow_box(f().detach(), start[1:], size[1:]).to(device, dtype) for f in layers])
 
 
 class Stack(NamedTuple):

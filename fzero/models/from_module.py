@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
 from fzero.core.arguments import expect_kind
 from fzero.models.base import Batch, Model
-from fzero.models.module_functions import Layered, LossOf, whole_model
-from fzero.models.module_layers import CannotSplit, find_layers
+from fzero.models.module_functions import Layered, LossOf, Weights, whole_model
+from fzero.models.module_layers import CannotSplit, choices
 
 
 def from_module(
     module: nn.Module,
     loss: LossOf,
     *,
-    layers: str | None = None,
+    layers: str | Sequence[str] | None = None,
     batch: Batch | None = None,
     tp: Mapping[str, str] | None = None,
 ) -> Model:
@@ -25,8 +26,10 @@ def from_module(
 
     loss: `loss(call, batch)` uses `call` as it would the module, and returns (sum, number of samples), a mean, or a
         Loss; see `fzero.make_train_step`.
-    layers: the name of the ModuleList or Sequential whose layers become the stack `blocks/`; None: the run of like
-        neighbours that has the most parameters. What comes before and after them is embed and head.
+    layers: the name of the ModuleList or Sequential whose layers become the stack `blocks/`, or the names of several,
+        in the order of a forward pass, whose layers become `blocks_0/`, `blocks_1/` and so on; None: the run of like
+        neighbours that has the most parameters, with those that have a tenth of its parameters or more. What comes
+        before, between and after them is embed, joins and head.
     batch: an example, whose shapes tell which parameters come before the layers and which after; without one both parts
         gather all of them. A batch is a dict of tensors, each with the samples in its first dim.
     tp: what tensor parallelism splits: {regular expression over the linear layers of a layer: "columns" (their outputs)
@@ -34,9 +37,9 @@ def from_module(
 
     A module whose layers cannot be a stack, or whose code needs values of tensors, is trained whole, as one part, and a
     warning says why; with `layers` that is an error. nn.Dropout draws by fzero's keys if the module is in train mode;
-    parameters that require no gradient are frozen; floating buffers and arguments of `call` have the dtype of the
-    computation. The module itself is not changed. Its weights are held for init_state: `model._replace(start={})`
-    lets them go.
+    parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
+    are of the dtype of the computation, and other buffers keep theirs. The module itself is not changed. Its weights
+    are held for init_state: `model._replace(start={})` lets them go.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
     nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode,
@@ -54,15 +57,54 @@ def from_module(
     if not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
     expect_trainable(module)
+    return model_of(module, loss, held_by(module), layers=layers, batch=batch, tp=tp or {})
+
+
+def held_by(module: nn.Module) -> Weights:
+    """The weights of a module, which are held; raises ValueError for one that has none."""
+    held = dict(module.named_parameters())
+    for name, leaf in held.items():
+        if leaf.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
+    return lambda name: partial(held.__getitem__, name)
+
+
+def model_of(
+    module: nn.Module,
+    loss: LossOf,
+    weights: Weights,
+    *,
+    layers: str | Sequence[str] | None,
+    batch: Batch | None,
+    tp: Mapping[str, str],
+    found: bool = False,
+) -> Model:
+    """The Model of a module that may be trained, which begins with these weights; see from_module. found: the rules of
+    tp are not the caller's, and need not fit.
+    """
+    reasons: list[str] = []
     try:
-        return Layered(module, loss, find_layers(module, layers), tp or {}).model(module, batch)
+        for stacks in choices(module, layers):
+            try:
+                model = Layered(module, loss, stacks, tp, found).model(weights, batch)
+            except CannotSplit as reason:
+                reasons.append(str(reason))
+                continue
+            if reasons:
+                what = f"only {stacks['blocks'].names[0]} to {stacks['blocks'].names[-1]}"
+                warn_of(module, f"{what} are trained layer by layer, and no other list", reasons[0])
+            return model
     except CannotSplit as reason:
-        if layers is not None or tp:
-            raise ValueError(f"{type(module).__name__} cannot be split into layers: {reason}") from None
-        warnings.warn(
-            f"{type(module).__name__} is trained whole, and not layer by layer: {reason}", UserWarning, stacklevel=2
-        )
-        return whole_model(module, loss)
+        reasons.append(str(reason))
+    if layers is not None or (tp and not found):
+        raise ValueError(f"{type(module).__name__} cannot be split into layers: {reasons[-1]}")
+    warn_of(module, "it is trained whole, and not layer by layer", reasons[-1])
+    return whole_model(module, loss, weights)
+
+
+def warn_of(module: nn.Module, what: str, reason: str) -> None:
+    """Say that a module is trained in larger parts than its layers, and why."""
+    warnings.warn(f"{type(module).__name__}: {what}: {reason}", UserWarning, stacklevel=4)
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -89,8 +131,6 @@ def expect_trainable(module: nn.Module) -> None:
     for name, leaf in module.named_parameters():
         if isinstance(leaf, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape yet; call the module once on a batch, which makes its parameters")
-        if leaf.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values; give the module weights")
         if not leaf.is_floating_point():
             raise ValueError(f"{name} is {leaf.dtype}; a parameter is floating-point: make it a buffer")
     if not any(leaf.requires_grad for leaf in module.parameters()):

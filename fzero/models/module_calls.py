@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -142,29 +142,38 @@ TP = {  # the specs of a stacked linear layer's weight and bias
 }
 
 
-def split_linears(layer: nn.Module, rules: Mapping[str, str]) -> dict[str, str]:
-    """Have linear layers of a copied layer compute their part of a tensor-parallel product; returns {leaf name within
-    the layer: text of its Spec}.
+def split_linears(
+    templates: Mapping[str, list[nn.Module]], rules: Mapping[str, str], found: bool = False
+) -> dict[str, dict[str, str]]:
+    """Have linear layers of copied layers compute their part of a tensor-parallel product; returns {stack: {leaf name
+    within a layer: text of its Spec}}.
 
-    rules: {regular expression: "columns" (the outputs are split over tp) or "rows" (the inputs)}, by
-        their names.
+    templates: the layers of each kind of a stack, which have the same linears. rules: {regular expression: "columns"
+    (the outputs are split over tp) or "rows" (the inputs)}, by their names. found: nobody gave the rules, so that one
+    may find nothing.
     Raises ValueError for a rule that finds no nn.Linear, or another word.
     """
-    linears = {name: one for name, one in layer.named_modules() if type(one) is nn.Linear}
-    specs: dict[str, str] = {}
+    specs: dict[str, dict[str, str]] = {stack: {} for stack in templates}
+    linears = {
+        stack: {name: one for name, one in layers[0].named_modules() if type(one) is nn.Linear}
+        for stack, layers in templates.items()
+    }
+    every = dict.fromkeys(name for some in linears.values() for name in some)
     for pattern, way in rules.items():
         if way not in TP:
             raise ValueError(f"tp: {pattern!r} is {way!r}; it must be 'columns' or 'rows'")
-        found = [name for name in linears if re.search(pattern, name)]
-        if not found:
+        if not found and not any(re.search(pattern, name) for name in every):
             raise ValueError(
-                f"tp: {pattern!r} finds no nn.Linear in a layer{nearest(pattern, linears)}; there is "
-                f"{', '.join(linears) or 'none'}"
+                f"tp: {pattern!r} finds no nn.Linear in a layer{nearest(pattern, every)}; there is "
+                f"{', '.join(every) or 'none'}"
             )
-        for name in found:
-            if way == "rows":
-                vars(linears[name])["forward"] = partial(rows, name, linears[name])
-            specs |= {f"{name}.{leaf}".lstrip("."): TP[way][leaf] for leaf, _ in linears[name].named_parameters()}
+        for stack, some in linears.items():
+            for name in [name for name in some if re.search(pattern, name)]:
+                for layer in templates[stack] if way == "rows" else ():
+                    linear = cast(nn.Linear, layer.get_submodule(name))
+                    vars(linear)["forward"] = partial(rows, name, linear)
+                leaves = [leaf for leaf, _ in some[name].named_parameters()]
+                specs[stack] |= {f"{name}.{leaf}".lstrip("."): TP[way][leaf] for leaf in leaves}
     return specs
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,12 +16,15 @@ from fzero.core import graph_cut, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
+from fzero.core.stack import Blocks
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.loss_of import loss_of
 from fzero.models.module_calls import CALL, Regions, calling, key_dropouts, split_linears
-from fzero.models.module_layers import CannotSplit, Layers, layer_of, template_of, without_memory
-from fzero.models.module_split import Inputs, LossOf, Split, function_of, split
+from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
+from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, function_of, split
 from fzero.sharding import Mesh, Rules
+
+Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Prepared(NamedTuple):
     rows: int  # samples in the batch
     beside: tuple[Tensor, ...]  # the layers' arguments that no parameter went into
     buffers: dict[str, Tensor]  # outside of the layers
-    stacked: dict[str, Tensor]  # buffers of the layers, [L, ...], or [1, ...] where all layers have the same
+    stacked: dict[str, dict[str, Tensor]]  # of each stack's layers, [L, ...], or [1, ...] where all have the same
 
 
 class Layered:
@@ -48,56 +52,73 @@ class Layered:
     Its Splits are made when a batch of new shapes comes, and kept.
     """
 
-    def __init__(self, module: nn.Module, loss: LossOf, layers: Layers, tp: Mapping[str, str]):
-        self.layers, self.loss = layers, loss
-        self.skeleton, self.template = without_memory(module), template_of(module, layers)
-        self.dropout = max(key_dropouts(self.skeleton), key_dropouts(self.template))
-        self.specs = split_linears(self.template, tp)
+    def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str], found: bool):
+        self.stacks, self.loss = stacks, loss
+        self.skeleton = without_memory(module)
+        self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
+        every = [layer for some in self.templates.values() for layer in some]
+        self.dropout = max(map(key_dropouts, [self.skeleton, *every]))
+        self.specs = split_linears(self.templates, tp, found)
         # Shapes alone: the Model's `start` has the values, and nothing else holds them.
-        self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(layers, n)}
-        self.within = dict(self.template.named_parameters())
-        outside = {n: b.detach().clone() for n, b in module.named_buffers() if not layer_of(layers, n)}
-        self.buffers = Constants(outside)
-        stacked = {
-            name: torch.stack([module.get_buffer(f"{layer}.{name}").detach() for layer in layers.names])
-            for name, _ in self.template.named_buffers()
-        }
-        self.stacked = Constants({name: x[:1] if (x == x[:1]).all() else x for name, x in stacked.items()})
-        self.one_layer = self.within, {name: some[0] for name, some in self.stacked.leaves.items()}
+        self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
+        self.within = {stack: dict(some[0].named_parameters()) for stack, some in self.templates.items()}
+        saved = set(module.state_dict(keep_vars=True))
+        outside = {n: b.detach().clone() for n, b in module.named_buffers() if not layer_of(stacks, n)}
+        self.buffers = Constants(outside, saved)
+        self.stacked = {stack: stacked_buffers(module, layers.names, saved) for stack, layers in stacks.items()}
         self.name = type(module).__name__
         self.splits: list[Split] = []
         self.known: dict[Any, int] = {}  # signature of a batch -> number of its Split
         self.places = {name: f"embed/{slashed(name)}" for name in self.parameters}
         self.shared: tuple[str, ...] = tuple(self.places.values())
 
-    def model(self, module: nn.Module, batch: Batch | None) -> Model:
-        """The Model, which begins with the weights of `module`; with an example of a batch the parameters outside of
-        the layers are embed's or the head's.
+    def model(self, weights: Weights, batch: Batch | None) -> Model:
+        """The Model, which begins with these weights; with an example of a batch the parameters outside of the layers
+        are those of the part that uses them.
         """
         if batch is not None:
             expect_batch(batch)
             one = self.splits[self.split_of(batch, Ctx())]
-            early, late = one.before.uses("parameter"), one.after.uses("parameter")
-            head = {name for name in late if name not in early}
-            self.places = {n: f"{'head' if n in head else 'embed'}/{slashed(n)}" for n in self.parameters}
-            self.shared = tuple(self.places[name] for name in self.parameters if name in early and name in late)
-        start = {place: Start((module.get_parameter(name),), stacked=False) for name, place in self.places.items()}
-        for name in self.within:
-            leaves = tuple(module.get_parameter(f"{layer}.{name}") for layer in self.layers.names)
-            start[f"blocks/{slashed(name)}"] = Start(leaves, stacked=True)
+            used = {part: program.uses("parameter") for part, program in self.programs(one).items()}
+            parts = {name: [part for part in used if name in used[part]] for name in self.parameters}
+            own = {name: some[0] if len(some) == 1 else "embed" for name, some in parts.items()}
+            self.places = {name: f"{part}/{slashed(name)}" for name, part in own.items()}
+            self.shared = tuple(self.places[name] for name, some in parts.items() if len(some) > 1)
+        leaves = {self.places[name]: leaf for name, leaf in self.parameters.items()}
+        start = {self.places[n]: Start((weights(n),), tuple(p.shape), False) for n, p in self.parameters.items()}
+        for stack, layers in self.stacks.items():
+            for name, leaf in self.within[stack].items():
+                read = tuple(weights(f"{layer}.{name}") for layer in layers.names)
+                start[f"{stack}/{slashed(name)}"] = Start(read, tuple(leaf.shape), True)
+                leaves[f"{stack}/{slashed(name)}"] = leaf
+        one_stack = self.functions("blocks") if "blocks" in self.stacks else None
         return Model(
-            config=ModuleConfig(self.name, len(self.layers.names), self.dropout),
+            config=ModuleConfig(self.name, sum(len(layers.names) for layers in self.stacks.values()), self.dropout),
             init=lambda make: init(start, make),
             embed=self.embed,
-            block=self.block,
+            block=one_stack or {stack: self.functions(stack) for stack in self.stacks},
+            join={stack: partial(self.join, stack) for stack in list(self.stacks)[1:]},
             head=self.head,
             logits=no_logits,
             rules=self.rules,
             shared=self.shared,
             prepare=self.prepare,
             start=start,
-            frozen=frozenset(name for name, one in start.items() if not one.layers[0].requires_grad),
+            frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            foreign=True,
         )
+
+    def functions(self, stack: str) -> Blocks:
+        """The functions that the layers of a stack take in turn."""
+        first = sum(len(self.stacks[name].names) for name in list(self.stacks)[: list(self.stacks).index(stack)])
+        made = [partial(self.block, Kind(stack, kind), first) for kind in range(len(self.templates[stack]))]
+        turns = self.stacks[stack].turns
+        return tuple(made[kind] for kind in turns) if len(turns) > 1 else made[0]
+
+    def programs(self, one: Split) -> dict[str, Program]:
+        """The programs of a Split by the part of the Model that runs them: embed, a join, or the head."""
+        parts = ["embed", *(f"join{stack.removeprefix('blocks')}" for stack in list(self.stacks)[1:]), "head"]
+        return dict(zip(parts, [*one.before.values(), one.after]))
 
     def prepare(self, batch: Batch, ctx: Ctx) -> Prepared:
         """What the layers need of a batch."""
@@ -112,26 +133,33 @@ class Layered:
                 "and such a module is trained whole"
             ) from None
         device = pytree.leaves(batch)[0].device
-        buffers, stacked = (some.on(device, ctx.dtype) for some in (self.buffers, self.stacked))
+        buffers = self.buffers.on(device, ctx.dtype)
+        stacked = {stack: some.on(device, ctx.dtype) for stack, some in self.stacked.items()}
         beside = self.splits[number].beside(inputs_of({}, buffers, batch, ctx._replace(key=())))
         return Prepared(number, rows, beside, buffers, stacked)
 
     def embed(self, params: Tree, batch: Batch, ctx: Ctx) -> tuple[Tensor, ...]:
         """What the first layer is called with: x, and the other arguments that parameters went into."""
-        return self.splits[ctx.prepared.split].before(self.inputs(params, batch, ctx))
+        first, *_ = self.splits[ctx.prepared.split].before.values()
+        return first(self.inputs(params, batch, ctx))
+
+    def join(self, stack: str, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> tuple[Tensor, ...]:
+        """The same for the first layer of another stack, from what the one before left."""
+        return self.splits[ctx.prepared.split].before[stack](self.inputs(params, batch, ctx), x)
 
     def head(self, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> Loss:
         """The loss after the last layer."""
         one = self.splits[ctx.prepared.split]
         return loss_of(one.result_of(one.after(self.inputs(params, batch, ctx), x)))
 
-    def block(self, params: Tree, x: tuple[Tensor, ...], ctx: Ctx) -> tuple[Tensor, ...]:
-        """x after a layer, and what it had beside."""
+    def block(self, kind: Kind, first: int, params: Tree, x: tuple[Tensor, ...], ctx: Ctx) -> tuple[Tensor, ...]:
+        """x after a layer of a kind, and what it had beside. first: the number of its stack's first layer."""
         prepared: Prepared = ctx.prepared
-        args, kwargs = self.splits[prepared.split].arguments_of(x, prepared.beside)
-        buffers = {name: layer_buffer(leaf, ctx.layer) for name, leaf in prepared.stacked.items()}
+        args, kwargs = self.splits[prepared.split].arguments_of(kind, x, prepared.beside)
+        stacked = prepared.stacked[kind.stack]
+        buffers = {name: layer_buffer(leaf, ctx.layer, first) for name, leaf in stacked.items()}
         try:
-            out = self.call_layer(dotted(params, ctx.dtype), buffers, args, kwargs, ctx, prepared.rows)
+            out = self.call_layer(kind, dotted(params, ctx.dtype), buffers, args, kwargs, ctx, prepared.rows)
         except RuntimeError as error:
             tp = ctx.mesh["tp"].size
             if tp == 1:
@@ -143,15 +171,24 @@ class Layered:
         return (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
 
     def call_layer(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any, ctx: Ctx, rows: int
+        self,
+        kind: Kind,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        args: Any,
+        kwargs: Any,
+        ctx: Ctx,
+        rows: int,
     ) -> Any:
-        """What the layer with these parameters and buffers returns."""
+        """What the layer of a kind with these parameters and buffers returns."""
+        template, leaves = self.templates[kind.stack][kind.number], {**params, **buffers}
         with calling(ctx, rows) as call:
             if ctx.mesh["tp"].size == 1:
-                return torch.func.functional_call(self.template, {**params, **buffers}, args, kwargs)
-            call.parts.add([params[name] for name, text in self.specs.items() if "/tp" in text])
+                return torch.func.functional_call(template, leaves, args, kwargs)
+            specs = self.specs[kind.stack]
+            call.parts.add([params[name] for name, text in specs.items() if "/tp" in text])
             with Regions(call):
-                out = torch.func.functional_call(self.template, {**params, **buffers}, args, kwargs)
+                out = torch.func.functional_call(template, leaves, args, kwargs)
             if any(leaf in call.parts for leaf in pytree.leaves(out)):
                 raise ValueError(
                     "tp: what a layer returns is a rank's part; after linear layers of kind 'columns' one of kind "
@@ -161,14 +198,15 @@ class Layered:
 
     def rules(self, mesh: Mesh) -> Rules[str]:
         """The sharding rules: the layers' linears over tp, as the caller said."""
-        if mesh["tp"].size > 1 and not self.specs:
+        if mesh["tp"].size > 1 and not any(self.specs.values()):
             raise ValueError(
                 f"tp={mesh['tp'].size}: nothing says what of the module it splits; give from_module "
                 'tp={"q|k|v|up": "columns", "o|down": "rows"}, by the names of the linear layers in a layer'
             )
         whole = {self.places[name]: leaf.dim() for name, leaf in self.parameters.items()}
-        whole |= {f"blocks/{slashed(name)}": leaf.dim() + 1 for name, leaf in self.within.items()}
-        split = {f"blocks/{slashed(name)}": text for name, text in self.specs.items()}
+        for stack, leaves in self.within.items():
+            whole |= {f"{stack}/{slashed(name)}": leaf.dim() + 1 for name, leaf in leaves.items()}
+        split = {f"{s}/{slashed(name)}": text for s, specs in self.specs.items() for name, text in specs.items()}
         return [(f"^{re.escape(n)}$", split.get(n, f"[{', '.join('·' * dims)}]")) for n, dims in whole.items()]
 
     def inputs(self, params: Tree, batch: Batch, ctx: Ctx) -> Inputs:
@@ -186,59 +224,79 @@ class Layered:
             rows, device = expect_batch(batch), pytree.leaves(batch)[0].device
             with graph_cut.apart():
                 parameters = blank(self.parameters, device, ctx.dtype)
-                buffers = blank(self.buffers.leaves, device, ctx.dtype)
+                buffers = self.buffers.blank(device, ctx.dtype)
                 key = () if isinstance(ctx.key, tuple) else torch.zeros(2, dtype=torch.int64, device=device)
                 shapes = pytree.from_named(blank(named, device), batch)
                 like = inputs_of(parameters, buffers, shapes, Ctx(key=key))
-            run = split(self.skeleton, self.layers, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), rows)
+            run = split(self.skeleton, self.stacks, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), rows)
             self.expect_places(run)
             self.splits.append(run)
             self.known[signature] = len(self.splits) - 1
         return self.known[signature]
 
-    def check(self, watch: Watch, args: Any, kwargs: Any) -> Any:
+    def check(self, kind: Kind, watch: Watch, args: Any, kwargs: Any) -> Any:
         """What a layer returns, run on tensors without values; raises Impure for what a pure function may not do."""
         call, device = CALL.get(), pytree.leaves((args, kwargs))[0].device
         # Without the key, whose masks would be most of the program.
         ctx = call.ctx._replace(key=(), layer=torch.zeros((), dtype=torch.int64, device=device))
-        params, buffers = (blank(some, device, ctx.dtype) for some in self.one_layer)
+        params = blank(self.within[kind.stack], device, ctx.dtype)
+        buffers = {n: some[0] for n, some in self.stacked[kind.stack].blank(device, ctx.dtype).items()}
         for name, leaf in buffers.items():
             watch.keep(f"the buffer {name} of a layer", leaf)
         watch.recorded = False  # a layer is not run as a graph
         try:
-            return self.call_layer(params, buffers, args, kwargs, ctx, call.rows)
+            return self.call_layer(kind, params, buffers, args, kwargs, ctx, call.rows)
         finally:
             watch.recorded = True
 
     def expect_places(self, one: Split) -> None:
         """Raise ValueError if a Split needs a parameter where the Model does not have it."""
-        for program, part in ((one.before, "embed"), (one.after, "head")):
+        for part, program in self.programs(one).items():
             for name in program.uses("parameter"):
                 leaf = self.places[name]
                 if not leaf.startswith(f"{part}/") and leaf not in self.shared:
-                    where = "before" if part == "embed" else "after"
                     raise ValueError(
-                        f"for a batch of these shapes {name} is used {where} the layers, and for the example that "
-                        "from_module was given it is not; leave `batch` out"
+                        f"for a batch of these shapes the {part} uses {name}, and for the example that from_module was "
+                        "given it does not; leave `batch` out"
                     )
 
 
 class Constants:
-    """Tensors that no training changes, kept on the devices where they are used."""
+    """Tensors that no training changes, kept on the devices where they are used.
 
-    def __init__(self, leaves: dict[str, Tensor]):
+    saved: the names of those that a state_dict has: the floating ones of them are weights, and have the dtype of the
+    computation. The others, such as the frequencies of rotary embeddings, keep the dtype that the module gave them.
+    """
+
+    def __init__(self, leaves: dict[str, Tensor], saved: Collection[str]):
         self.leaves = leaves
+        self.weights = {name for name, leaf in leaves.items() if name in saved and leaf.is_floating_point()}
         self.there: dict[Any, dict[str, Tensor]] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors on a device, floating ones in this dtype."""
+        """The tensors on a device, for a computation in this dtype."""
         if (device, dtype) not in self.there:
             with graph_cut.apart(), torch.no_grad():
                 self.there[device, dtype] = {
-                    name: leaf.to(device, dtype if leaf.is_floating_point() else leaf.dtype)
-                    for name, leaf in self.leaves.items()
+                    name: leaf.to(device, self.dtype_of(name, dtype)) for name, leaf in self.leaves.items()
                 }
         return self.there[device, dtype]
+
+    def blank(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same without memory and values."""
+        return {n: blank({n: x}, device, self.dtype_of(n, dtype))[n] for n, x in self.leaves.items()}
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a tensor for a computation in `dtype`."""
+        return dtype if name in self.weights else self.leaves[name].dtype
+
+
+def stacked_buffers(module: nn.Module, layers: Sequence[str], saved: Collection[str]) -> Constants:
+    """The buffers of the layers of a stack, [L, ...], or [1, ...] where all layers have the same."""
+    names = [name for name, _ in module.get_submodule(layers[0]).named_buffers()]
+    stacked = {name: torch.stack([module.get_buffer(f"{one}.{name}").detach() for one in layers]) for name in names}
+    same = {name: x[:1] if (x == x[:1]).all() else x for name, x in stacked.items()}
+    return Constants(same, {name for name in names if f"{layers[0]}.{name}" in saved})
 
 
 def blank(some: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -286,17 +344,18 @@ def dotted(params: Tree, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name.replace("/", "."): leaf.to(dtype) for name, leaf in named.items()}
 
 
-def layer_buffer(stacked: Tensor, layer: Any) -> Tensor:
-    """The buffer of a layer, by its number, from those of all layers or the one that they share."""
-    return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, layer.reshape(1))[0]
+def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
+    """The buffer of a layer, by its number, from those of the layers from `first` on or the one that they share."""
+    return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
 
 
 def init(start: Mapping[str, Start], make: MakeLeaf) -> Tree:
     """The parameter tree: every leaf begins with what is given."""
-    shapes = {n: (*((len(x.layers),) if x.stacked else ()), *x.layers[0].shape) for n, x in start.items()}
-    made = {name: make(name, shape, 0.0) for name, shape in shapes.items()}
-    tree = {"embed": {}, **({"blocks": {}} if any(x.stacked for x in start.values()) else {}), "head": {}}
-    return tree | pytree.nest(made)
+    made = {name: make(name, one.shape, 0.0) for name, one in start.items()}
+    parts = pytree.nest(made)
+    return (
+        {"embed": {}} | {name: part for name, part in parts.items() if name != "head"} | {"head": parts.get("head", {})}
+    )
 
 
 def no_logits(params: Tree, x: Any, ctx: Ctx) -> NoReturn:
@@ -304,12 +363,14 @@ def no_logits(params: Tree, x: Any, ctx: Ctx) -> NoReturn:
     raise ValueError("a model made from a module has no logits; put the weights back (fzero.to_module) and call it")
 
 
-def whole_model(module: nn.Module, loss: LossOf) -> Model:
+def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     """The Model of a module that is not split: all of it is the head."""
     body = without_memory(module)
     dropout = key_dropouts(body)
-    buffers = Constants({name: leaf.detach().clone() for name, leaf in module.named_buffers()})
-    start = {f"head/{slashed(name)}": Start((leaf,), stacked=False) for name, leaf in module.named_parameters()}
+    values = {name: leaf.detach().clone() for name, leaf in module.named_buffers()}
+    buffers = Constants(values, module.state_dict(keep_vars=True))
+    parameters = dict(body.named_parameters())
+    start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
     seen: set[Any] = set()  # shapes of batches whose program was watched
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
@@ -334,7 +395,7 @@ def whole_model(module: nn.Module, loss: LossOf) -> Model:
         rules=lambda mesh: whole_rules(start, mesh),
         prepare=prepare,
         start=start,
-        frozen=frozenset(name for name, one in start.items() if not one.layers[0].requires_grad),
+        frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
     )
 
 
@@ -342,4 +403,4 @@ def whole_rules(start: Mapping[str, Start], mesh: Mesh) -> Rules[str]:
     """The sharding rules of a module that is not split: nothing is over tp."""
     if mesh["tp"].size > 1:
         raise ValueError(f"tp={mesh['tp'].size}: this module is trained whole, and tp splits layers; use dp")
-    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * one.layers[0].dim())}]") for n, one in start.items()]
+    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(one.shape))}]") for n, one in start.items()]

@@ -1,26 +1,26 @@
-"""A module's forward pass and loss, cut at its layers: what comes before them, and what after.
+"""A module's forward pass and loss, cut at its layers: what comes before each stack of them, and what after the last.
 
 The module is run once on tensors without values. Each layer is replaced by one that notes what it is called with and
-returns its first argument; the recorded graph is then cut where the first layer is called and where the last one
-returns. What the layers are called with beside that argument is the same for all of them: it is computed before the
-first one, from the batch alone where no parameter goes into it.
+returns its first argument; the recorded graph is then cut where the first layer of each stack is called and where the
+last one returns. What the layers are called with beside that argument is the same for all of a kind: it is computed
+before the first one, from the batch alone where no parameter goes into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from fzero.core import graph_cut, pytree
 from fzero.core.graph_cut import Watch
 from fzero.models.base import Ctx
 from fzero.models.module_calls import calling
-from fzero.models.module_layers import CannotSplit, Layers
+from fzero.models.module_layers import CannotSplit, Stacks
 
 Inputs = Mapping[str, Tensor]  # by name: parameter NAME, buffer NAME, batch NAME, "key" and "first" of the Ctx
 LossOf = Callable[[Callable[..., Any], Any], Any]
@@ -42,19 +42,28 @@ class Program:
         return [name.removeprefix(f"{kind} ") for name in self.names if name.startswith(f"{kind} ")]
 
 
+class Kind(NamedTuple):
+    """A kind of layers: those of one stack that are one program."""
+
+    stack: str
+    number: int
+
+
 @dataclass(frozen=True)
 class Split:
     """A forward pass cut at the layers, for batches of certain shapes."""
 
-    before: Program  # -> the first layer's first argument, and the arguments that parameters went into
+    # Of each stack: -> its first layer's first argument, the other arguments that parameters went into, and what comes
+    # after this stack needs of the stacks before it. All but the first take what the stack before them left.
+    before: dict[str, Program]
     beside: Program  # -> the other tensors that the layers are called with
-    after: Program  # (what `before` returned, the first of it as the last layer returns it) -> tensors of the loss
-    arguments: tuple[Any, Any]  # structure of a layer's (args, kwargs), with Place for tensors
+    after: Program  # (x as the last layer leaves it) -> tensors of the loss
+    arguments: dict[Kind, tuple[Any, Any]]  # structure of a layer's (args, kwargs), with Place for tensors
     result: tuple[Any, list[Any]]  # structure of what the loss function returned, with Place for tensors
 
-    def arguments_of(self, x: tuple[Tensor, ...], beside: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    def arguments_of(self, kind: Kind, x: tuple[Tensor, ...], beside: tuple[Tensor, ...]) -> tuple[Any, Any]:
         """(args, kwargs) of a layer."""
-        return fill(self.arguments, {"x": x, "beside": beside})
+        return fill(self.arguments[kind], {"x": x, "beside": beside})
 
     def result_of(self, tensors: tuple[Tensor, ...]) -> Any:
         """What the loss function returned."""
@@ -77,88 +86,117 @@ def fill(structure: tuple[Any, Any], groups: dict[str, tuple[Tensor, ...]]) -> A
     )
 
 
+class Called(NamedTuple):
+    """How the first layer of a kind was called."""
+
+    name: str
+    treedef: Any
+    leaves: list[Any]  # of (args, kwargs)
+    result: Callable[[Tensor, list[Any]], Any]  # (x, the leaves of a call) -> what a layer returns
+
+
 @dataclass
 class Recorder:
     """What the layers of a copied module do while it is traced."""
 
-    layers: Layers
-    check: Callable[[Watch, Any, Any], Any]  # runs a layer, once, on the first one's arguments
+    stacks: Stacks
+    check: Callable[[Kind, Watch, Any, Any], Any]  # runs a layer, once, on the first one's arguments
     watch: Watch
     calls: int = 0
-    treedef: Any = None
-    leaves: list[list[Any]] = field(default_factory=list)  # of (args, kwargs) of each layer
+    first: dict[Kind, Called] = field(default_factory=dict)
+    entered: dict[str, Tensor] = field(default_factory=dict)  # the first argument of each stack's first layer
+    left: dict[str, Tensor] = field(default_factory=dict)  # what its last layer returned
+    sides: list[tuple[str, Kind, list[Tensor]]] = field(default_factory=list)  # what each layer has beside
+    unused: list[tuple[str, Tensor]] = field(default_factory=list)  # what layers return and no layer may be asked for
     x: Any = None  # what the last call returned
+    layers: list[tuple[str, Kind]] = field(init=False)  # by name, in the order of a forward pass
+
+    def __post_init__(self) -> None:
+        self.layers = [
+            (name, Kind(stack, kind))
+            for stack, some in self.stacks.items()
+            for name, kind in zip(some.names, some.kinds)
+        ]
 
     def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Stand in for layer `number`."""
-        name = self.layers.names[number]
+        name, kind = self.layers[number]
         if number != self.calls:
             raise CannotSplit(
-                f"{name} is called where {self.layers.names[self.calls]} comes next"
-                if self.calls < len(self.layers.names)
+                f"{name} is called where {self.layers[self.calls][0]} comes next"
+                if self.calls < len(self.layers)
                 else f"{name} is called again after all layers"
             )
         self.calls += 1
         leaves, treedef = pytree.flatten((args, kwargs))
-        self.leaves.append(leaves)
-        if number == 0:
-            self.begin(name, treedef, leaves)
-            out = self.check(self.watch, args, kwargs)
-            self.shape = self.shape_of(name, out)
+        if kind.stack not in self.entered:
+            self.enter(name, kind, leaves)
+        elif not leaves or leaves[0] is not self.x:
+            raise CannotSplit(f"the first argument of {name} is not what the layer before returned")
+        if kind not in self.first:
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor):
+                    self.watch.keep(f"argument {i} of {name}" if i else f"the input of {name}", leaf)
+            result = self.result_of(name, leaves, self.check(kind, self.watch, args, kwargs))
+            self.first[kind] = Called(name, treedef, leaves, result)
         else:
-            self.compare(name, treedef, leaves)
+            compare(name, treedef, leaves, self.first[kind])
+        self.sides.append((name, kind, [leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)]))
         # A tensor of its own, by which the graph knows it, and into which the program must not write.
-        self.x = leaves[0].clone()
-        if self.calls < len(self.layers.names):
+        self.x = self.left[kind.stack] = leaves[0].clone()
+        if name != self.stacks[kind.stack].names[-1]:
             self.watch.keep(f"what {name} returned", self.x)
-        return self.shape(self.x)
+        return self.first[kind].result(self.x, leaves)
 
-    def begin(self, name: str, treedef: Any, leaves: list[Any]) -> None:
-        """Note the arguments of the first layer."""
+    def enter(self, name: str, kind: Kind, leaves: list[Any]) -> None:
+        """Note the first argument of a stack's first layer."""
         if not leaves or not isinstance(leaves[0], Tensor) or not leaves[0].is_floating_point():
             raise CannotSplit(f"{name} is not called with a floating tensor as its first argument")
-        self.treedef = treedef
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                self.watch.keep(f"argument {i} of {name}" if i else f"the input of {name}", leaf)
+        self.entered[kind.stack] = leaves[0]
 
-    def shape_of(self, name: str, out: Any) -> Callable[[Tensor], Any]:
-        """How a layer returns its first argument: alone, or at the head of a tuple of nothing else."""
+    def result_of(self, name: str, leaves: list[Any], out: Any) -> Callable[[Tensor, list[Any]], Any]:
+        """How a layer returns x: alone, or at the head of a tuple, before arguments of its own and what nobody uses."""
         first, *rest = out if isinstance(out, (tuple, list)) else (out,)
-        x = self.leaves[0][0]
-        if any(leaf is not None for leaf in rest):
-            raise CannotSplit(f"{name} returns more than one tensor")
+        x = leaves[0]
         if not isinstance(first, Tensor) or first.shape != x.shape or first.dtype != x.dtype:
             shown = f"{list(first.shape)} {first.dtype}" if isinstance(first, Tensor) else type(first).__name__
             raise CannotSplit(f"{name} returns {shown} for its first argument, {list(x.shape)} {x.dtype}")
-        return (lambda x: type(out)((x, *rest))) if isinstance(out, (tuple, list)) else lambda x: x
+        if not isinstance(out, (tuple, list)):
+            return lambda x, leaves: x
+        others, treedef = pytree.flatten(rest)
+        if any(leaf is not None and not isinstance(leaf, Tensor) for leaf in others):
+            raise CannotSplit(f"{name} returns more than tensors")
+        given = {id(leaf): i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i}
 
-    def compare(self, name: str, treedef: Any, leaves: list[Any]) -> None:
-        """Raise CannotSplit unless a layer is called with what the one before returned, and else as the first was."""
-        if treedef != self.treedef:
-            raise CannotSplit(f"{name} is called with other arguments than {self.layers.names[0]}")
-        if leaves[0] is not self.x:
-            raise CannotSplit(f"the first argument of {name} is not what the layer before returned")
-        for i, (leaf, first) in enumerate(zip(leaves, self.leaves[0])):
-            tensors = isinstance(leaf, Tensor), isinstance(first, Tensor)  # compared as nodes of the graph
-            if tensors != (True, True) and (any(tensors) or type(leaf) is not type(first) or leaf != first):
-                raise CannotSplit(self.unlike(i, name))
+        def result(x: Tensor, leaves: list[Any]) -> Any:
+            again = [leaves[given[id(leaf)]] if id(leaf) in given else self.stand_in(name, leaf) for leaf in others]
+            return type(out)((x, *pytree.unflatten(again, treedef)))
 
-    def unlike(self, i: int, name: str) -> str:
-        """The reason that argument `i` of a layer is not that of the first one."""
-        return f"argument {i} of {name} is another one than that of {self.layers.names[0]}"
+        return result
 
-    @property
-    def sides(self) -> list[list[Tensor]]:
-        """The tensors that each layer is called with beside the first one."""
-        return [[leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)] for leaves in self.leaves]
+    def stand_in(self, name: str, leaf: Tensor | None) -> Tensor | None:
+        """A tensor in place of one that a layer returns beside x, which the rest of the program must not use."""
+        if leaf is None:
+            return None
+        self.unused.append((name, torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)))
+        return self.unused[-1][1]
+
+
+def compare(name: str, treedef: Any, leaves: list[Any], first: Called) -> None:
+    """Raise CannotSplit unless a layer is called as the first one of its kind was."""
+    if treedef != first.treedef:
+        raise CannotSplit(f"{name} is called with other arguments than {first.name}")
+    for i, (leaf, other) in enumerate(zip(leaves, first.leaves)):
+        tensors = isinstance(leaf, Tensor), isinstance(other, Tensor)  # compared as nodes of the graph
+        if tensors != (True, True) and (any(tensors) or type(leaf) is not type(other) or leaf != other):
+            raise CannotSplit(f"argument {i} of {name} is another one than that of {first.name}")
 
 
 def split(
     skeleton: nn.Module,
-    layers: Layers,
+    stacks: Stacks,
     loss: LossOf,
-    check: Callable[[Watch, Any, Any], Any],
+    check: Callable[[Kind, Watch, Any, Any], Any],
     batch: Any,
     inputs: Inputs,
     ctx: Ctx,
@@ -180,23 +218,32 @@ def split(
             name.split(" ", 1)[1]: leaf for name, leaf in now.items() if name.startswith(("parameter ", "buffer "))
         }
         watch = Watch({name: leaf for name, leaf in now.items() if name.startswith("buffer ")}, recorded=True)
-        recorder = Recorder(layers, check, watch)
-        for i, name in enumerate(layers.names):
+        recorder = Recorder(stacks, check, watch)
+        for i, (name, _) in enumerate(recorder.layers):
             vars(skeleton.get_submodule(name))["forward"] = lambda *a, i=i, **k: recorder.call(i, *a, **k)
         here = ctx._replace(key=now.get("key", ()), first=now.get("first", 0))
         with watch, calling(here, rows):
             out = loss(function_of(skeleton, state, ctx.dtype), pytree.unflatten(leaves, batch_def))
-        if recorder.calls < len(layers.names):
-            missing = layers.names[recorder.calls]
+        if recorder.calls < len(recorder.layers):
+            missing = recorder.layers[recorder.calls][0]
             raise CannotSplit(f"{missing} is never called" if recorder.calls else "the layers are never called")
         found.update(recorder=recorder, result=pytree.flatten(out))
-        sides = [leaf for some in recorder.sides for leaf in some]
         out_tensors = [leaf for leaf in found["result"][0] if isinstance(leaf, Tensor)]
-        return [recorder.leaves[0][0], recorder.x, *sides, *out_tensors]
+        return [leaf for group in results_of(recorder) for leaf in group] + out_tensors
 
-    trained = [name.startswith("parameter ") and inputs[name].is_floating_point() for name in names]
-    graph = traced(run, list(inputs.values()), trained)
-    return cut(graph, names, found["recorder"], found["result"])
+    trained = {f"parameter {name}": leaf.requires_grad for name, leaf in skeleton.named_parameters()}
+    graph = traced(run, list(inputs.values()), [trained.get(name, False) for name in names])
+    return Cutter(graph, names, found["recorder"]).split(found["result"])
+
+
+def results_of(recorder: Recorder) -> list[list[Tensor]]:
+    """What is known of the layers, as groups of results of the graph."""
+    return [
+        list(recorder.entered.values()),
+        list(recorder.left.values()),
+        *(tensors for _, _, tensors in recorder.sides),
+        [leaf for _, leaf in recorder.unused],
+    ]
 
 
 def traced(run: Callable[..., list[Tensor]], like: list[Tensor], trained: list[bool]) -> GraphModule:
@@ -210,58 +257,109 @@ def traced(run: Callable[..., list[Tensor]], like: list[Tensor], trained: list[b
         raise CannotSplit(f"{at or 'the module'}: without values it raises {type(error).__name__}: {text}") from error
 
 
-def cut(graph: GraphModule, names: list[str], recorder: Recorder, result: tuple[list[Any], Any]) -> Split:
-    """The Split of a graph whose results are x before and after the layers, their other tensors, and the loss'."""
-    placeholders, outputs = graph_cut.inputs_of(graph), graph_cut.outputs_of(graph)
-    parameters = [node for node, name in zip(placeholders, names) if name.startswith(("parameter ", "key", "first"))]
-    moving = graph_cut.dependents(graph, parameters)
-    first, last, *rest = outputs
-    sides = sides_of(graph, recorder, rest)
-    losses = rest[len(sides) * len(recorder.leaves) :]
-    carried, beside, places, order = [first], [], [Place("x", 0)], iter(sides)
-    for i, leaf in enumerate(recorder.leaves[0][1:], 1):
-        if not isinstance(leaf, Tensor):
-            places.append(leaf)
-            continue
-        node = next(order)
-        group = carried if node in moving else beside
-        if group is carried and not leaf.is_floating_point():
-            raise CannotSplit(f"argument {i} of a layer is {leaf.dtype} and made from parameters")
-        places.append(Place("x" if group is carried else "beside", len(group)))
-        group.append(node)
-    if not set(losses) & graph_cut.dependents(graph, [last]):
-        raise CannotSplit("the loss does not depend on what the layers return")
+class Cutter:
+    """A graph whose results are those of `results_of` and the loss', and its parts."""
 
-    def program(outputs: list[Any], given: dict[str, Any]) -> Program:
-        numbers, part = graph_cut.cut(graph, [*placeholders, *given.values()], outputs)
-        all_names = [*names, *given]
+    def __init__(self, graph: GraphModule, names: list[str], recorder: Recorder):
+        self.graph, self.names, self.recorder = graph, names, recorder
+        self.placeholders, outputs = graph_cut.inputs_of(graph), iter(graph_cut.outputs_of(graph))
+        groups = [[next(outputs) for _ in group] for group in results_of(recorder)]
+        stacks = list(recorder.stacks)
+        self.entered, self.left = (dict(zip(stacks, group)) for group in groups[:2])
+        self.sides, unused, self.losses = groups[2:-1], groups[-1], list(outputs)
+        self.numbers = graph_cut.value_numbers(graph)
+        used = {*self.losses, *self.entered.values(), *(node for nodes in self.sides for node in nodes)}
+        for (name, _), node in zip(recorder.unused, unused):
+            if used & graph_cut.dependents(graph, [node]):
+                raise CannotSplit(f"{name} returns more than one tensor, and the others are used")
+
+    def split(self, result: tuple[list[Any], Any]) -> Split:
+        """The Split; raises CannotSplit where the layers' arguments differ, or cannot go through a stack."""
+        sources = [
+            node for node, name in zip(self.placeholders, self.names) if name.startswith(("parameter ", "key", "first"))
+        ]
+        moving = graph_cut.dependents(self.graph, sources)
+        carried: dict[str, list[Node]] = {stack: [node] for stack, node in self.entered.items()}
+        beside: list[Node] = []
+        arguments = {}
+        for kind, called in self.recorder.first.items():
+            order, places = iter(self.sides_of(kind)), [Place("x", 0)]
+            for i, leaf in enumerate(called.leaves[1:], 1):
+                if not isinstance(leaf, Tensor):
+                    places.append(leaf)
+                    continue
+                node = next(order)
+                group = carried[kind.stack] if node in moving else beside
+                if group is not beside and not leaf.is_floating_point():
+                    raise CannotSplit(f"argument {i} of {called.name} is {leaf.dtype} and made from parameters")
+                places.append(Place("beside" if group is beside else "x", self.place(node, group, group is not beside)))
+            arguments[kind] = called.treedef, places
+        before, after = self.programs(carried)
+        values, result_def = result
+        numbered = iter(range(len(self.losses)))
+        filled = [Place("out", next(numbered)) if isinstance(leaf, Tensor) else leaf for leaf in values]
+        return Split(before, self.program(beside, {}), after, arguments, (result_def, filled))
+
+    def sides_of(self, kind: Kind) -> list[Node]:
+        """The nodes of a kind's tensors beside x; raises CannotSplit if a layer of it gets another thing."""
+        called, mine = self.recorder.first[kind], None
+        at = [i for i, leaf in enumerate(called.leaves) if isinstance(leaf, Tensor)][1:]
+        for (name, of, _), nodes in zip(self.recorder.sides, self.sides):
+            mine = nodes if of == kind and mine is None else mine
+            for i, node, first in zip(at, nodes, mine if of == kind and mine is not None else ()):
+                if self.numbers[node] != self.numbers[first]:
+                    raise CannotSplit(f"argument {i} of {name} is another one than that of {called.name}")
+        assert mine is not None
+        return mine
+
+    def place(self, node: Node, group: list[Node], first: int) -> int:
+        """The number of a node in a group, among those from `first` on; it is added if none of them is the same."""
+        known = [self.numbers[other] for other in group[first:]]
+        if self.numbers[node] not in known:
+            known.append(self.numbers[node])
+            group.append(node)
+        return first + known.index(self.numbers[node])
+
+    def programs(self, carried: dict[str, list[Node]]) -> tuple[dict[str, Program], Program]:
+        """(the program before each stack, the one after the last).
+
+        What a program needs of an earlier stack than the one it follows goes through the stacks between them.
+        """
+        stacks, lefts = list(carried), set(self.left.values())
+        outputs, programs = self.losses, []
+        for i in reversed(range(len(stacks))):
+            x = [self.left[stacks[i]], *carried[stacks[i]][1:]]
+            # A parameter itself need not be kept: it is fetched again.
+            given = {f"x {n}": node for n, node in enumerate(x) if node.op != "placeholder"}
+            passing = self.reached(outputs, set(given.values()), lefts)
+            given |= {f"x {len(x) + n}": node for n, node in enumerate(passing)}
+            if self.left[stacks[i]] not in self.reached(outputs, set(), lefts):
+                raise CannotSplit("the loss does not depend on what the layers return")
+            programs.append(self.program(outputs, given))
+            outputs = [*carried[stacks[i]], *passing]
+        programs.append(self.program(outputs, {}))
+        after, *rest = programs
+        return dict(zip(stacks, reversed(rest))), after
+
+    def reached(self, outputs: Sequence[Node], given: set[Node], lefts: set[Node]) -> list[Node]:
+        """Which of `lefts`, but those given, some outputs are computed from."""
+        found, seen, todo = {}, set(), list(outputs)
+        while todo:
+            node = todo.pop()
+            if node in seen or node in given:
+                continue
+            seen.add(node)
+            if node in lefts:
+                found[node] = None
+            else:
+                todo.extend(node.all_input_nodes)
+        return list(found)
+
+    def program(self, outputs: list[Node], given: dict[str, Node]) -> Program:
+        """The part of the graph that computes some of its nodes."""
+        numbers, part = graph_cut.cut(self.graph, [*self.placeholders, *given.values()], outputs)
+        all_names = [*self.names, *given]
         return Program(part, tuple(all_names[i] for i in numbers))
-
-    values, result_def = result
-    numbered = iter(range(len(losses)))
-    filled = [Place("out", next(numbered)) if isinstance(leaf, Tensor) else leaf for leaf in values]
-    # What the layers got from before them need not be computed again after them.
-    given = {f"x {i}": node for i, node in enumerate([last, *carried[1:]]) if node.op != "placeholder"}
-    return Split(
-        before=program(carried, {}),
-        beside=program(beside, {}),
-        after=program(losses, given),
-        arguments=(recorder.treedef, places),
-        result=(result_def, filled),
-    )
-
-
-def sides_of(graph: GraphModule, recorder: Recorder, nodes: list[Any]) -> list[Any]:
-    """The nodes of the first layer's tensors beside x, from those of all layers; raises CannotSplit if any computes
-    another thing.
-    """
-    count, numbers = len(recorder.sides[0]), graph_cut.value_numbers(graph)
-    at = [i for i, leaf in enumerate(recorder.leaves[0]) if isinstance(leaf, Tensor)][1:]
-    for layer in range(1, len(recorder.leaves)):
-        for i, first, node in zip(at, nodes[:count], nodes[layer * count :]):
-            if numbers[first] != numbers[node]:
-                raise CannotSplit(recorder.unlike(i, recorder.layers.names[layer]))
-    return nodes[:count]
 
 
 def function_of(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from fzero.train.execution import Execution
 from fzero.train.gradient import make_gradient
 from fzero.train.loss import LossFn, context_of, dropout_key
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
+from fzero.train.split_check import check_split
 from fzero.train.state import TrainState, hand_over
 from fzero.train.state_on_disk import commit
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
@@ -127,7 +128,7 @@ def make_train_step(
         expect_state(plan, opt_names, state, donate)
         size, parts = split_batch(batch, micro_batches)
         if unseen and check_values(model, batch, unseen[0]):
-            unseen.clear()
+            check_split(model, plan, state.params, parts[0], unseen.pop())
         seed = seed_of(plan.policy, state, parts[0])
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:

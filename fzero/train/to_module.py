@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fzero.core import pytree
 from fzero.core.arguments import expect_kind
-from fzero.models.module_layers import CannotSplit, find_layers
+from fzero.models.module_layers import CannotSplit, Stacks, choices
 from fzero.offload import DiskTensor
 from fzero.sharding import Plan, Spec
 from fzero.sharding.redistribute import gather_whole
@@ -20,7 +20,7 @@ from fzero.train.state import TrainState, expect_alive
 
 @torch.no_grad()
 def to_module(
-    state: TrainState, module: nn.Module, plan: Plan | None = None, *, layers: str | None = None
+    state: TrainState, module: nn.Module, plan: Plan | None = None, *, layers: str | Sequence[str] | None = None
 ) -> nn.Module:
     """Write the parameters of a state into the module that its Model was made from (see from_module), and return it.
 
@@ -46,7 +46,7 @@ def to_module(
     expect_alive(state.step)
     parameters = dict(module.named_parameters())
     left = dict.fromkeys(parameters)
-    for name, value in whole_values(state, plan, names_of(state, module, layers)):
+    for name, value in whole_values(state, plan, stacks_of(state, module, layers)):
         if name not in parameters:
             raise ValueError(f"the state has {name!r} and the module has not{pytree.nearest(name, parameters)}")
         shape, wanted = list(value.shape), list(parameters[name].shape)
@@ -62,21 +62,24 @@ def to_module(
     return module
 
 
-def names_of(state: TrainState, module: nn.Module, layers: str | None) -> tuple[str, ...]:
-    """The names of the module's layers, () if the state has no stack."""
-    depths = [leaf.shape[0] for name, leaf in pytree.named_leaves(state.params).items() if is_stacked(name)]
+def stacks_of(state: TrainState, module: nn.Module, layers: str | Sequence[str] | None) -> Stacks:
+    """The module's layers of each stack of the state, {} if it has none."""
+    leaves = pytree.named_leaves(state.params)
+    depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in leaves.items() if is_stacked(name)}
     if not depths:
-        return ()
+        return {}
     try:
-        names = find_layers(module, layers).names
+        found = choices(module, layers)
     except CannotSplit as reason:
         raise ValueError(f"the state has layers and the module has none: {reason}") from None
-    if depths[0] != len(names):
-        raise ValueError(f"the state has {depths[0]} layers and the module {len(names)}; give the state's own module")
-    return names
+    counts = [{name: len(some.names) for name, some in stacks.items()} for stacks in found]
+    if depths not in counts:
+        have = [" and ".join(map(str, some.values())) for some in (depths, counts[0])]
+        raise ValueError(f"the state has {have[0]} layers and the module {have[1]}; give the state's own module")
+    return found[counts.index(depths)]
 
 
-def whole_values(state: TrainState, plan: Plan | None, layers: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+def whole_values(state: TrainState, plan: Plan | None, stacks: Stacks) -> Iterator[tuple[str, Tensor]]:
     """(name of a parameter of the module, its value) for all leaves of a state, layer by layer."""
     masters = pytree.named_leaves(state.master)
     for leaf, rest in pytree.named_leaves(state.params).items():
@@ -84,11 +87,11 @@ def whole_values(state: TrainState, plan: Plan | None, layers: tuple[str, ...]) 
         spec = Spec()
         if plan is not None:
             spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
-        name = leaf.split("/", 1)[1].replace("/", ".")
+        part, name = leaf.replace("/", ".").split(".", 1)
         if not is_stacked(leaf):
             yield name, gathered(read(held), spec, plan, leaf)
             continue
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(stacks[part].names):
             yield f"{layer}.{name}", gathered(read(held, i), Spec(spec.dims[1:]), plan, leaf)
 
 

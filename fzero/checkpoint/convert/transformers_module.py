@@ -1,0 +1,184 @@
+"""Models of `transformers` as nn.Modules without memory: which class a config asks for, the module made of it, its
+loss, and experts that are traced.
+
+`transformers` is imported when a function here is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from fzero.core.pytree import nearest
+from fzero.kernels.moe import group, grouped_mm, permute, unpermute
+
+# Each task, and where transformers lists the classes that have its head.
+TASKS = {
+    "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+    "masked": ("MODEL_FOR_MASKED_LM_MAPPING_NAMES",),
+    "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
+    "classes": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+}
+IGNORED = -100  # a label that does not count
+
+
+def config_of(source: Any) -> Any:
+    """A copy of the config that a source names: a folder with a config.json, this file, a config or its class; raises
+    ValueError for another source.
+    """
+    import transformers
+
+    if isinstance(source, type) and issubclass(source, transformers.PretrainedConfig):
+        return source()
+    if isinstance(source, transformers.PretrainedConfig):
+        return copy.deepcopy(source)
+    if not isinstance(source, (str, Path)):
+        raise TypeError(
+            f"the source is a {type(source).__name__}; give a folder that transformers saved, a config.json, or a "
+            "config of transformers; of a module write fzero.from_module(module, loss)"
+        )
+    path = Path(source)
+    file = path if path.is_file() else path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path}: no such folder with a config.json; nothing is downloaded")
+    return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+
+
+def class_of(config: Any, task: str) -> tuple[type, str]:
+    """(the class of transformers for a config, its task). task: "" for that of the config's `architectures`, or the one
+    that a decoder or an encoder-decoder has.
+
+    Raises ValueError for a task that is unknown or that transformers has no class for, and where it must be given.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    if task and task not in TASKS:
+        raise ValueError(f"task={task!r}: it must be one of {', '.join(TASKS)}{nearest(task, TASKS)}")
+    names: dict[str, tuple[str, ...]] = {}
+    for one, tables in TASKS.items():
+        for table in tables:
+            found = getattr(modeling_auto, table).get(config.model_type, ())
+            names[one] = (*names.get(one, ()), *((found,) if isinstance(found, str) else found))
+    there = [one for one, some in names.items() if some]
+    saved = [name for name in config.architectures or () if any(name in some for some in names.values())]
+    if not task:
+        task = next((one for one in there if saved and saved[0] in names[one]), "") or default_task(config, there)
+    if task not in there:
+        raise ValueError(
+            f"{config.model_type} in transformers has no class for task={task!r}; it has "
+            f"{', '.join(there) or 'none that fzero trains'}"
+        )
+    return getattr(transformers, saved[0] if saved and saved[0] in names[task] else names[task][0]), task
+
+
+def default_task(config: Any, there: list[str]) -> str:
+    """The task of a config that names no architecture."""
+    if getattr(config, "is_encoder_decoder", False) and "seq2seq" in there:
+        return "seq2seq"
+    if "causal" in there and "masked" not in there:
+        return "causal"
+    if len(there) == 1:
+        return there[0]
+    raise ValueError(f"{config.model_type}: give task=, one of {', '.join(there) or 'none that transformers has'}")
+
+
+def make_module(source: Any, task: str, attention: str | None, seed: int | None) -> tuple[nn.Module, str]:
+    """(the module of a source in float32, its task); its parameters are drawn by transformers from `seed`, or, with
+    None, have no memory.
+    """
+    config = config_of(source)
+    cls, task = class_of(config, task)
+    register_experts()
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    options = {"dtype": torch.float32, "attn_implementation": attention, "experts_implementation": "fzero"}
+    with contextlib.ExitStack() as stack:
+        if seed is None:
+            stack.enter_context(parameters_without_memory())
+        else:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            torch.manual_seed(seed)
+        module = cls._from_config(config, **options)
+    return module, task
+
+
+@contextlib.contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules made within have their parameters on the meta device, and their buffers where they put them."""
+
+    def moved(module: nn.Module, name: str, leaf: Any) -> Any:
+        return None if leaf is None or leaf.is_meta else nn.Parameter(leaf.detach().to("meta"), leaf.requires_grad)
+
+    hook = register_module_parameter_registration_hook(moved)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def loss_of_task(task: str, call: Callable[..., Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(the cross-entropy in nats summed over the labels that count, their number) of a batch of transformers: the
+    arguments of the model's forward pass, and `labels`, of which those that are -100 do not count.
+    """
+    if "labels" not in batch:
+        raise ValueError(f"the batch has no 'labels'; it has {', '.join(batch)}; labels that are -100 do not count")
+    labels = batch["labels"]
+    given = {name: leaf for name, leaf in batch.items() if name != "labels" or task == "seq2seq"}
+    logits = call(**given, return_dict=True).logits
+    if task == "causal":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    nats = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+    return nats, (labels != IGNORED).sum()
+
+
+WAYS = {"colwise": "columns", "rowwise": "rows"}
+
+
+def tp_rules(module: Any) -> dict[str, str]:
+    """The linear layers that transformers' own plan of tensor parallelism splits within a layer, as rules of
+    from_module. What it splits in other ways, such as gathered outputs and experts, stays whole.
+    """
+    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    places = {place: WAYS[way] for place, way in plan.items() if way in WAYS and "*." in place}
+    return {f"^{re.escape(place.rpartition('*.')[2])}$": way for place, way in places.items()}
+
+
+def register_experts() -> None:
+    """Give transformers the experts below, by the name "fzero": its own read the experts' numbers on the host, or take
+    bfloat16 alone where they are traced."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("fzero", compute_experts)
+
+
+def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What a module of experts returns for tokens x [N, D]: each is computed by its k experts, ids and weights [N, k],
+    whose rows are grouped by expert.
+    """
+    transposed = experts.is_transposed
+    order, place, ends = group(ids, experts.num_experts)
+    expert = ids.reshape(-1)[order]
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        w = getattr(experts, name)
+        y = grouped_mm(rows, w if transposed else w.transpose(1, 2), ends)
+        return y + getattr(experts, f"{name}_bias")[expert] if experts.has_bias else y
+
+    rows = permute(x, order, place)
+    hidden = experts._apply_gate(product(rows, "gate_up_proj")) if experts.has_gate else None
+    hidden = experts.act_fn(product(rows, "up_proj")) if hidden is None else hidden
+    y = product(hidden, "down_proj")
+    if experts.has_post_expert_norm:
+        y = experts.post_expert_norm(y)
+    return unpermute(y, weights.to(y.dtype), order, place)

@@ -1,0 +1,116 @@
+"""The first step of a module that tp splits: its layers, split and whole, compute one thing.
+
+fzero does not know the code of such layers. A norm over features that tp splits, for instance, takes the mean of a
+rank's part; nothing fails, and the loss is nearly right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.tables import any_rank
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.core.stack import in_turn
+from fzero.models import base
+from fzero.sharding import Plan, Spec, one_process
+from fzero.sharding.redistribute import gather_whole
+from fzero.sharding.slices import narrow_to
+from fzero.train.to_module import read
+
+# The largest difference of a result or gradient, over its largest element. Sums in another order differ by 1e-6; a norm
+# of half of the features by 1e-2 or more.
+MOST = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
+    """Raise ValueError, on every rank, if a foreign Model's layer under tp, or its gradient, differs from that of one
+    process on what the embedding, or a join, makes of the batch. One layer of each kind is compared, in float32 or
+    float64; other models are passed over.
+
+    params: at rest. Communicates: gathers of the parameters outside of the layers and of a layer of each kind, the
+    layer's own messages, and a flag.
+    """
+    if not isinstance(model, base.Model) or not model.foreign or plan.mesh["tp"].size == 1:
+        return
+    wide = torch.promote_types(ctx.dtype, torch.float32)
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False)
+    with torch.no_grad(), plan.mesh.ledger.phase("check"):
+        ctx = base.prepare(model, batch, ctx)
+        held = pytree.named_leaves(params)
+        x = model.embed(whole_part(plan, held, "embed", (), wide), batch, ctx)
+        reasons, first = [], 0
+        for stack in base.stacks_of(model):
+            if stack.join is not None:
+                x = stack.join(whole_part(plan, held, stack.join_name, model.shared, wide), x, batch, ctx)
+            names = [name for name in held if name.startswith(f"{stack.name}/")]
+            kinds = in_turn(stack.block)
+            for i in range(min(len(kinds), plan.leaves[names[0]].shape[0])):
+                if kinds[i] in kinds[:i]:
+                    continue
+                layer = {name: whole_leaf(plan, held, name, wide, i) for name in names}
+                device = next(iter(layer.values())).device
+                here = ctx._replace(layer=torch.full((), first + i, device=device))
+                worst, what = compare(plan, kinds[i], layer, x, here)
+                if not worst <= MOST[wide]:
+                    reasons.append(f"{what} of layer {first + i} by {worst:.1e} of its size")
+            first += plan.leaves[names[0]].shape[0]
+        if any_rank(bool(reasons), plan.mesh):
+            here = reasons[0] if reasons else "a gradient on another rank"
+            raise ValueError(
+                f"tp={plan.mesh['tp'].size}: a layer that tp splits differs from a whole one: {here}; something in it, "
+                "such as a norm, works over all of the features that tp splits: leave the linear layers beside it out "
+                "of tp"
+            )
+
+
+def compare(
+    plan: Plan, block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx
+) -> tuple[float, str]:
+    """(the largest difference of a block under tp from the one of one process, over the size of its value; of what)."""
+
+    def mine(name: str, leaf: Tensor) -> Tensor:
+        return narrow_to(leaf, Spec(plan.leaves[name].compute.dims[1:]), plan.mesh, leaf=name).contiguous()
+
+    parts = {name: mine(name, leaf) for name, leaf in layer.items()}
+    one = values_of(block, layer, x, ctx._replace(mesh=one_process()))
+    split = values_of(block, parts, x, ctx)
+    worst, of = 0.0, ""
+    for name, expected in one.items():
+        expected = mine(name, expected) if name in layer else expected
+        size = float(one[name].abs().max()) if one[name].numel() else 0.0
+        apart = float((split[name] - expected).abs().max()) / (size or 1.0) if expected.numel() else 0.0
+        if not apart <= worst:
+            worst, of = apart, name if name.startswith("the ") else f"the gradient of {name}"
+    return worst, of
+
+
+def values_of(block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx) -> dict[str, Tensor]:
+    """What a block returns, and the gradients of a sum of it with fixed weights, by name."""
+
+    def run(leaves: dict[str, Tensor], x: Any) -> Any:
+        return block(pytree.nest({name.split("/", 1)[1]: leaf for name, leaf in leaves.items()}), x, ctx)
+
+    out, gradient = torch.func.vjp(run, layer, x)[:2]
+    weights = [torch.cos(torch.arange(y.numel(), device=y.device)).to(y.dtype).reshape(y.shape) for y in out]
+    grads, x_grads = gradient(type(out)(weights))
+    found = {f"the result {i}": y for i, y in enumerate(out)}
+    return found | {f"the gradient of input {i}": g for i, g in enumerate(x_grads)} | grads
+
+
+def whole_part(plan: Plan, held: dict[str, Any], part: str, shared: tuple[str, ...], dtype: torch.dtype) -> Tree:
+    """The whole parameters of a part of the model."""
+    names = [name for name in held if name.startswith(f"{part}/") or name in shared]
+    return pytree.nest({name: whole_leaf(plan, held, name, dtype) for name in names})
+
+
+def whole_leaf(plan: Plan, held: dict[str, Any], name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
+    """A whole parameter, or a layer of it."""
+    spec = plan.leaves[name].params
+    spec = Spec(spec.dims if layer is None else spec.dims[1:])
+    value = read(held[name], layer).to(dtype)
+    return gather_whole(value, spec, plan.mesh, leaf=name) if any(plan.mesh[a].size > 1 for a in spec.axes) else value
