@@ -240,8 +240,8 @@ class Play:
         found = {name: groups.get(name, {}) for name in names}
         parts = {**groups.get("bound", {}), **groups.get("waiting", {})}
         parts |= {f"communication on {axis}": seconds for axis, seconds in groups.get("exposed", {}).items()}
-        columns = [groups.get(name, {}) for name in PARTS]
-        rows = {part: tuple(column[part] for column in columns) for part in columns[0]}
+        predicted, of_flop, of_bytes = (groups.get(name, {}) for name in PARTS)
+        rows = {part: (seconds, of_flop[part], of_bytes[part]) for part, seconds in predicted.items()}
         flop = int(groups.get("flop", {}).get("", 0))
         binds = max(parts, key=parts.__getitem__, default="compute")
         issue_s = 0.0 if self.one_clock else self.clock["host"]

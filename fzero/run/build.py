@@ -203,7 +203,8 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
             inner = models.build(job.config.model.base)
             if isinstance(inner.config, models.QuantizedConfig):
                 given = pytree.named_leaves(models.quantize_weights(inner, params))
-            start = job.model._replace(start={name: Start((leaf,), stacked=False) for name, leaf in given.items()})
+            begin = {name: Start((lambda leaf=leaf: leaf,), tuple(leaf.shape), False) for name, leaf in given.items()}
+            start = job.model._replace(start=begin)
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
     return init_state(start, job.tx, job.plan, **options)
 
