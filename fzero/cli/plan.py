@@ -18,7 +18,8 @@ from fzero.core.foreign import Unparsable, nearest, parse_toml
 from fzero.core.importing import without_collection
 from fzero.planner import launch
 
-TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard", "reshard", "objective")  # of a config
+# Of a config.
+TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard", "reshard", "objective")
 
 
 @click.command()
