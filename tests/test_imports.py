@@ -168,6 +168,14 @@ def test_import_waits_for_no_heavy_library(module):
     assert not heavy & set(after_import(module))
 
 
+@pytest.mark.slow
+def test_a_run_waits_for_no_library_that_its_first_step_does_not_use():
+    """Where blocks were compiled by an earlier run: sympy is what torch's compiler and DTensor bring."""
+    found = set(after_import("fzero.run.loop, fzero.run.pretrain"))
+    assert "torch" in found
+    assert not {"sympy", "networkx", "matplotlib", "tensorstore", "transformers", "jinja2", "jax"} & found
+
+
 def test_every_public_name_loads():
     for name in fzero.__all__:
         assert getattr(fzero, name) is not None, name
