@@ -21,6 +21,7 @@ SLOW = (
     "bench",
     "checkpoints",
     "fault",
+    "finetune",
     "guard",
     "measure",
     "migrate",
