@@ -37,10 +37,10 @@ def rows_of(folder):
 def test_a_resumed_run_makes_its_last_rows_again(tmp_path):
     with loggers.open_loggers(["csv"], tmp_path) as log:
         for step in (1, 2, 3):
-            log(row(step))
+            log(step, row(step))
     with loggers.open_loggers(["csv"], tmp_path, first=2) as log:
-        log(row(3, loss=7.0))
-        log(row(4))
+        log(3, row(3, loss=7.0))
+        log(4, row(4))
     found = rows_of(tmp_path)
     assert [int(each["step"]) for each in found] == [1, 2, 3, 4]
     assert [each["loss"] for each in found] == ["2.0", "1.0", "7.0", "0.5"]
@@ -49,11 +49,11 @@ def test_a_resumed_run_makes_its_last_rows_again(tmp_path):
 def test_a_column_that_comes_later_is_kept(tmp_path):
     """As val_loss, which only rows of evaluations have; also in the next attempt."""
     with loggers.open_loggers(["csv"], tmp_path) as log:
-        log(row(1))
-        log(row(2, val_loss=3.5))
-        log(row(3))
+        log(1, row(1))
+        log(2, row(2, val_loss=3.5))
+        log(3, row(3))
     with loggers.open_loggers(["csv"], tmp_path, first=3) as log:
-        log(row(4, val_loss=2.5, val_loss_ema=2.25))
+        log(4, row(4, val_loss=2.5, val_loss_ema=2.25))
     found = rows_of(tmp_path)
     assert [each["val_loss"] for each in found] == ["", "3.5", "", "2.5"]
     assert [each["val_loss_ema"] for each in found] == ["", "", "", "2.25"] and found[0]["loss"] == "2.0"
@@ -70,7 +70,7 @@ def test_wandb_gets_the_numbers_and_the_config(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(init=lambda **options: got.append(options) or run, __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with loggers.open_loggers(["wandb"], tmp_path, config={"zero": 3}) as log:
-        log({"step": 1, "loss": 2.0, "phases": {"forward": 1.0}})
+        log(1, {"step": 1, "loss": 2.0, "phases": {"forward": 1.0}})
     assert got[0]["config"] == {"zero": 3} and got[1:] == [(1, {"loss": 2.0}), "end"]
 
 

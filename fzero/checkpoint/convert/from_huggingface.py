@@ -79,12 +79,14 @@ def to_huggingface(
     *,
     task: str = "",
     layers: str | Sequence[str] | None = None,
+    model: Model | None = None,
 ) -> Path:
     """Write the parameters of a state into a new folder that transformers loads bit by bit, and return its path.
 
     source, task, layers: those that from_huggingface was given. plan: the plan of the state, where ranks hold shards of
     it; every rank must call this, and the first one writes. Names and layouts are those of save_pretrained; master
-    weights are taken where the state has them. The first rank holds all weights on the host meanwhile. The folder
+    weights are taken where the state has them. model: the one that `models.lora` returned, of a state with its factors,
+    whose products are added to the weights. The first rank holds all weights on the host meanwhile. The folder
     appears when it is complete.
 
     Communicates: see to_module, and a barrier. Raises ValueError if the folder exists, and for a state of another
@@ -102,7 +104,7 @@ def to_huggingface(
     first = plan is None or plan.mesh.rank == 0
     parameters = dict(module.named_parameters())
     values = {name: leaf for name, leaf in module.state_dict().items() if not leaf.is_meta}
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers)):
+    for name, value in whole_values(state, plan, stacks_of(state, module, layers), model):
         if name not in parameters or value.shape != parameters[name].shape:
             raise ValueError(f"{name} {list(value.shape)} is no parameter of {type(module).__name__} by the source")
         if first:
