@@ -200,11 +200,11 @@ def test_what_sees_the_whole_tree_is_given_it(change):
 def offloaded(mesh, name, offload, folder, stop):
     """The state after three steps at stage 3, of which the last were made from a checkpoint by another state."""
     zero_cases.OPTIMIZERS.update(OWN)
-    model, tx = zero_cases.model_of("llama"), zero_cases.OPTIMIZERS[name]
+    model, tx = zero_cases.model_of("llama", dropout=0.0), zero_cases.OPTIMIZERS[name]
     plan = fzero.zero_plan(3, model, mesh, policy=zero_cases.FP64, offload=offload)
     states = []
     for part, steps in enumerate((range(stop), range(stop, 3))):
-        nvme = Nvme(folder / f"{part}-{mesh.rank}") if "nvme" in offload else None
+        nvme = Nvme(folder / f"{part}") if "nvme" in offload else None
         step = fzero.make_train_step(model, tx, plan, nvme=nvme)
         if part == 0:
             state = fzero.init_state(model, tx, plan, seed=3, nvme=nvme)

@@ -163,7 +163,7 @@ def test_mistakes_are_one_line():
     plan, state = begun(model, fzero.one_process(), 0)
     with pytest.raises(ValueError, match=r"lora: the layer's code uses linear\.weight without a call of linear"):
         fzero.make_train_step(model, optim.sgd(RATE), plan)(state, points_of(0))
-    with pytest.raises(ValueError, match="a factor of LoRA; give model=, what models.lora returned"):
+    with pytest.raises(ValueError, match=r"a factor of LoRA; give model=, what models\.lora returned"):
         fzero.to_module(state, module)
     with pytest.raises(ValueError, match=r"lora: targets 'q_proj' matches no leaf of the blocks.*blocks/own"):
         indirect("q_proj")
