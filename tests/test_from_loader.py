@@ -86,6 +86,21 @@ def test_what_cannot_be_resumed_is_refused(loader, cursor, said):
         next(data.from_loader(loader, cursor))
 
 
+def test_a_loader_that_counts_epochs_by_itself_is_refused():
+    class Counting:
+        def __init__(self, loader):
+            self.loader, self.sampler, self.count = loader, loader.sampler, 0
+
+        def __iter__(self):
+            self.sampler.set_epoch(self.count)
+            self.count += 1
+            return iter(self.loader)
+
+    assert taken(data.from_loader(Counting(shuffled())), 9) == taken(data.from_loader(shuffled()), 9)
+    with pytest.raises(ValueError, match="a Counting set its sampler to epoch 1 and this is epoch 2: it counts epochs"):
+        next(data.from_loader(Counting(shuffled()), 24))
+
+
 # ---- loaders with a state of their own ----
 
 
@@ -149,7 +164,7 @@ def test_a_state_of_another_place_or_mesh_is_refused():
     batches = data.from_loader(Counted(), ranks=2)
     next(batches)
     saved = batches.state_dict()
-    assert saved == {"loader": {"given": 1}, "epoch": 0, "samples": 2, "ranks": 2}
+    assert saved == {"loader": {"given": 1}, "epoch": 0, "batches": 1, "samples": 2, "ranks": 2}
     for cursor, count, given, said in (
         (4, 1, saved, "the loader's state is of 2 ranks with rows of their own and ranks=1; resume on as many"),
         (8, 2, saved, "the loader's state is after sample 4 and cursor=8; give the two of one checkpoint"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import expect_count
 
-STATE = ("loader", "epoch", "samples", "ranks")  # the entries of a `Batches.state_dict`
+STATE = ("loader", "epoch", "batches", "samples", "ranks")  # the entries of a `Batches.state_dict`
 
 
 def from_loader(
@@ -60,7 +60,7 @@ class Batches:
 
     def __init__(self, loader: Any, samples: int, ranks: int, saved: Mapping[str, Any] | None) -> None:
         self.loader, self.samples, self.ranks = loader, samples, ranks
-        self.epoch = 0 if saved is None else saved["epoch"]
+        self.epoch, self.batches = (0, 0) if saved is None else (saved["epoch"], saved["batches"])
         set_epoch(loader, self.epoch)
         if saved is not None:
             loader.load_state_dict(copy.deepcopy(saved["loader"]))
@@ -84,7 +84,13 @@ class Batches:
         """
         expect_stateful(self.loader)
         own = copy.deepcopy(self.loader.state_dict())
-        return {"loader": own, "epoch": self.epoch, "samples": self.samples, "ranks": self.ranks}
+        return {
+            "loader": own,
+            "epoch": self.epoch,
+            "batches": self.batches,  # of this epoch
+            "samples": self.samples,
+            "ranks": self.ranks,
+        }
 
     def _epochs(self, left: int, resumed: bool) -> Iterator[Any]:
         # left: samples to pass over. resumed: the first epoch may be over.
@@ -92,7 +98,15 @@ class Batches:
             seen = 0
             for batch in self.loader:
                 rows = rows_of(batch)
+                if not seen:
+                    expect_epoch(self.loader, self.epoch)
+                    if resumed and self.batches == length_of(self.loader):
+                        raise ValueError(
+                            f"a {type(self.loader).__name__} begins its epoch again where its state is the end of it, so "
+                            "that samples would come twice; resume by counting: from_loader without saved"
+                        )
                 seen += rows
+                self.batches += 1
                 if left >= rows:
                     left -= rows
                 elif left:
@@ -108,7 +122,7 @@ class Batches:
             passed = left // seen if seen else 0
             left -= passed * seen
             self.epoch += 1 + passed
-            resumed = False
+            self.batches, resumed = 0, False
             set_epoch(self.loader, self.epoch)
 
 
@@ -145,6 +159,24 @@ def set_epoch(loader: Any, epoch: int) -> None:
     for owner in (getattr(loader, "sampler", None), getattr(loader, "dataset", None), loader):
         if (tell := getattr(owner, "set_epoch", None)) is not None:
             tell(epoch)
+
+
+def length_of(loader: Any) -> int | None:
+    """The batches of an epoch, where a loader knows them."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def expect_epoch(loader: Any, epoch: int) -> None:
+    """Raise ValueError if a loader that has begun an epoch has set its sampler to another one."""
+    sampler = getattr(loader, "sampler", None)
+    if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) != epoch:
+        raise ValueError(
+            f"a {type(loader).__name__} set its sampler to epoch {sampler.epoch} and this is epoch {epoch}: it counts "
+            "epochs itself, from where this process began; give from_loader the DataLoader without it"
+        )
 
 
 def rows_of(batch: Any) -> int:
