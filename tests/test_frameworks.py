@@ -1,4 +1,4 @@
-"""fzero's step in the loops of Lightning Fabric and Accelerate: the programs of docs/frameworks.md on two processes, and
+"""fzero's step in the loops of Lightning Fabric and Accelerate: the programs of docs/frameworks.md on two processes;
 their loaders resumed."""
 
 import itertools

@@ -102,8 +102,8 @@ class Batches:
                     expect_epoch(self.loader, self.epoch)
                     if resumed and self.batches == length_of(self.loader):
                         raise ValueError(
-                            f"a {type(self.loader).__name__} begins its epoch again where its state is the end of it, so "
-                            "that samples would come twice; resume by counting: from_loader without saved"
+                            f"a {type(self.loader).__name__} begins its epoch again where its state is the end of it, "
+                            "so that samples would come twice; resume by counting: from_loader without saved"
                         )
                 seen += rows
                 self.batches += 1
