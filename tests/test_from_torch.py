@@ -219,9 +219,14 @@ def offloaded(mesh, name, offload, folder, stop):
     return zero_cases.whole(in_memory, state_specs(plan, tx), mesh)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("offload", ["opt=host", "params=nvme,opt=nvme", ""])
-@pytest.mark.parametrize("name", OWN)
+SLOW = (("own", "params=nvme,opt=nvme"), ("clipped RMSprop", "opt=host"))
+OFFLOADED = [(name, offload) for name in OWN for offload in ("", "opt=host", "params=nvme,opt=nvme")]
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.exhaustive) for case in OFFLOADED],
+)
 def test_offloaded_and_resumed_it_is_one_process(name, offload, tmp_path):
     expected, _ = trained(fzero.one_process(), [(("llama", name, 0, 2), {"steps": 3})])[0]
     for state in ranks.run(2, offloaded, name, offload, tmp_path, 2):

@@ -101,7 +101,7 @@ def test_steps_on_two_ranks_are_torchs(mesh, stage):
         assert_close(result, by_torch("transformer"), rtol=1e-10, atol=1e-12)
 
 
-@slow
+@pytest.mark.exhaustive
 def test_compiled_and_recomputed_steps_are_torchs():
     how = fzero.Execution(compiled=True, remat="full")
     assert_close(

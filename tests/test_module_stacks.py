@@ -225,8 +225,10 @@ def three_steps(mesh, folder, offload, steps, begin="", end=""):
     return losses, {name: p.detach() for name, p in module.named_parameters()}, path
 
 
-@slow
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=["dp 2", "tp 2"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"dp": 2}, marks=slow, id="dp 2"), pytest.param({"tp": 2}, marks=pytest.mark.exhaustive, id="tp 2")],
+)
 def test_three_stacks_on_a_disk_under_tp_at_stage_3_go_on_on_another_mesh(sizes, tmp_path):
     whole, parameters, _ = three_steps(fzero.one_process(), tmp_path, "", range(6))
     everything = "params=nvme,grads=nvme,opt=nvme"

@@ -171,7 +171,7 @@ def length_of(loader: Any) -> int | None:
 
 def expect_epoch(loader: Any, epoch: int) -> None:
     """Raise ValueError if a loader that has begun an epoch has set its sampler to another one."""
-    sampler = getattr(loader, "sampler", None)
+    sampler: Any = getattr(loader, "sampler", None)
     if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) != epoch:
         raise ValueError(
             f"a {type(loader).__name__} set its sampler to epoch {sampler.epoch} and this is epoch {epoch}: it counts "
