@@ -21,6 +21,7 @@ SLOW = (
     "bench",
     "checkpoints",
     "fault",
+    "frameworks",
     "guard",
     "measure",
     "migrate",
