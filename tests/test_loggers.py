@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+import fzero
 from fzero import models
 from fzero.core.compile import tell_of_compiling
 from fzero.core.tables import check_type
@@ -16,7 +17,8 @@ from fzero.run.attempt import Options
 from fzero.run.from_python import train_run
 from fzero.run.measure import loggers
 from fzero.run.measure.progress import show_progress
-from fzero.sharding import one_process
+from fzero.sharding import fake_mesh, one_process
+from fzero.train.step import Metrics
 
 
 def row(step, **values):
@@ -72,6 +74,39 @@ def test_wandb_gets_the_numbers_and_the_config(tmp_path, monkeypatch):
     with loggers.open_loggers(["wandb"], tmp_path, config={"zero": 3}) as log:
         log(1, {"step": 1, "loss": 2.0, "phases": {"forward": 1.0}})
     assert got[0]["config"] == {"zero": 3} and got[1:] == [(1, {"loss": 2.0}), "end"]
+
+
+def test_one_function_takes_the_metrics_of_a_step_to_all_loggers_on_the_first_rank(tmp_path, monkeypatch):
+    got = []
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            got.append((folder, purge_step))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            got.append("end")
+
+        def add_scalar(self, name, value, step):
+            got.append((name, value, step))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
+    metrics = Metrics(
+        torch.tensor(2.0), torch.tensor(8), torch.tensor(0.5), torch.tensor(False), torch.ones(()), {"z": 1.5}
+    )
+    for rank in (0, 1):
+        mesh = fake_mesh({"dp": 2}, rank=rank)
+        with fzero.open_loggers(["csv", "tensorboard"], str(tmp_path / f"{rank}"), first=6, mesh=mesh) as log:
+            log(torch.tensor(7), metrics)
+            log(8, {"loss": torch.ones(1), "names": ["a"], "many": torch.ones(2)})
+    assert got[0] == (str(tmp_path / "0" / "tensorboard"), 7) and got[-1] == "end" and len(got) == 9
+    assert ("extra/z", 1.5, 7) in got and ("skipped", False, 7) in got and ("loss", 1.0, 8) in got
+    found = rows_of(tmp_path / "0")
+    assert [(each["step"], each["loss"], each["num_tokens"]) for each in found] == [("7", "2.0", "8"), ("8", "1.0", "")]
+    assert not (tmp_path / "1").exists()
 
 
 @pytest.mark.parametrize(
