@@ -3,9 +3,9 @@
     python benchmarks/modules.py --out benchmarks/results/modules.json
     python benchmarks/modules.py --config tiny --batch 4 --smoke
 
-The module is `peers/torch_module.py`, a plain Llama: eager, compiled whole, and through the adapter with compiled
-blocks, on one process; and on two ranks at stage 3 beside FSDP2, at its defaults and with the switches that make it do
-what ours does. How the figures are taken: see `single.py` and `zero.py`, whose sittings these are.
+The module is `peers/torch_module.py`, a plain Llama: through the adapter with compiled blocks beside torch.compile of
+the whole, on one process; and on two ranks at stage 3 beside FSDP2, at its defaults and with the switches that make it
+do what ours does. How the figures are taken: see `single.py` and `zero.py`, whose sittings these are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zero
 from peers import problem
 from turns import LOSS_TOLERANCE, machine
 
-ALONE = ["module", "compile", "eager"]
+ALONE = ["module", "compile"]
 RANKS = ["module-3", "fsdp2", "fsdp2+compile+reshard-root"]
 
 
