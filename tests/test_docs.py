@@ -22,6 +22,7 @@ SLOW = (
     "checkpoints",
     "fault",
     "finetune",
+    "frameworks",
     "guard",
     "measure",
     "migrate",

@@ -209,6 +209,20 @@ def nest(named: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def owners(names: Iterable[str], params: Iterable[str]) -> dict[str, str | None]:
+    """{name of a leaf of a state: name of its parameter}; None for a leaf of no parameter, such as a count of steps.
+
+    A leaf is a parameter's if its name ends with it: `opt_state/m/blocks/w` is of `blocks/w`.
+    """
+    known = set(params)
+    found: dict[str, str | None] = {}
+    for name in names:
+        parts = name.split("/")
+        tails = ("/".join(parts[i:]) for i in range(1, len(parts)))
+        found[name] = next((tail for tail in tails if tail in known), None)
+    return found
+
+
 def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
     """Return the tree without the leaves for whose name `keep` is false.
 
