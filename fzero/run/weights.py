@@ -11,6 +11,7 @@ import torch
 
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
+from fzero.checkpoint.convert import peft
 from fzero.checkpoint.directory import newest_sound
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
@@ -157,16 +158,30 @@ def start_sizes(init: Path) -> tuple[str, ModelConfig]:
     if is_run(init):
         old = read_config(init)
         return old.preset, old.model
+    if peft.is_adapter(init):
+        base = peft.base_of(init)
+        return "", peft.open_adapter(init, base, start_sizes(base)[1]).config
     return "", convert.open_source(init).config
 
 
 def load_start(init: Path) -> TrainedWeights:
-    """The weights that a new run starts from: those of the run in `init`, or those that another system saved there.
+    """The weights that a new run starts from: those of the run in `init`, or those that another system saved there;
+    of an adapter of PEFT also those of its base.
 
-    Raises ValueError as `load` and `convert.open_source` do.
+    Raises ValueError as `load`, `convert.open_source` and `peft.open_adapter` do.
     """
     if is_run(init):
         return load(init, wide=True)
+    if peft.is_adapter(init):
+        base = peft.base_of(init)
+        below = load_start(base)
+        named = pytree.named_leaves(below.params)
+        adapter = peft.open_adapter(init, base, below.model.config)
+        peft.expect_base(init, base, named)
+        named |= {name: entry.give() for name, entry in adapter.leaves.items()}
+        model = models.build(adapter.config)
+        params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
+        return TrainedWeights(recipe("", adapter.config), model, params, 0, below.warnings)
     source = convert.open_source(init)
     return TrainedWeights(recipe("", source.config), models.build(source.config), convert.load(source), 0, [])
 
