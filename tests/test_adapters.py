@@ -195,19 +195,26 @@ def folder(tmp_path_factory):
 
 def test_a_run_goes_on_with_an_adapter_and_gives_it_back(folder, tmp_path, fz):
     run, out = tmp_path / "run", tmp_path / "adapter"
-    start = ["finetune", "--data", folder / "chat.jsonl", *FLAGS, "--steps", 2]
+    # In bf16 the factors have masters, and the frozen weights none.
+    flags = ["bf16" if flag == "fp32" else flag for flag in FLAGS]
+    start = ["finetune", "--data", folder / "chat.jsonl", *flags, "--steps", 2]
     assert fz(*start, "--init", folder / "qwen3", "--lora", "rank=4,on=attn,dora", "--out", run)[::2] == (0, "")
     code, said, err = fz("export", run, "--out", out, "--adapter")
     assert (code, err) == (0, "") and f"on {folder / 'qwen3'}" in said
-    trained = pytree.named_leaves(weights.load(run).params)
+    trained = pytree.named_leaves(weights.load(run, wide=True).params)
+    assert {str(leaf.dtype) for leaf in trained.values()} == {"torch.float32", "torch.bfloat16"}
     begun = weights.load_start(out)
-    assert all(torch.equal(leaf, trained[name]) for name, leaf in pytree.named_leaves(begun.params).items())
+    assert all(
+        torch.equal(leaf.to(trained[n].dtype), trained[n]) for n, leaf in pytree.named_leaves(begun.params).items()
+    )
     assert begun.model.config.dora and trained["blocks/attn/w_q_lora_m"].dim() == 2
     assert json.loads((out / "adapter_config.json").read_text())["target_modules"] == [
         "k_proj", "o_proj", "q_proj", "v_proj"]  # fmt: skip
     assert fz(*start, "--init", out, "--out", tmp_path / "on")[::2] == (0, "")
     assert run_folder.read_config(tmp_path / "on").preset == "finetune-lora"
     assert fz("export", tmp_path / "on", "--out", tmp_path / "again", "--adapter")[::2] == (0, "")
+    assert fz("export", run, "--out", tmp_path / "merged")[::2] == (0, "")
+    assert fz(*start, "--init", run, "--out", tmp_path / "from-run")[::2] == (0, "")
 
 
 def change(folder, out, **about):

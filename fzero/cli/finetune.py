@@ -76,7 +76,7 @@ def finetune(
         with without_collection():
             from fzero.run import loop
 
-        make = partial(tuned_config, table, config_file, begin.init, adapters, quantize)
+        make = partial(config_of_flags, table, config_file, begin.init, adapters, quantize)
         folder, ready = prepare(coordinator, begin, table, make, (bar, line), grow_vocabulary=False)
         stopped = loop.train(*ready) if ready is not None else 0
         return finish(coordinator, folder, stopped, line)
@@ -108,7 +108,7 @@ def parse_lora(text: str) -> dict[str, Any]:
     return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on), "dora": "dora" in parts}
 
 
-def tuned_config(
+def config_of_flags(
     table: dict[str, Any],
     config_file: Path | None,
     init: Path | None,
@@ -116,28 +116,12 @@ def tuned_config(
     quantize: str | None,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
-    from fzero import models
-    from fzero.run import config_checks, config_table, recipes, weights
+    from fzero.run import config_checks
+    from fzero.run.fine_tuning import tuned_config
 
-    if "model" in table or "preset" in table:
-        raise ValueError("--init sets the model's sizes; leave out model.* and preset")
     if init is None:
         raise ValueError("fzero finetune needs a model: --init FOLDER")
-    _, sizes = weights.start_sizes(init)
-    if adapters is not None:
-        if isinstance(sizes, models.LoRAConfig):
-            raise ValueError(
-                f"--lora: {init} has LoRA already, which is trained on without --lora; for new factors merge it first: "
-                f"fzero export {init} --out FOLDER"
-            )
-        model = models.build(sizes)
-        model = model if quantize is None else models.quantized(model, quantize, targets=adapters["targets"])
-        sizes = models.lora(model, **adapters).config
-    objective = table.get("objective", "chat")
-    preset = recipes.preset_for(objective, lora=isinstance(sizes, models.LoRAConfig))
-    value = config_table.from_table({**table, "preset": preset}, sizes)
-    if value.objective == "text":
-        raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
+    value = tuned_config(init, table, lora=adapters, quantize=quantize)
     if not is_written(config_file):
         config_checks.refuse_unused(value, table)
     return value

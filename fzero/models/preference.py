@@ -96,7 +96,18 @@ def answers(model: Model) -> Model:
 
 def answer_log_probs(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
     """Return the log-probability of the answer in each document of each row, float64 [B, S]: the sum over the tokens
-    that count. On one process."""
+    that count. On one process.
+
+    batch: that of `dpo`, without reference. S is even and above T; a row has fewer documents, and the rest is 0.
+
+    >>> from fzero import models, random
+    >>> model = models.build(models.MLPConfig(vocab_size=8))
+    >>> batch = {"tokens": torch.tensor([[5, 6, 5]]), "targets": torch.tensor([[6, 2, 7]])}
+    >>> batch |= {"mask": torch.ones(1, 3, dtype=torch.bool), "documents": torch.tensor([[0, 0, 1]])}
+    >>> sums = answer_log_probs(model, models.init_params(model, random.key(0)), batch)
+    >>> (sums < 0).tolist()
+    [[True, True, False, False]]
+    """
     return loss(answers(model), params, batch, ctx).extra["log_probs"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +111,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
         path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
         there, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
         step = there.step
-        read = lambda name: there.read(prefix + name)  # noqa: E731
+        read = lambda name: there.read((prefix if prefix + name in there.leaves else PARAMS) + name)  # noqa: E731
         held = any(name.startswith(prefix) for name in there.leaves)
     if not held:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
@@ -147,10 +148,23 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         if ema and not any(name.startswith(EMA) for name in held.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return checkpoint.restore(held.path, meta_like_saved(held, like, prefix), under=prefix.rstrip("/")), held.step
+        return restore_weights(held, like, prefix), held.step
 
     (params, step), warnings = read_newest(folder, value, read)
     return TrainedWeights(value, model, params, step, warnings)
+
+
+def restore_weights(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
+    """The parameters in a checkpoint: their leaves below `prefix`, and of frozen ones, which have no other form, those
+    that the run trained with."""
+    first = {n: leaf for n, leaf in pytree.named_leaves(like).items() if prefix + n in held.leaves}
+    saved = meta_like_saved(held, pytree.nest(first), prefix)
+    found = checkpoint.restore(held.path, saved, under=prefix.rstrip("/"))
+    if len(first) == len(pytree.names(like)):
+        return pytree.from_named(pytree.named_leaves(found), like)
+    there = "|".join(map(re.escape, first))
+    rest = checkpoint.restore(held.path, meta_like_saved(held, like, PARAMS), under=PARAMS.rstrip("/"), keep=there)
+    return pytree.from_named(pytree.named_leaves(rest) | pytree.named_leaves(found), like)
 
 
 def start_sizes(init: Path) -> tuple[str, ModelConfig]:
