@@ -84,30 +84,6 @@ def lora(
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
     config = LoRAConfig(model.config, rank, float(alpha), targets, dora)
 
-    def init(make: MakeLeaf) -> Tree:
-        deviations: dict[str, float] = {}
-
-        def note(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: Any = None) -> Any:
-            deviations[name] = std
-            return make(name, shape, std, mean, dtype)
-
-        def beside(node: Tree, path: str) -> Tree:
-            out = {}
-            for key, value in node.items():
-                name = f"{path}/{key}"
-                out[key] = beside(value, name) if isinstance(value, dict) else value
-                if name in names:
-                    layers, size_in, size_out = shapes[name]
-                    out[f"{key}_lora_a"] = make(f"{name}_lora_a", (layers, size_in, rank), 1.0 / math.sqrt(size_in))
-                    out[f"{key}_lora_b"] = make(f"{name}_lora_b", (layers, rank, size_out), 0.0)
-                    if dora:
-                        norm = math.sqrt(size_in) * deviations.get(name, 1.0)  # of codes anything
-                        out[f"{key}_lora_m"] = make(f"{name}_lora_m", (layers, size_out), 0.0, norm)
-            return out
-
-        tree = model.init(note)
-        return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
-
     def texts_of(mesh: Mesh) -> dict[str, str]:
         texts = match_rules(model.rules(mesh), pytree.names(shapes_of(model)), what="the model's sharding rules")
         return {name: texts.get(name) or texts[f"{name}/{CODES}"] for name in names}
@@ -135,7 +111,34 @@ def lora(
         return (*of_factors, *model.rules(mesh))
 
     # A gathered weight is more than the operand of one product.
+    init = functools.partial(_init, model, config, {name: shapes[name] for name in names})
     return model._replace(config=config, init=init, block=map_blocks(model, adapted), rules=rules, linear="")
+
+
+def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:
+    """Make the parameters of `model` with factors, and magnitudes, beside the weights of these shapes."""
+    deviations: dict[str, float] = {}
+
+    def note(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: Any = None) -> Any:
+        deviations[name] = std
+        return make(name, shape, std, mean, dtype)
+
+    def beside(node: Tree, path: str) -> Tree:
+        out = {}
+        for key, value in node.items():
+            name = f"{path}/{key}"
+            out[key] = beside(value, name) if isinstance(value, dict) else value
+            if name in weights:
+                layers, size_in, size_out = weights[name]
+                out[f"{key}_lora_a"] = make(f"{name}_lora_a", (layers, size_in, config.rank), 1.0 / math.sqrt(size_in))
+                out[f"{key}_lora_b"] = make(f"{name}_lora_b", (layers, config.rank, size_out), 0.0)
+                if config.dora:
+                    norm = math.sqrt(size_in) * deviations.get(name, 1.0)  # of codes anything
+                    out[f"{key}_lora_m"] = make(f"{name}_lora_m", (layers, size_out), 0.0, norm)
+        return out
+
+    tree = model.init(note)
+    return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
 
 
 def merge(model: Model, params: Tree) -> Tree:

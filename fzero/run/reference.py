@@ -42,7 +42,7 @@ def with_reference(
     digest = digest_of(job, state, fresh=fresh)
     given = job.config.dpo.reference
     if given and given != digest:
-        coordinator.share(lambda: read_reference(corpus, "train", given))
+        coordinator.share(lambda: len(read_reference(corpus, "train", given)))
         say(f"the reference {given} is another model than the one that the run starts from ({digest})")
         return job
     if coordinator.share(lambda: reference_folder(corpus, digest).is_dir()):
