@@ -17,7 +17,10 @@ from fzero.checkpoint.convert import huggingface, peft
 from fzero.core import prng, pytree
 from fzero.models.base import Ctx
 from fzero.models.lora import FROZEN
+from fzero.models.weights import LowRankSum
 from fzero.run import run_folder, weights
+from fzero.run.build import build, first_state
+from fzero.run.fine_tuning import tuned_config
 from fzero.sharding.redistribute import gather_on_first
 
 TARGETS = {"gpt2": r"/(attn|mlp)/w_", "llama": r"/(attn|mlp)/w_", "deepseek": r"/(attn|mlp|shared)/w_"}
@@ -78,6 +81,17 @@ def test_dora_is_its_formula(kind):
     trained = lambda tree: {n: g for n, g in pytree.named_leaves(tree).items() if re.search(models.LORA, n)}  # noqa: E731
     assert_close(trained(got), trained(expected), rtol=1e-8, atol=1e-12)
     assert_close(loss(base, models.merge(model, params)), loss(model, params), rtol=1e-12)
+
+
+def test_the_dense_weight_has_the_values_and_the_gradients_of_the_product():
+    g = torch.Generator().manual_seed(0)
+    x, w, a, b = (torch.randn(s, generator=g, dtype=F64) for s in ((5, 4), (4, 6), (4, 2), (2, 6)))
+    m = torch.rand(6, generator=g, dtype=F64) + 0.5
+    product = lambda a, b, m: LowRankSum(w, a, b, 0.7, m).product(x).sin().sum()  # noqa: E731
+    dense = lambda a, b, m: (x @ LowRankSum(w, a, b, 0.7, m).dense()).sin().sum()  # noqa: E731
+    assert_close(dense(a, b, m), product(a, b, m), rtol=1e-12)
+    got, expected = (torch.func.grad(f, (0, 1, 2))(a, b, m) for f in (dense, product))
+    assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_magnitudes_of_weights_in_codes_are_those_of_what_the_codes_say():
@@ -171,6 +185,19 @@ def test_peft_computes_the_same_and_gives_the_same_back(kind, dora, exact, tmp_p
     theirs.save_pretrained(tmp_path / "gradients")
     for name, entry in peft.open_adapter(tmp_path / "gradients", tmp_path / "base", inner).leaves.items():
         assert_close(entry.give(), grads[name], rtol=10 * exact, atol=10 * exact)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_run_with_dora_begins_at_the_model_that_it_is_given(folder, quantize):
+    table = {"data": {"path": "chat.jsonl", "seq_len": 96}, "precision": {"policy": "fp32"}}
+    table |= {"train": {"compiled": False, "batch": 4, "micro_batch": 2}}
+    config = tuned_config(folder / "qwen3", table, lora={"rank": 2, "dora": True}, quantize=quantize)
+    given = weights.load_start(folder / "qwen3").params
+    state, base = first_state(build(config), given), models.build(config.model.base)
+    given = models.quantize_weights(base, given) if quantize else given
+    ids = {"tokens": torch.arange(12)[None]}
+    expected = models.logits(base, given, ids)
+    assert_close(models.logits(models.build(config.model), state.params, ids), expected, rtol=1e-4, atol=1e-5)
 
 
 FLAGS = ["--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
