@@ -125,7 +125,7 @@ def steps(mesh, kind, optimizer, stage, few_heads):
 
 MESHES = [
     ("llama", "sgd", {"tp": 2}, 0),
-    ("llama", "adam", {"dp": 2}, 3),
+    pytest.param("llama", "adam", {"dp": 2}, 3, marks=pytest.mark.slow),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
         ("gpt2", "adam", {"tp": 2}, 0), ("llama", "adam", {"dp": 2, "tp": 2}, 3))),
 ]  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_mesh_trains_dora_as_one_process(kind, optimizer, sizes, stage):
 # RoPE's angles are in float32, there and here, and differ in their last bits.
 @pytest.mark.parametrize("kind, dora, exact", [
     ("gpt2", True, 1e-10),
-    ("llama", False, 1e-5),
+    pytest.param("llama", False, 1e-5, marks=pytest.mark.slow),
     pytest.param("llama", True, 1e-5, marks=pytest.mark.slow),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it

@@ -170,11 +170,11 @@ def steps(mesh, kind, optimizer, stage, micro_batches, lora=False):
 
 
 MESHES = [
-    ("llama", "sgd", {"dp": 2}, 3, 1),
     ("llama", "adam", {"dp": 2}, 3, 2),
-    ("gemma", "adam", {"tp": 2}, 0, 1),
+    ("gemma", "sgd", {"tp": 2}, 0, 1),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("gpt2", "sgd", {"tp": 2}, 2, 2), ("llama", "adam", {"dp": 2, "tp": 2}, 3, 2))),
+        ("llama", "sgd", {"dp": 2}, 3, 1), ("gpt2", "sgd", {"tp": 2}, 2, 2),
+        ("llama", "adam", {"dp": 2, "tp": 2}, 3, 2))),
 ]  # fmt: skip
 
 
@@ -205,6 +205,10 @@ def test_lora_prefers_what_is_chosen_and_the_reference_stays(folder, tmp_path, f
     assert margins[-1] > 0.2 and column(run, "accuracy")[-1] > 0.9
     assert column(run, "val_margin")[-1] > 0.2 and column(run, "val_accuracy")[-1] > 0.9
 
+    assert fz("report", run)[0] == 0
+    said = (run / "report" / "report.md").read_text()
+    assert "a validation loss of" in said and "(perplexity" not in said.split("\n\n")[1]
+
     # The reference is the model without factors, which have not moved it.
     base = models.build(chats.QWEN3)
     stream = RowStream(open_tokens(run / "data"), 96, 2)
@@ -223,14 +227,21 @@ def test_lora_prefers_what_is_chosen_and_the_reference_stays(folder, tmp_path, f
     after = pytree.named_leaves(weights.load(run).params)
     assert all(torch.equal(leaf, after[n]) for n, leaf in pytree.named_leaves(weights.load(resumed).params).items())
 
-    # Another model is another reference.
+
+@pytest.mark.slow
+def test_another_model_is_another_reference(folder, tmp_path, fz):
+    run = tmp_path / "run"
+    start = ["finetune", *FLAGS, "--steps", 4]
+    assert fz(*start, "--init", folder / "qwen3", "--data", folder / "pairs.jsonl", "--out", run)[0] == 0
+    config = run_folder.read_config(run)
+    assert config.preset == "finetune-dpo"
     code, out, _ = fz("finetune", "--init", run, *FLAGS, "--data", run / "data", "--steps", 1, "--out", tmp_path / "c")
     assert code == 0 and "reads the pairs, once" in out
     assert run_folder.read_config(tmp_path / "c").dpo.reference != config.dpo.reference
     more = ["--set", f"dpo.reference={config.dpo.reference}", "--steps", 1]
     code, out, _ = fz("finetune", "--init", run, *FLAGS, "--data", run / "data", *more, "--out", tmp_path / "d")
     assert code == 0 and "is another model than the one" in out
-    assert column(tmp_path / "d", "margin")[0] > 0.1
+    assert column(tmp_path / "d", "margin")[0] > 0.05
 
 
 def bad(row, **changes):
@@ -272,6 +283,10 @@ def test_what_does_not_go_together_is_one_line(folder, tmp_path, fz):
     ):
         code, _, err = fz(*args, *more)
         assert code == 2 and message in err and err.count("\n") == 1, err
+    chats.qwen3_folder(tmp_path / "bare", template="")
+    args[2] = tmp_path / "bare"
+    code, _, err = fz(*args, *FLAGS)
+    assert code == 2 and "pairs.jsonl:1: the line has messages and the model no chat template" in err, err
     model = models.build(config_of("mlp"))._replace(features=None)
     with pytest.raises(ValueError, match="dpo: the model was made from a module"):
         models.dpo(model)
