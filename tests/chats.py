@@ -71,3 +71,15 @@ def write_lines(path, rows):
 def chat_file(path, n=40):
     """The conversations as a file."""
     return write_lines(path, [{"messages": messages} for messages in sums(n)])
+
+
+def pairs(n=40):
+    """Questions with a right and a wrong answer, in messages."""
+    for i, (question, answer) in enumerate(sums(n)):
+        wrong = {"role": "assistant", "content": f"It is {(i * 5) % 9 + 3}, I am quite sure of it."}
+        yield {"prompt": [question], "chosen": [answer], "rejected": [wrong]}
+
+
+def pair_file(path, n=40):
+    """The pairs as a file."""
+    return write_lines(path, pairs(n))

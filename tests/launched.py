@@ -46,12 +46,12 @@ def write_text(folder):
     (folder / "text.txt").write_text("\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(400)))
 
 
-def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log=""):
+def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log="", verb="pretrain"):
     """torchrun with n processes, started; its output goes to the files out and err with `log` behind their names."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     launcher = [sys.executable, "-m", "torch.distributed.run", *map(str, how), "--nproc-per-node", str(n)]
     with (folder / f"out{log}").open("w") as out, (folder / f"err{log}").open("w") as err:
-        line = [*launcher, *command, "pretrain", *map(str, args)]
+        line = [*launcher, *command, verb, *map(str, args)]
         cores = os.sched_getaffinity(0)
         # So that every rank has one thread, as this process has: the same bits need the same threads. A child takes its
         # parent's cores.
@@ -83,9 +83,9 @@ def ended(folder, process, timeout_s=120, log=""):
     )
 
 
-def torchrun(folder, n, *args):
+def torchrun(folder, n, *args, verb="pretrain"):
     """What all ranks of a run printed that ends well."""
-    code, out, said, _ = ended(folder, start(folder, n, *args), 120)
+    code, out, said, _ = ended(folder, start(folder, n, *args, verb=verb), 120)
     assert code == 0 and not said, (folder / "err").read_text()
     return out
 

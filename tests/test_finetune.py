@@ -14,7 +14,8 @@ from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
-from fzero.data.conversations import Lengths, prepare_conversations
+from fzero.data.conversations import prepare_conversations
+from fzero.data.examples import Lengths
 from fzero.data.rows import RowStream, pack
 from fzero.data.tokenizers import json_tokenizer
 from fzero.data.tokens import open_tokens, verify

@@ -169,6 +169,8 @@ def test_mistakes_are_one_line():
         indirect("q_proj")
     with pytest.raises(ValueError, match=r"lora: blocks/linear/bias of shape \(2, 4\) is no weight"):
         indirect("linear")
+    with pytest.raises(ValueError, match=r"lora: dora=True is for fzero's own models"):
+        models.lora(model, rank=1, targets="/linear/weight$", dora=True)
 
 
 def test_no_function_of_the_model_holds_the_weights():

@@ -80,12 +80,13 @@ def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
 @click.command()
 @click.argument("run", type=FOLDER)
 @click.option("--out", type=FOLDER, required=True, metavar="HF_FOLDER", help="Where to write. The new folder.")
+@click.option("--adapter", is_flag=True, help="Write LoRA's factors alone, as an adapter of PEFT.")
 @EMA
-def export(run: Path, out: Path, ema: bool) -> None:
+def export(run: Path, out: Path, adapter: bool, ema: bool) -> None:
     """Write the model of a run in the format of Hugging Face transformers. It uses no GPU."""
     from fzero.run import exchange
 
-    line, passed = exchange.export_hf(run, out, ema=ema)
+    line, passed = (exchange.export_adapter if adapter else exchange.export_hf)(run, out, ema=ema)
     for warning in passed:
         print(warning, file=sys.stderr)
     say(line)

@@ -1,4 +1,4 @@
-"""`fzero finetune`: train a model further on conversations."""
+"""`fzero finetune`: train a model further on conversations, or on pairs of answers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
     help="Start from this model. A folder of Hugging Face transformers, a run, or an import.",
 )
 @click.option(
+    "--objective",
+    metavar="WHAT",
+    help="What is learnt. chat (the default): what the assistant says; dpo: to prefer chosen answers to rejected ones.",
+)
+@click.option(
     "--lora",
     metavar="rank=R,on=WHERE",
     help="Train low-rank factors beside frozen weights. on is attn, all (the default) or a regex of leaves; "
-    "alpha=A is their scale times the rank (32).",
+    "alpha=A is their scale times the rank (32); dora trains the norms of the columns too.",
 )
 @click.option("--quantize", metavar="KIND", help="Keep the frozen weights in nf4, int4 or int8. Needs --lora.")
 @click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
@@ -42,23 +47,26 @@ def finetune(
     config_file: Path | None,
     settings: tuple[str, ...],
     mesh: str | None,
+    objective: str | None,
     lora: str | None,
     quantize: str | None,
     chat_template: str | None,
     **given: Any,
 ) -> int:
-    """Fine-tune a model on conversations, whole or with LoRA.
+    """Fine-tune a model on conversations or preferences, whole or with LoRA.
 
     The run is one of `fzero pretrain` in all else: its folder, resuming, meshes, offload, report."""
     begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
     begin = begin._replace(prompt=begin.prompt or "")
-    own = {"init": begin.init, "lora": lora, "quantize": quantize, "chat-template": chat_template}
-    refuse_flags(begin, {**flags, "config": config_file, **own}, settings)
+    own = {"objective": objective, "lora": lora, "quantize": quantize, "chat-template": chat_template}
+    refuse_flags(begin, {**flags, "config": config_file, "init": begin.init, **own}, settings)
     table = table_of(config_file, settings, mesh, flags)
+    if objective is not None:
+        table["objective"] = objective
     if chat_template is not None:
         table.setdefault("data", {})["template"] = chat_template
     if not begin.resume and table.get("data", {}).get("path") is None:
-        raise ValueError("fzero finetune needs conversations: --data FILE.jsonl")
+        raise ValueError("fzero finetune needs conversations, or pairs of answers: --data FILE.jsonl")
     adapters = parse_lora(lora) if lora is not None else None
     if quantize is not None and adapters is None:
         raise ValueError("--quantize needs --lora: frozen weights are in codes, and LoRA's factors are trained")
@@ -68,7 +76,7 @@ def finetune(
         with without_collection():
             from fzero.run import loop
 
-        make = partial(tuned_config, table, config_file, begin.init, adapters, quantize)
+        make = partial(config_of_flags, table, config_file, begin.init, adapters, quantize)
         folder, ready = prepare(coordinator, begin, table, make, (bar, line), grow_vocabulary=False)
         stopped = loop.train(*ready) if ready is not None else 0
         return finish(coordinator, folder, stopped, line)
@@ -78,15 +86,18 @@ def parse_lora(text: str) -> dict[str, Any]:
     """The arguments of `models.lora` in a text such as rank=16,on=attn.
 
     >>> parse_lora("rank=16,on=attn")
-    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$'}
+    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$', 'dora': False}
     """
     found: dict[str, str] = {}
-    for part in text.split(","):
+    parts = text.split(",")
+    for part in parts:
         name, equals, value = part.partition("=")
+        if part == "dora" and parts.count(part) == 1:
+            continue
         if name not in ("rank", "on", "alpha") or not equals or not value or name in found:
             raise ValueError(
-                f"--lora {text}: {part!r} is not rank=R, on=attn|all|REGEX or alpha=A, each once"
-                f"{nearest(name, ('rank', 'on', 'alpha'))}; write --lora rank=16,on=attn"
+                f"--lora {text}: {part!r} is not rank=R, on=attn|all|REGEX, alpha=A or dora, each once"
+                f"{nearest(name, ('rank', 'on', 'alpha', 'dora'))}; write --lora rank=16,on=attn"
             )
         found[name] = value
     try:
@@ -94,10 +105,10 @@ def parse_lora(text: str) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"--lora {text}: rank is a whole number and alpha a number; write rank=16,alpha=32") from None
     on = found.get("on", "all")
-    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on)}
+    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on), "dora": "dora" in parts}
 
 
-def tuned_config(
+def config_of_flags(
     table: dict[str, Any],
     config_file: Path | None,
     init: Path | None,
@@ -105,27 +116,12 @@ def tuned_config(
     quantize: str | None,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
-    from fzero import models
-    from fzero.run import config_checks, config_table, weights
+    from fzero.run import config_checks
+    from fzero.run.fine_tuning import tuned_config
 
-    if "model" in table or "preset" in table:
-        raise ValueError("--init sets the model's sizes; leave out model.* and preset")
     if init is None:
         raise ValueError("fzero finetune needs a model: --init FOLDER")
-    _, sizes = weights.start_sizes(init)
-    if adapters is not None:
-        if isinstance(sizes, models.LoRAConfig):
-            raise ValueError(
-                f"--lora: {init} has LoRA already, which is trained on without --lora; for new factors merge it first: "
-                f"fzero export {init} --out FOLDER"
-            )
-        model = models.build(sizes)
-        model = model if quantize is None else models.quantized(model, quantize, targets=adapters["targets"])
-        sizes = models.lora(model, **adapters).config
-    preset = f"finetune{'-lora' * isinstance(sizes, models.LoRAConfig)}"
-    value = config_table.from_table({**table, "preset": preset}, sizes)
-    if value.objective == "text":
-        raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
+    value = tuned_config(init, table, lora=adapters, quantize=quantize)
     if not is_written(config_file):
         config_checks.refuse_unused(value, table)
     return value

@@ -73,7 +73,8 @@ TEXT = click.option(
 CONVERSATIONS = click.option(
     "--data",
     metavar="PATH",
-    help="What to learn from. Conversations, one a line: its messages, each with role and content.",
+    help="What to learn from. Conversations, one a line: its messages, each with role and content. For dpo pairs: "
+    "prompt, chosen and rejected.",
 )
 VALUES = (
     DEVICE,

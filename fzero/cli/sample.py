@@ -91,7 +91,7 @@ def sample(
     tokenizer = run_folder.read_tokenizer(run)
     for line in trained.warnings:
         print(line, file=sys.stderr)
-    chat = trained.config.objective != "text" if chat is None else chat
+    chat = conversations.answers_messages(trained.config, run) if chat is None else chat
     found, eos = conversations.prompt_ids(run, tokenizer, prompt, chat=chat)
     ids = torch.from_numpy(found.astype("int64"))[None].to(place)
     out = generate(

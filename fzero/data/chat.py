@@ -133,7 +133,7 @@ def examples_of(
 
     encode: from `encoder`. Raises ValueError as `spans_of`.
     """
-    return [_example(encode, text, spans) for text, spans in spans_of(chat, messages, tools=tools)]
+    return [encode_spans(encode, text, spans) for text, spans in spans_of(chat, messages, tools=tools)]
 
 
 Encode = Callable[[str], tuple[np.ndarray, np.ndarray]]  # text -> ids [N], the characters [N, 2] of each
@@ -165,7 +165,8 @@ def encoder(tokenizer: Tokenizer) -> Encode:
     return by_library
 
 
-def _example(encode: Encode, text: str, spans: Sequence[tuple[int, int]]) -> Example:
+def encode_spans(encode: Encode, text: str, spans: Sequence[tuple[int, int]]) -> Example:
+    """A text as tokens, of which those count that have a character in one of the spans [start, end)."""
     ids, at = encode(text)
     counted = np.zeros(len(ids), bool)
     for start, end in spans:

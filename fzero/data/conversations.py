@@ -1,5 +1,4 @@
-"""Convert conversations to token files: a corpus as `prepare` makes it of text, whose documents are examples, with a
-byte for each token that says whether the model is to say it (SPLIT.said).
+"""Conversations as a corpus of examples.
 
 A line of the .jsonl file is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":
 "..."}, ...]}, and optionally "tools", which the template is given. A conversation may become several documents (see
@@ -8,158 +7,63 @@ A line of the .jsonl file is {"messages": [{"role": "user", "content": "..."}, {
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import struct
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from fzero.core.foreign import expect_regular, parse_json, short
-from fzero.core.storage import write_text
-from fzero.data.chat import Chat, Encode, Example, encoder, examples_of, write_chat
-from fzero.data.checksums import SummedFile, write_sums
+from fzero.core.foreign import short
+from fzero.core.tables import Table
+from fzero.data.chat import Chat, Example, Message, encoder, examples_of
+from fzero.data.examples import Lengths, expect_fits, prepare_examples
 from fzero.data.tokenizers import Tokenizer
-from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
-
-VAL_FRACTION = 0.05
-
-
-class Lengths(NamedTuple):
-    """How long an example may be, in positions: one less than its tokens, of which the last is only a target."""
-
-    row: int  # data.seq_len
-    model: int  # the positions of the model
 
 
 def prepare_conversations(
     path: Path, out: Path, chat: Chat, tokenizer: Tokenizer, lengths: Lengths, seed: int = 0
 ) -> dict[str, Any]:
-    """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
+    """Prepare the conversations in the .jsonl file `path` in the new folder `out`; returns the content of meta.json.
 
-    A line is for validation if its draw (SHA-256 of seed and content) is below
-    VAL_FRACTION; the line with the lowest draw always is, the one with the highest never. Raises ValueError naming file
-    and line: one that is no JSON object, lacks a key, has no assistant turn, that the template refuses, or that is
-    longer than `lengths`; and for a file of fewer than two different lines. Then there is no `out`.
+    Raises ValueError as `prepare_examples`, and naming a line that lacks a key, has no assistant turn, that the
+    template refuses, or that is longer than `lengths`.
     """
-    expect_regular(path)
     encode = encoder(tokenizer)
-    draws = [_draw(line, seed) for _, line in _lines(path)]
-    if len(set(draws)) < 2:
-        raise ValueError(
-            f"{path}: training and validation need at least two lines that differ, and it has {len(set(draws))}"
-        )
-    low, high, below = min(draws), max(draws), VAL_FRACTION * 2**64
-    counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
-    dtype = token_dtype(tokenizer.vocab_size)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary, ExitStack() as stack:
-        folder = Path(temporary) / "corpus"
-        folder.mkdir()
-        files = {
-            split: [stack.enter_context(closing(SummedFile(folder / f"{split}.{x}"))) for x in ("bin", "docs", "said")]
-            for split in SPLITS
-        }
-        for (number, line), draw in zip(_lines(path), draws):
-            split = "val" if draw == low or (draw < below and draw != high) else "train"
-            bins, docs, said = files[split]
-            for example in _examples(f"{path}:{number}", line, chat, encode, lengths):
-                docs.write(struct.pack("<Q", counts[split]["tokens"]))
-                bins.write(example.ids.astype(dtype, copy=False).tobytes())
-                said.write(example.counted.astype(np.uint8).tobytes())
-                more = {"tokens": len(example.ids), "documents": 1, "said": int(example.counted[1:].sum())}
-                counts[split] |= {name: counts[split][name] + n for name, n in more.items()}
-                counts[split]["longest"] = max(counts[split]["longest"], len(example.ids))
-        for split, (_, docs, _) in files.items():
-            docs.write(struct.pack("<Q", counts[split]["tokens"]))
-        stack.close()
-        sums = {split: write_sums(folder / f"{split}.sums", of) for split, of in files.items()}
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
-            "kind": "chat",
-            "tokenizer": tokenizer.name,
-            "eos": tokenizer.eos,
-            "vocab_size": tokenizer.vocab_size,
-            "dtype": dtype.name,
-            "splits": counts,
-            "sums": sums,
-            "source": {"names": [str(path)], "lines": len(draws)},
-            "seed": seed,
-        }
-        if tokenizer.json:
-            write_text(folder, "tokenizer.json", tokenizer.json)
-        write_chat(folder, chat)
-        write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
-        os.rename(folder, out)
-    return meta
+
+    def read(row: Table) -> list[Example]:
+        found = examples_of(chat, encode, messages_of(row, "messages"), tools=tools_of(row))
+        for example in found:
+            expect_fits(example, lengths, "the conversation")
+        return found
+
+    return prepare_examples(path, out, "chat", read, chat, tokenizer, seed=seed)
 
 
 def describe_conversations(meta: Mapping[str, Any]) -> str:
-    """The lines that tell a user what `prepare_conversations` made."""
+    """The lines that tell a user what was prepared of conversations or pairs of answers."""
+    what, each = {"chat": ("conversations", 1), "pairs": ("pairs of answers", 2)}[meta["kind"]]
     return "\n".join(
-        f"{split}: {of['documents']:,} conversations, {of['tokens']:,} tokens, {of['said']:,} of them to learn; "
+        f"{split}: {of['documents'] // each:,} {what}, {of['tokens']:,} tokens, {of['said']:,} of them to learn; "
         f"the longest has {of['longest']:,}"
         for split, of in meta["splits"].items()
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of the lines of a file that are not blank."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line
-
-
-def _draw(line: bytes, seed: int) -> int:
-    """Hash a line to a number in [0, 2^64)."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + line.strip()).digest()[:8], "big")
-
-
-def _examples(where: str, line: bytes, chat: Chat, encode: Encode, lengths: Lengths) -> list[Example]:
-    """The examples of a line, checked; `where` begins the texts of errors."""
-    row = parse_json(line, where)
-    try:
-        found = examples_of(chat, encode, _messages(row), tools=_tools(row))
-        for example in found:
-            if not example.counted[1:].any():
-                raise ValueError("no token of the assistant's is left to learn")
-            if (need := len(example.ids) - 1) > lengths.model:
-                raise ValueError(
-                    f"the conversation has {need + 1:,} tokens and the model takes {lengths.model:,} positions "
-                    "(model.max_len); shorten it or leave it out"
-                )
-            if need > lengths.row:
-                raise ValueError(
-                    f"the conversation has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use "
-                    f"--seq-len {need} or more"
-                )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return found
-
-
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
+def tools_of(row: Table) -> list[Any] | None:
+    """The tools of a row; raises ValueError if they are no list."""
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools is {short(tools)}; it must be a list")
     return tools
 
 
-def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The messages of a row."""
-    if "messages" not in row:
-        raise ValueError(f"the line has no 'messages'; it has {', '.join(row) or 'nothing'}")
-    found = row["messages"]
+def messages_of(row: Table, key: str) -> list[Message]:
+    """The messages of a row under this key; raises ValueError naming one that has no role."""
+    if key not in row:
+        raise ValueError(f"the line has no {key!r}; it has {', '.join(row) or 'nothing'}")
+    found = row[key]
     if not isinstance(found, list) or not found:
-        raise ValueError(f"messages is {short(found)}; it must be a list of messages")
+        raise ValueError(f"{key} is {short(found)}; it must be a list of messages")
     for i, message in enumerate(found, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f'message {i} is {short(message)}; it must be {{"role": "user", "content": "..."}}')
+            where = f"message {i}" if key == "messages" else f"message {i} of {key}"
+            raise ValueError(f'{where} is {short(message)}; it must be {{"role": "user", "content": "..."}}')
     return found

@@ -1,6 +1,7 @@
 """Rows of whole documents as batches: each a pure function of (seed, number), like the windows of fzero/data/stream.py.
 
-Conversations share a row as far as they fit into it; a token attends to its own document only.
+Conversations share a row as far as they fit into it; a token attends to its own document only. The two answers of a
+pair stand in one row, one after the other.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RowStream:
     """Shuffled rows of a corpus of examples; `samples_at` depends on these values and its arguments only.
 
     A batch is one of TokenStream's: tokens, targets, documents and mask [B, T]. The mask has the targets that the model
-    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere.
+    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere. With a `reference`
+    the batch has an entry of that name, float64 [B, T]: the number of a document at its first token, and else 0.
 
     Raises ValueError for a document that is longer than a row.
     """
@@ -60,6 +62,7 @@ class RowStream:
     seq_len: int  # T
     batch: int  # B
     seed: int = 0
+    reference: np.ndarray | None = None  # float64 [documents]
 
     def __post_init__(self) -> None:
         assert self.tokens.said is not None  # a corpus of examples
@@ -68,7 +71,9 @@ class RowStream:
     @functools.cached_property
     def rows(self) -> list[list[int]]:
         """The documents of each row."""
-        return pack(np.diff(self.tokens.docs) - 1, self.seq_len)
+        lengths, together = np.diff(self.tokens.docs) - 1, 2 if self.tokens.kind == "pairs" else 1
+        rows = pack(lengths.reshape(-1, together).sum(1), self.seq_len)
+        return [[i * together + j for i in row for j in range(together)] for row in rows]
 
     def batch_at(self, step: int) -> Batch:
         """The batch of `step`: samples step * batch up to (step + 1) * batch."""
@@ -83,6 +88,7 @@ class RowStream:
         shape = (len(rows), self.seq_len)
         tokens, targets = np.full(shape, self.tokens.eos), np.full(shape, self.tokens.eos)
         documents, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
+        known = {} if self.reference is None else {"reference": np.zeros(shape)}
         for r, row in enumerate(rows.tolist()):
             at = 0
             for number, i in enumerate(self.rows[row]):
@@ -90,9 +96,11 @@ class RowStream:
                 end = at + len(ids) - 1
                 tokens[r, at:end], targets[r, at:end], mask[r, at:end] = ids[:-1], ids[1:], said[1:]
                 documents[r, at:end] = number
+                if self.reference is not None:
+                    known["reference"][r, at] = self.reference[i]
                 at = end
             documents[r, at:] = len(self.rows[row])
-        out = {"tokens": tokens, "targets": targets, "documents": documents, "mask": mask}
+        out = {"tokens": tokens, "targets": targets, "documents": documents, "mask": mask, **known}
         return {name: torch.from_numpy(leaf) for name, leaf in out.items()}
 
     def _document(self, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,9 +6,10 @@ A prepared corpus is a folder:
     train.bin  val.bin      the tokens of all documents one after the other, little-endian uint8, uint16 or uint32
     train.docs val.docs     little-endian uint64: where each document starts in the .bin, then the number of tokens
     train.sums val.sums     checksums of both, by chunks: see fzero/data/checksums.py
-    train.said val.said     of examples only (fzero/data/conversations.py): uint8, 1 for each token to be learnt
+    train.said val.said     of examples only (fzero/data/examples.py): uint8, 1 for each token to be learnt
     tokenizer.json          when the tokenizer is not bytes
     chat_template.jinja     of examples only, with tokenizer_config.json: what rendered them
+    reference-DIGEST/       of pairs of answers: what a frozen reference says of them (fzero/run/reference.py)
 
 Every document of text ends with the end-of-document token `eos`, which occurs nowhere else. Nothing is loaded: the
 files are memory-mapped.
@@ -35,7 +36,7 @@ class Tokens(NamedTuple):
     vocab_size: int
     eos: int
     sums: ChunkSums | None = None  # of the .bin file; None for arrays made by hand, and corpora of earlier versions
-    kind: str = "text"  # or chat, for examples
+    kind: str = "text"  # or of examples: chat, or pairs (of a chosen and a rejected answer, each a document)
     said: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
 
 

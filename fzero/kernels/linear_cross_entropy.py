@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import Axis, all_gather, psum
-from fzero.core.autodiff import needs_grad
+from fzero.core.autodiff import needs_grad, remat
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
-from fzero.kernels.cross_entropy_rows import WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
+from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
 from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
@@ -75,8 +75,14 @@ def reference(
     here = y.shape[-1]
     terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
+    return total_loss(_statistics(y, targets, terms, axis), targets, terms)
+
+
+def _statistics(y: Tensor, targets: Tensor, terms: Terms, axis: Axis) -> Tensor:
+    """Return the statistics [n, 3] of whole rows from the logits [n, V/tp] of this rank; targets from
+    `mark_targets`."""
     column = targets - terms.first
-    own = (targets >= 0) & (column >= 0) & (column < here)
+    own = (targets >= 0) & (column >= 0) & (column < y.shape[-1])
     # The largest logit serves the range of exp only; the loss does not depend on it, and nor does any derivative.
     m = all_gather(y.detach().amax(-1)[None], axis, leaf="head").amax(0)
     at_target = torch.gather(y, -1, torch.where(own, column, 0)[:, None])[:, 0]
@@ -84,7 +90,30 @@ def reference(
     exps, at_target, sums = psum(
         torch.stack((torch.exp(y - m[:, None]).sum(-1), at_target, y.sum(-1))), axis, leaf="head"
     )
-    return total_loss(torch.stack((m + torch.log(exps), at_target, sums), -1), targets, terms)
+    return torch.stack((m + torch.log(exps), at_target, sums), -1)
+
+
+def token_losses(
+    x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None, *, axis: Axis = WHOLE, cap: float = 0.0
+) -> Tensor:
+    """Return the cross entropy of each token by itself, [N] in float32 or wider: 0 for one that does not count.
+
+    Their sum is `linear_cross_entropy`. The logits of a chunk of tokens are made at a time, and again in the backward
+    pass. Communicates as the reference does, for each chunk.
+
+    >>> token_losses(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100]))
+    tensor([1.3863, 0.0000])
+    """
+    terms = Terms(0.0, 0.0, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
+    targets = mark_targets(targets, mask, IGNORE, terms.columns)
+
+    def losses_of(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        lse, at_target, _ = _statistics(cap_logits(widen(x @ w.to(x.dtype).T), cap), targets, terms, axis).unbind(-1)
+        return torch.where(targets != NONE, lse - at_target, 0.0)
+
+    rows = chunk_rows(x.shape[0], w.shape[0], x.dtype, kind_of(x))
+    losses = [remat(losses_of)(some, w, its) for some, its in zip(x.split(rows), targets.split(rows))]
+    return torch.cat(losses) if losses else x.new_zeros(0)
 
 
 def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:

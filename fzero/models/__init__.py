@@ -6,9 +6,10 @@ from fzero.models.deepseek import DeepSeekConfig, deepseek
 from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama
-from fzero.models.lora import LORA, LoRAConfig, lora, merge
+from fzero.models.lora import LORA, LoRAConfig, lora, merge, set_magnitudes
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
+from fzero.models.preference import answer_log_probs, dpo
 from fzero.models.presets import PRESETS, ModelConfig, build, period, preset, shorten
 from fzero.models.quantized import QuantizedConfig, quantize_weights, quantized
 
@@ -29,9 +30,11 @@ __all__ = [
     "ModelConfig",
     "QuantizedConfig",
     "RopeScaling",
+    "answer_log_probs",
     "build",
     "check_tokens",
     "deepseek",
+    "dpo",
     "from_module",
     "gpt2",
     "init_params",
@@ -47,5 +50,6 @@ __all__ = [
     "preset",
     "quantize_weights",
     "quantized",
+    "set_magnitudes",
     "shorten",
 ]

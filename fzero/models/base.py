@@ -134,6 +134,10 @@ class Model(NamedTuple):
     start: Mapping[str, Start] = {}  # by leaf name
     frozen: frozenset[str] = frozenset()  # leaves that are never trained
     foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
+    # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, and the leaf [V, D] by which the head
+    # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
+    features: Callable[[Tree, Any, Ctx], Tensor] | None = None
+    unembed: str = "head/w"
 
 
 class Start(NamedTuple):

@@ -32,7 +32,7 @@ from fzero.models.layers import (
     linear,
     norm,
 )
-from fzero.models.llama import MLP_RULES, embed, head_inputs, logits
+from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
 from fzero.models.mixtral import MOE_RULES, enter_routing, mean_over_positions
 from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
@@ -304,6 +304,8 @@ def deepseek(config: DeepSeekConfig) -> Model:
         rules=lambda mesh: _rules(c, mesh),
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
+        features=lambda params, state, ctx: features(c, params, state["x"], ctx),
+        unembed=unembed(c),
     )
 
 

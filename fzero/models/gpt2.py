@@ -157,9 +157,12 @@ def gpt2(config: GPT2Config) -> Model:
             h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
         return add(x, h, c.dropout, "mlp", ctx)
 
+    def features(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+        return norm(params["head"]["norm"], x, c.norm_eps, ctx)
+
     def normed(params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-        return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
+        return enter(features(params, x, ctx), ctx, "head"), w
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         return Loss(*token_loss(*normed(params, x, ctx), batch, ctx))
@@ -186,4 +189,6 @@ def gpt2(config: GPT2Config) -> Model:
         rules,
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/(attn|mlp)/w_\w+",
+        features=features,
+        unembed="embed/tokens" if c.tied else "head/w",
     )

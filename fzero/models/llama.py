@@ -227,12 +227,22 @@ def attend(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tupl
     return x, x
 
 
+def features(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+    """Return the activations x [B, T, D] after the last block, normalised."""
+    return norm(params["head"]["norm"], x, c.norm_eps, ctx)
+
+
 def head_inputs(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
     """Return (normalised x [B, T, D] inside the head's tensor-parallel region, the head's w [V, D] or this rank's rows
     of it).
     """
     w = params["embed"]["tokens"] if c.tied else params["head"]["w"]
-    return enter(norm(params["head"]["norm"], x, c.norm_eps, ctx), ctx, "head"), w
+    return enter(features(c, params, x, ctx), ctx, "head"), w
+
+
+def unembed(c: EndSizes) -> str:
+    """Return the name of the head's w."""
+    return "embed/tokens" if c.tied else "head/w"
 
 
 def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -323,4 +333,6 @@ def llama(config: LlamaConfig) -> Model:
         rules=lambda mesh: rules(c, mesh, MLP_RULES, Split("blocks/mlp/w_gate", 2, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/(attn|mlp)/w_\w+",
+        features=lambda params, x, ctx: features(c, last(params), x, ctx),
+        unembed=unembed(c),
     )

@@ -1,10 +1,12 @@
-"""LoRA: add a trained product of low rank to weights that stay frozen.
+"""LoRA: add a trained product of low rank to weights that stay frozen. DoRA: train the norms of their columns too.
 
-Ref: Hu et al. 2021, "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, section 4.1.
+Ref: Hu et al. 2021, "LoRA: low-rank adaptation of large language models", arXiv:2106.09685, section 4.1; Liu et al.
+2024, "DoRA: weight-decomposed low-rank adaptation", arXiv:2402.09353, section 4.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -12,18 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
-from fzero.models.base import CODES, MakeLeaf, Model, leaf_shapes, map_blocks
+from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.weights import LowRankSum, WeightInParts, block_weights, weights_of
-from fzero.sharding import Mesh, Rules, Spec, match_rules
+from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
 from fzero.sharding.plan import shapes_of
 from fzero.sharding.slices import is_stacked
 
-LORA = r"_lora_[ab]$"  # the leaves that are trained
-FROZEN = r"^(?!.*_lora_[ab]$)"  # and those that are not, for zero_plan
+LORA = r"_lora_[abm]$"  # the leaves that are trained
+FROZEN = r"^(?!.*_lora_[abm]$)"  # and those that are not, for zero_plan
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class LoRAConfig:
     rank: int
     alpha: float
     targets: str
+    dora: bool = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
@@ -47,7 +52,9 @@ class LoRAConfig:
         return getattr(self.base, name)
 
 
-def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_") -> Model:
+def lora(
+    model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_", *, dora: bool = False
+) -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches becomes w +
     (alpha / rank) a b. A product x w becomes x w + (alpha / rank) (x a) b; a block that uses w in another way gets the
     sum, made for it (see `LowRankSum`).
@@ -60,6 +67,11 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
     Of a model made from a module (see from_module, from_huggingface) the weights are as torch has them, [L, out, in],
     `<name>_lora_a` is [L, rank, in] and `<name>_lora_b` [L, out, rank], as peft has them; `targets` says which, such as
     `targets=r"[qv]_proj/weight$"`. An nn.Linear adds its product to its outputs; to another weight b a is added.
+
+    dora: there is also `<name>_lora_m` [L, out], the trained norms of the columns: column j of v = w + (alpha / rank) a
+    b becomes m_j / |v_j| times v_j, and |v_j| counts as a constant in the backward pass (Liu et al., section 4.3). So
+    that training begins at `model`, m must be the norms of the columns of w: `set_magnitudes` makes it so. Drawn, it
+    is what they are expected to be. A model made from a module has no DoRA.
 
     Raises ValueError if `targets` matches no leaf of the blocks or one that is not [L, in, out], for a rank outside [1,
     min(in, out)], and for an alpha that is not a positive number. Differs from the paper, which does not state the
@@ -74,42 +86,71 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
     names = _targets(targets, shapes, rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
-    config, start = LoRAConfig(model.config, rank, float(alpha), targets), model.start
+    if dora and model.foreign:
+        raise ValueError("lora: dora=True is for fzero's own models; of one made from a module leave it out")
+    config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora), model.start
     model = model._replace(start={})  # the functions below hold no weights
 
-    def init(make: MakeLeaf) -> Tree:
-        def beside(node: Tree, path: str) -> Tree:
-            out = {}
-            for key, value in node.items():
-                name = f"{path}/{key}"
-                out[key] = beside(value, name) if isinstance(value, dict) else value
-                if name in names:
-                    (a, b), std = _factor_shapes(model, shapes[name], rank)
-                    out[f"{key}_lora_a"] = make(f"{name}_lora_a", a, std)
-                    out[f"{key}_lora_b"] = make(f"{name}_lora_b", b, 0.0)
-            return out
+    def texts_of(mesh: Mesh) -> dict[str, str]:
+        texts = match_rules(model.rules(mesh), pytree.names(shapes_of(model)), what="the model's sharding rules")
+        return {name: texts.get(name) or texts[f"{name}/{CODES}"] for name in names}
 
-        tree = model.init(make)
-        return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
+    @functools.cache
+    def split_inside(tp: int) -> frozenset[str]:
+        """The targets, as the blocks name them, whose dim `in` is sharded over so many ranks of tp."""
+        texts = texts_of(fake_mesh({"tp": tp}))
+        return frozenset(n.partition("/")[2] for n, text in texts.items() if "tp" in Spec.parse(text).dims[1])
 
     def adapted(block: Block) -> Block:
         if model.foreign:
             return lambda params, x, ctx: block(_with_scale(params, config), x, ctx)
-        return lambda params, x, ctx: block(_with_factors(params, config), x, ctx)
+
+        def block_with_factors(params: Tree, x: Any, ctx: Ctx) -> Any:
+            tp = ctx.mesh["tp"]
+            inside = {name: tp for name in split_inside(tp.size)} if dora and tp.size > 1 else {}
+            return block(_with_factors(params, config, inside), x, ctx)
+
+        return block_with_factors
 
     def rules(mesh: Mesh) -> Rules[str]:
-        base = model.rules(mesh)
-        texts = match_rules(base, pytree.names(shapes_of(model)), what="the model's sharding rules")
         of_factors = [
             (f"^{re.escape(name)}_lora_{factor}$", text)
-            for name in names
-            for factor, text in zip("ab", _factor_specs(texts.get(name) or texts[f"{name}/{CODES}"], model.foreign))
+            for name, of_weight in texts_of(mesh).items()
+            for factor, text in zip("abm" if dora else "ab", _factor_specs(of_weight, model.foreign))
         ]
-        return (*of_factors, *base)
+        return (*of_factors, *model.rules(mesh))
 
     # A gathered weight is more than the operand of one product.
+    init = functools.partial(_init, model, config, {name: shapes[name] for name in names})
     blocks = map_blocks(model, adapted)
     return model._replace(config=config, init=init, block=blocks, rules=rules, linear="", start=start)
+
+
+def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:
+    """Make the parameters of `model` with factors, and magnitudes, beside the weights of these shapes."""
+    deviations: dict[str, float] = {}
+
+    def note(name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: Any = None) -> Any:
+        deviations[name] = std
+        return make(name, shape, std, mean, dtype)
+
+    def beside(node: Tree, path: str) -> Tree:
+        out = {}
+        for key, value in node.items():
+            name = f"{path}/{key}"
+            out[key] = beside(value, name) if isinstance(value, dict) else value
+            if name in weights:
+                layers, size_in, size_out = weights[name]
+                (a, b), std = _factor_shapes(model, weights[name], config.rank)
+                out[f"{key}_lora_a"] = make(f"{name}_lora_a", a, std)
+                out[f"{key}_lora_b"] = make(f"{name}_lora_b", b, 0.0)
+                if config.dora:
+                    norm = math.sqrt(size_in) * deviations.get(name, 1.0)  # of codes anything
+                    out[f"{key}_lora_m"] = make(f"{name}_lora_m", (layers, size_out), 0.0, norm)
+        return out
+
+    tree = model.init(note)
+    return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
 
 
 def merge(model: Model, params: Tree) -> Tree:
@@ -139,14 +180,54 @@ def merge(model: Model, params: Tree) -> Tree:
     return {**params, **pytree.map(lambda w: w.dense() if isinstance(w, WeightInParts) else w, in_blocks)}
 
 
-def _with_factors(node: Tree, config: LoRAConfig) -> Tree:
-    """The tree with a weight and its factors as one LowRankSum."""
+def set_magnitudes(model: Model, params: Tree) -> Tree:
+    """Return the parameters with DoRA's magnitudes those of the weights that the factors give: it computes what the
+    same model without magnitudes does.
+
+    model: the one that `lora` returned. params: whole (not sharded) leaves. Raises ValueError if `model` has no DoRA.
+
+    >>> from fzero import models, random
+    >>> model = lora(models.mlp(models.MLPConfig()), rank=2, targets="/w_in", dora=True)
+    >>> params = models.init_params(model, random.key(0))
+    >>> set_magnitudes(model, params)["blocks"]["w_in_lora_m"].allclose(params["blocks"]["w_in"].norm(dim=1))
+    True
+    """
+    if not getattr(model.config, "dora", False):
+        raise ValueError("set_magnitudes: the model has no magnitudes; give it one of lora(..., dora=True)")
+    named = pytree.named_leaves(params)
+
+    def magnitude(name: str, leaf: Tensor) -> Tensor:
+        return column_norms(named, name, model.config).to(leaf.dtype) if name.endswith("_lora_m") else leaf
+
+    return pytree.map_named(magnitude, params)
+
+
+def column_norms(named: Mapping[str, Tensor], name: str, config: LoRAConfig) -> Tensor:
+    """Return [L, out], the norms of the columns of the weight of the magnitudes `name`, with its factors if `named`,
+    the whole leaves by name, has them."""
+    weight = name.removesuffix("_lora_m")
+    w = named.get(weight)
+    if w is None:
+        codes = {part: named[f"{weight}/{part}"] for part in (CODES, SCALES)}
+        w = weights_of(codes, config.kind, config.block).dense()
+    w = w.to(torch.promote_types(w.dtype, torch.float32))
+    if f"{weight}_lora_a" in named:
+        a, b = named[f"{weight}_lora_a"], named[f"{weight}_lora_b"]
+        w = LowRankSum(w, a, b, config.alpha / config.rank).dense()
+    return torch.linalg.vector_norm(w, dim=-2)
+
+
+def _with_factors(node: Tree, config: LoRAConfig, inside: Mapping[str, Axis] = {}, path: str = "") -> Tree:
+    """The tree with a weight and its factors as one LowRankSum. inside: the axis that shards the dim `in` of a weight,
+    by name."""
     out = {}
     for key, value in node.items():
         if f"{key}_lora_a" in node:
-            out[key] = LowRankSum(value, node[f"{key}_lora_a"], node[f"{key}_lora_b"], config.alpha / config.rank)
+            a, b, m = (node.get(f"{key}_lora_{factor}") for factor in "abm")
+            axis = inside.get(f"{path}{key}", Axis("tp"))
+            out[key] = LowRankSum(value, a, b, config.alpha / config.rank, m, axis)
         elif isinstance(value, dict):
-            out[key] = _with_factors(value, config)
+            out[key] = _with_factors(value, config, inside, f"{path}{key}/")
         elif re.search(LORA, key) is None:
             out[key] = value
     return out
@@ -190,9 +271,10 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
     return names
 
 
-def _factor_specs(text: str, foreign: bool = False) -> tuple[str, str]:
-    """The spec texts of the factors of a leaf: from "[L, D, H/tp]" follow "[L, D, R] +tp" and "[L, R, H/tp]"; of a
-    module's, "[L, R, H/tp]" and "[L, D, R]", whose gradients owe no sum.
+def _factor_specs(text: str, foreign: bool = False) -> tuple[str, ...]:
+    """The spec texts of the factors and magnitudes of a leaf: from "[L, D, H/tp]" follow "[L, D, R] +tp", "[L, R,
+    H/tp]" and "[L, H/tp]"; of a module's the factors' alone, "[L, R, H/tp]" and "[L, D, R]", whose gradients owe no
+    sum.
     """
     spec = Spec.parse(text)
     layers, size_in, size_out = (dim.strip() for dim in text[text.index("[") + 1 : text.index("]")].split(","))
@@ -203,4 +285,8 @@ def _factor_specs(text: str, foreign: bool = False) -> tuple[str, str]:
     def owed(dim: int) -> str:
         return "".join(f" +{axis}" for axis in sorted({*spec.partial, *spec.dims[dim]})) + memory
 
-    return f"[{layers}, {size_in}, R]{owed(2)}", f"[{layers}, R, {size_out}]{owed(1)}"
+    return (
+        f"[{layers}, {size_in}, R]{owed(2)}",
+        f"[{layers}, R, {size_out}]{owed(1)}",
+        f"[{layers}, {size_out}]{owed(1)}",
+    )

@@ -18,7 +18,18 @@ from fzero.kernels import moe as experts
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
 from fzero.models.layers import Attention, Split, add, enter, leave, linear, sequence_axis
-from fzero.models.llama import LlamaConfig, attend, embed, head_inputs, in_layers, init, logits, rules
+from fzero.models.llama import (
+    LlamaConfig,
+    attend,
+    embed,
+    features,
+    head_inputs,
+    in_layers,
+    init,
+    logits,
+    rules,
+    unembed,
+)
 
 
 @dataclass(frozen=True)
@@ -151,4 +162,6 @@ def mixtral(config: MoEConfig) -> Model:
         rules=lambda mesh: rules(c, mesh, MOE_RULES, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/attn/w_\w+",
+        features=lambda params, state, ctx: features(c, params, state["x"], ctx),
+        unembed=unembed(c),
     )

@@ -205,7 +205,7 @@ BUILDERS: dict[type, Callable[[Any], Model]] = {
     MoEConfig: mixtral,
     DeepSeekConfig: deepseek,
     MLPConfig: mlp,
-    LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets),
+    LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets, dora=c.dora),
     QuantizedConfig: lambda c: quantized(build(c.base), c.kind, c.block, c.targets),
 }
 

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.comm.collectives import Axis, psum
 from fzero.core import pytree
 from fzero.core.pytree import nearest
 from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
 from fzero.sharding.slices import is_stacked
 
+WHOLE = Axis("tp")  # of size 1
 Multiply = Callable[[Tensor, Any], Tensor]  # (x [..., in], w [in, out]) -> [..., out]
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
@@ -52,25 +54,44 @@ class WeightInParts:
 
 @dataclass(frozen=True, eq=False)
 class LowRankSum(WeightInParts):
-    """w + scale a b, with w [in, out], a [in, R] and b [R, out]: x a b is summed, and a b never made."""
+    """w + scale a b, with w [in, out], a [in, R] and b [R, out]: x a b is summed, and a b never made.
+
+    With magnitudes m [out] (DoRA) its columns have those norms: m_j / |v_j| v_j, of v = w + scale a b. The norms |v_j|
+    count as constants in the backward pass.
+    """
 
     w: Any  # a Tensor or a WeightInParts
     a: Tensor
     b: Tensor
     scale: float
+    m: Tensor | None = None
+    axis: Axis = WHOLE  # that shards `in`, over which the norms are summed
 
     def dense(self) -> Tensor:
         """Summed in float32 or wider, and rounded once to the dtype of w."""
         w = self.w.dense() if isinstance(self.w, WeightInParts) else self.w
         wide = torch.promote_types(w.dtype, torch.float32)
-        return (w + self.scale * (self.a.to(wide) @ self.b.to(wide))).to(w.dtype)
+        v = w + self.scale * (self.a.to(wide) @ self.b.to(wide))
+        return (v if self.m is None else v * self.gain(self.m, v)[..., None, :]).to(w.dtype)
 
     def product(self, x: Tensor, multiply: Multiply = torch.matmul) -> Tensor:
-        """x w + scale (x a) b, in x's dtype."""
-        return torch.add(multiply(x, self.w), (x @ self.a.to(x.dtype)) @ self.b.to(x.dtype), alpha=self.scale)
+        """x w + scale (x a) b, in x's dtype; with magnitudes its columns times m / |v|."""
+        y = torch.add(multiply(x, self.w), (x @ self.a.to(x.dtype)) @ self.b.to(x.dtype), alpha=self.scale)
+        if self.m is None:
+            return y
+        w = self.w.dense() if isinstance(self.w, WeightInParts) else self.w.detach()
+        wide = torch.promote_types(w.dtype, torch.float32)
+        v = w.to(wide) + self.scale * (self.a.detach().to(wide) @ self.b.detach().to(wide))
+        return y * self.gain(self.m, v).to(y.dtype)
+
+    def gain(self, m: Tensor, v: Tensor) -> Tensor:
+        """m over the norms of the columns of v [in, out], in float32 or wider. Communicates: a psum of [out] over
+        `axis`."""
+        squares = psum(v.detach().square().sum(-2), self.axis, leaf="dora")
+        return m.to(v.dtype) / squares.sqrt()
 
     def to(self, dtype: torch.dtype) -> LowRankSum:
-        """The weight in another dtype."""
+        """The weight in another dtype; magnitudes stay as they are."""
         return replace(self, w=self.w.to(dtype), a=self.a.to(dtype), b=self.b.to(dtype))
 
 

@@ -77,7 +77,7 @@ def in_words(run: RunReport, found: Outcome) -> str:
     tokens = f" ({found.tokens:,} tokens)" if found.tokens else ""
     reached = "it has no validation loss"
     if found.val is not None:
-        reached = f"it reached a validation loss of {loss_in_words(found.val)}"
+        reached = f"it reached a validation loss of {loss_in_words(found.val) if of_tokens(run) else digits(found.val)}"
     parameters = f" ({size:,} parameters)" if size else ""
     return f"**{model}**{parameters} made {steps}{tokens} on {where} in {duration(found.seconds)}: {reached}."
 
@@ -93,6 +93,11 @@ def duration(seconds: float) -> str:
     units = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
     size, name, small, rest = next(unit for unit in units if seconds >= unit[0])
     return f"{int(seconds // size)} {name} {int(seconds % size // small)} {rest}"
+
+
+def of_tokens(run: RunReport) -> bool:
+    """Whether the loss is one of tokens, which has a perplexity, and not one of pairs of answers."""
+    return run.config.get("objective") != "dpo"
 
 
 def loss_in_words(loss: float) -> str:
@@ -160,7 +165,8 @@ def final_table(report: Report, found: Sequence[Outcome]) -> Table:
     quantities |= {"peak memory": ("peak_bytes", "bytes")}
     rows = []
     for run, one in zip(report.runs, found):
-        losses = ["-" if v is None else digits(v) for v in (one.val, one.val and perplexity(one.val), one.train)]
+        spread = perplexity(one.val) if one.val is not None and of_tokens(run) else None
+        losses = ["-" if v is None else digits(v) for v in (one.val, spread, one.train)]
         if several and one.val is not None and one.val_tokens != one.tokens:
             losses[0] += f" (at {one.val_tokens:,})"
         cells = [cell(value_of(run, counted(run, name)), unit) for name, unit in quantities.values()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.models.base import Start
-from fzero.models.lora import FROZEN
+from fzero.models.lora import FROZEN, column_norms
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_config import load_settings
@@ -94,7 +95,7 @@ def build(
             f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
             "does not divide"
         )
-    model = models.build(config.model) if model is None else model
+    model = with_objective(config, models.build(config.model) if model is None else model)
     plan = zero_plan(
         config.zero,
         model,
@@ -137,6 +138,11 @@ def build(
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
+
+
+def with_objective(config: RunConfig, model: Model) -> Model:
+    """The model with the loss of what is learnt."""
+    return models.dpo(model, config.dpo.beta, config.dpo.smoothing) if config.objective == "dpo" else model
 
 
 def make_nvme(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | None:
@@ -199,14 +205,23 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
     start = job.model if params is None else params
     if params is not None and isinstance(job.config.model, models.LoRAConfig):
         given = pytree.named_leaves(params)
-        if not any(name.endswith("_lora_a") for name in given):
+        if not has_factors(params):
             inner = models.build(job.config.model.base)
             if isinstance(inner.config, models.QuantizedConfig):
                 given = pytree.named_leaves(models.quantize_weights(inner, params))
             begin = {name: Start((lambda leaf=leaf: leaf,), tuple(leaf.shape), False) for name, leaf in given.items()}
+            for name, leaf in job.plan.leaves.items():
+                if name.endswith("_lora_m"):
+                    norms = partial(column_norms, given, name, job.config.model)
+                    begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
     return init_state(start, job.tx, job.plan, **options)
+
+
+def has_factors(params: Tree) -> bool:
+    """Whether parameters have LoRA's factors."""
+    return any(name.endswith("_lora_a") for name in pytree.names(params))
 
 
 def latest(job: Job) -> TrainState:

@@ -141,13 +141,26 @@ class Guard:
 
 
 @dataclass(frozen=True)
+class DPO:
+    """Direct preference optimization, for objective=dpo: see models.dpo."""
+
+    beta: float = 0.1  # how near the reference it stays; the larger, the nearer
+    smoothing: float = 0.0  # the fraction of pairs whose preference is taken to be wrong, below 0.5
+    # the digest of the reference, whose log-probabilities are beside the corpus; "": the model that the run starts
+    # from, recorded at its start
+    reference: str = ""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
     preset: str = ""  # that the other values started from; "" for none
     device: str = "auto"  # cpu or cuda; auto: the GPU where there is one. Decided at the start of a run and recorded
     model: ModelConfig = field(default_factory=MLPConfig)
-    objective: str = "text"  # what is learnt: text (each next token), chat (what the assistant says)
+    # what is learnt: text (each next token), chat (what the assistant says), dpo (to prefer one answer to another)
+    objective: str = "text"
+    dpo: DPO = DPO()
     data: Data = Data()
     optim: Optim = Optim()
     precision: Precision = Precision()

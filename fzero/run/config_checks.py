@@ -77,13 +77,15 @@ BOUNDS: dict[str, Bounds] = {
         "guard.rollback_steps": COUNT,
         "guard.check_every": COUNT,
     },
+    "dpo.beta": POSITIVE,
+    "dpo.smoothing": (0.0, True, 0.5),
     **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},
 }
 
 
-OBJECTIVES = ("text", "chat")  # and the kinds of corpora that they learn from
+OBJECTIVES = {"text": "text", "chat": "chat", "dpo": "pairs"}  # and the kinds of corpora that they learn from
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "objective": OBJECTIVES,
+    "objective": tuple(OBJECTIVES),
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),
@@ -233,6 +235,8 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
                     "leave it out"
                 )
     g = config.guard
+    if table.get("dpo") and config.objective != "dpo":
+        raise ValueError(f"dpo.{next(iter(table['dpo']))} does nothing with objective={config.objective}; leave it out")
     for key in table.get("guard", {}):
         if key in ("sigmas", "window", "warmup") and g.spike == "off":
             raise ValueError(
@@ -249,7 +253,7 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
     """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
     does not."""
     meta = read_meta(corpus)
-    kind, wanted, size = meta.get("kind", "text"), config.objective, meta["vocab_size"]
+    kind, wanted, size = meta.get("kind", "text"), OBJECTIVES[config.objective], meta["vocab_size"]
     if kind != wanted:
         raise ValueError(f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {wanted}")
     if size > config.model.vocab_size:

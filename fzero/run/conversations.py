@@ -9,10 +9,12 @@ import numpy as np
 
 from fzero.core.foreign import read_text_file
 from fzero.data.chat import Chat, encoder, read_chat, render
-from fzero.data.conversations import Lengths, describe_conversations, prepare_conversations
+from fzero.data.conversations import describe_conversations, prepare_conversations
+from fzero.data.examples import Lengths
+from fzero.data.preferences import prepare_preferences
 from fzero.data.tokenizers import Tokenizer
 from fzero.run.config import RunConfig
-from fzero.run.start_tokenizer import start_tokenizer
+from fzero.run.start_tokenizer import start_chat, start_tokenizer
 
 
 def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: Path | None) -> Path:
@@ -25,7 +27,8 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     if path.suffix != ".jsonl":
         raise ValueError(
             f"data.path is {config.data.path!r} and objective is {config.objective}; give a .jsonl file with a "
-            "conversation a line, or a folder that was prepared of one: --data FILE.jsonl"
+            f"{'pair of answers' if config.objective == 'dpo' else 'conversation'} a line, or a folder that was "
+            "prepared of one: --data FILE.jsonl"
         )
     if init is None:
         raise ValueError(f"objective is {config.objective}, which starts from a model: --init FOLDER")
@@ -33,23 +36,30 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     chat = chat_of(config, init)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
     lengths = Lengths(config.data.seq_len, config.model.max_len)
-    meta = prepare_conversations(path, out, chat, tokenizer, lengths, config.train.seed)
-    say(describe_conversations(meta))
-    return out
-
-
-def chat_of(config: RunConfig, init: Path) -> Chat:
-    """The chat template of a run: `data.template`, else that of the model in `init`; raises ValueError if there is
-    none."""
-    found = read_chat(init)
-    if config.data.template:
-        return Chat(read_text_file(config.data.template), found.tokens if found else {})
-    if found is None:
+    if config.objective == "dpo":  # pairs of texts need no template
+        meta = prepare_preferences(path, out, chat, tokenizer, lengths, config.train.seed)
+    elif chat is None:
         raise ValueError(
             f"{init}: has no chat template (chat_template.jinja, or an entry of tokenizer_config.json); give one: "
             "--chat-template FILE.jinja"
         )
+    else:
+        meta = prepare_conversations(path, out, chat, tokenizer, lengths, config.train.seed)
+    say(describe_conversations(meta))
+    return out
+
+
+def chat_of(config: RunConfig, init: Path) -> Chat | None:
+    """The chat template of a run: `data.template`, else that of the model in `init`; None if there is none."""
+    found = start_chat(init)
+    if config.data.template:
+        return Chat(read_text_file(config.data.template), found.tokens if found else {})
     return found
+
+
+def answers_messages(config: RunConfig, folder: Path) -> bool:
+    """Whether the model of the run in `folder` answers a prompt as a message, and does not continue it as a text."""
+    return config.objective != "text" and (config.objective == "chat" or read_chat(folder) is not None)
 
 
 def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, int]:

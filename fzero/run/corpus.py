@@ -16,6 +16,7 @@ import torch
 import fzero
 from fzero import data
 from fzero.core.gpu import HOST, Copied, copy_in, pinned
+from fzero.data.reference import read_reference
 from fzero.data.rows import RowStream
 from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta
@@ -112,7 +113,8 @@ def open_stream(config: RunConfig, corpus: Path, split: str, batch: int) -> data
     tokens, seed = data.open_tokens(corpus, split), config.train.seed
     if tokens.kind == "text":
         return data.TokenStream(tokens, config.data.seq_len, batch, seed)
-    return RowStream(tokens, config.data.seq_len, batch, seed)
+    known = config.dpo.reference if config.objective == "dpo" else ""
+    return RowStream(tokens, config.data.seq_len, batch, seed, read_reference(corpus, split, known) if known else None)
 
 
 def open_data(

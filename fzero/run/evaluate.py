@@ -23,7 +23,7 @@ def evaluate_all(
     job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float
 ) -> dict[str, float]:
     """{"val_loss": nats per token on the validation split, ...}: cross entropy; also per byte unless tokens are
-    bytes, and of the average.
+    bytes, and of the average. Of pairs of answers also the means of what else their loss reports, such as val_accuracy.
 
     The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one
     process. Communicates: what the model does, and two float64 per batch over dp and rp.
@@ -32,15 +32,18 @@ def evaluate_all(
     for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(job, state))):
         if not pytree.leaves(params):
             continue
-        sums = []
+        sums, more = [], {}
         for batch in on_device_ahead(batches(), job.device):
             loss = job.eval_step(params, batch)
-            sums += [x.double() for x in (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)]
+            more = {} if job.config.objective in ("text", "chat") else loss.extra
+            of_tokens = (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)
+            sums += [x.double() for x in (*of_tokens, *more.values())]
         with mesh.ledger.phase("evaluate"):
-            rows = torch.tensor(read_scalars(sums), dtype=torch.float64, device=device_of(mesh)).reshape(-1, 2)
-            table = gather_rows(rows, mesh, leaf="sums", axes=BY_DATA_RANK)
-        total, count = (sum(column) for column in table.transpose(0, 1).reshape(-1, 2).T.tolist())
+            rows = torch.tensor(read_scalars(sums), dtype=torch.float64, device=device_of(mesh))
+            table = gather_rows(rows.reshape(-1, 2 + len(more)), mesh, leaf="sums", axes=BY_DATA_RANK)
+        total, count, *rest = (sum(column) for column in table.transpose(0, 1).flatten(0, 1).T.tolist())
         out[name] = total / max(count, 1)
+        out |= {name.replace("loss", key): value / max(count, 1) for key, value in zip(more, rest)}
         if bytes_per_token != 1.0:
             out[f"{name}_per_byte"] = out[name] / bytes_per_token
     return {name: value for name, value in out.items() if math.isfinite(value)}

@@ -11,7 +11,7 @@ import torch
 
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
-from fzero.checkpoint.convert import huggingface
+from fzero.checkpoint.convert import huggingface, peft
 from fzero.core import pytree
 from fzero.data.chat import read_chat, write_chat
 from fzero.models.presets import without_adapters
@@ -94,6 +94,29 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     else:
         step, passed = weights.read_newest(run, value, read)
     return f"{out}: the model of {run} after step {step}", passed
+
+
+def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
+    """Write the adapters of `run` to the new folder `out`, as PEFT reads them; returns what `export_hf` does."""
+    value = run_folder.read_config(run)
+    if not isinstance(value.model, models.LoRAConfig):
+        raise ValueError(f"--adapter: {run} has no adapters, as it trains all weights; leave it out")
+    trained, base, chat = weights.load(run, wide=True, ema=ema), base_folder(run), read_chat(run)
+    peft.save_adapter(out, value.model, trained.params, base=str(base))
+    if chat is not None:
+        write_chat(out, chat)
+    return f"{out}: the adapters of {run} after step {trained.step}, on {base}", trained.warnings
+
+
+def base_folder(run: Path) -> Path:
+    """The folder of the model below a run's adapters: of transformers where it came from there, else a run."""
+    place = run
+    while run_folder.is_run(place):
+        about = run_folder.read_environment(place)
+        if not isinstance(run_folder.read_config(place).model, models.LoRAConfig):
+            return Path(about["imported"]) if "imported" in about else place
+        place = Path(about["init"])
+    return peft.base_of(place) if peft.is_adapter(place) else place
 
 
 def in_checkpoint(run: Path, value: RunConfig, held: checkpoint.CheckpointReader, *, ema: bool) -> huggingface.Leaves:

@@ -10,9 +10,16 @@ from fzero.run.config import RunConfig
 from fzero.run.ranks.coordinator import join
 
 
-def train_run(folder: str | Path, config: RunConfig | None = None, *, options: Options | None = None) -> int:
+def train_run(
+    folder: str | Path,
+    config: RunConfig | None = None,
+    *,
+    init: str | Path | None = None,
+    options: Options | None = None,
+) -> int:
     """Train a new run of `config` in `folder`, or (None) resume the run there; the signal that stopped it, or 0.
 
+    init: the model that a new run starts from, as `--init`; see `tuned_config` of fzero/run/fine_tuning.py.
     options: `Options(log=f)` has f(step, row) called on rank 0 after each step, with the row that metrics.jsonl gets;
     what f raises ends the run. Every process of torchrun calls this, in its main thread.
     Raises ValueError as `start` and `resume` of fzero/run/pretrain.py.
@@ -36,7 +43,8 @@ def train_run(folder: str | Path, config: RunConfig | None = None, *, options: O
         if config is None:
             ready = pretrain.resume(Path(folder), coordinator, options)
         else:
-            ready = pretrain.start(config, Path(folder), coordinator, options)
+            start = {"init": Path(init), "grow_vocabulary": False} if init is not None else {}
+            ready = pretrain.start(config, Path(folder), coordinator, options, **start)
         return loop.train(*ready) if ready is not None else 0
     finally:
         run_lock.release_all()

@@ -236,7 +236,7 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
     per_byte = f" ({last['val_loss_per_byte']:.4f} per byte)" if "val_loss_per_byte" in last else ""
     say(
         f"{step} steps in {format_duration(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} "
-        f"nats per token{per_byte}"
+        f"nats per {'pair' if config.objective == 'dpo' else 'token'}{per_byte}"
     )
     where = (
         job.nvme.folder
@@ -264,7 +264,7 @@ def best_params(job: Job, state: TrainState) -> Any:
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     """The text of up to `n` tokens generated after the prompt of the options."""
     job, tokenizer = attempt.job, run_folder.read_tokenizer(attempt.folder)
-    chat = job.config.objective != "text"
+    chat = conversations.answers_messages(job.config, attempt.folder)
     ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
     n = min(n, job.model.config.max_len - tokens.shape[1])

@@ -22,7 +22,7 @@ from fzero.data.tokens import read_meta
 from fzero.run import corpus, machine, run_folder, run_lock
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
-from fzero.run.build import Job, build, first_state, num_params
+from fzero.run.build import Job, build, first_state, has_factors, num_params
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import check_corpus
 from fzero.run.config_table import apply_table, from_json, to_json
@@ -34,6 +34,7 @@ from fzero.run.out_of_memory import explained
 from fzero.run.placement import keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
+from fzero.run.reference import with_reference
 from fzero.run.resume import auto_resume, rollback
 from fzero.run.resume.newest_state import expect_disk, expect_new, load_newest_state
 from fzero.sharding import Mesh
@@ -97,6 +98,10 @@ def start(
         attempt = Attempt(job, folder, path, coordinator, options)
         with explained(job, folder, coordinator, "the first state"):
             state = first_state(job, weights.params if weights else None)
+        if config.objective == "dpo":
+            fresh = weights is not None and not has_factors(weights.params)
+            job = with_reference(job, state, path, coordinator, options.say, fresh=fresh)
+            attempt = attempt._replace(job=job)
         if coordinator.first:
             create_folder(attempt, init)
     except BaseException:

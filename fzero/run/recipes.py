@@ -47,24 +47,34 @@ SMALL_RUNS: dict[str, tuple[int, int, int, int]] = {
 LARGE_RUN = (50_000, 256, 1, 4096)
 
 
-# Of runs that begin with the weights of another, by name: peak learning rate. LoRA's factors take more than whole
-# weights (Schulman et al. 2025, "LoRA without regret").
-FINE_TUNING: dict[str, float] = {
-    "finetune": 2e-5,
-    "finetune-lora": 2e-4,
+# Of runs that begin with the weights of another, by name: objective and peak learning rate. LoRA's factors take more
+# than whole weights (Schulman et al. 2025, "LoRA without regret"), and preferences less than texts (Rafailov et al.
+# 2023, appendix B, has 1e-6).
+FINE_TUNING: dict[str, tuple[str, float]] = {
+    "finetune": ("chat", 2e-5),
+    "finetune-lora": ("chat", 2e-4),
+    "finetune-dpo": ("dpo", 1e-6),
+    "finetune-dpo-lora": ("dpo", 1e-5),
 }
+
+
+def preset_for(objective: str, *, lora: bool) -> str:
+    """The preset of FINE_TUNING for what is to be learnt."""
+    name = next((name for name, (of, _) in FINE_TUNING.items() if of == objective), "finetune")
+    return f"{name}-lora" if lora else name
 
 
 def fine_tuning(name: str, model: ModelConfig, *, steps: int | None = None, optimizer: str | None = None) -> RunConfig:
     """The whole run of a preset of FINE_TUNING for `model`: AdamW without decay, rows of up to 1,024 positions."""
     steps = 200 if steps is None else steps
     check_leaf("train.steps", steps)
-    optim = replace(optimizer_defaults(optimizer or "adamw"), lr=FINE_TUNING[name], weight_decay=0.0, beta2=0.999)
+    objective, lr = FINE_TUNING[name]
+    optim = replace(optimizer_defaults(optimizer or "adamw"), lr=lr, weight_decay=0.0, beta2=0.999)
     optim = replace(optim, schedule=Schedule(warmup_steps=min(steps // 20, 100), end=0.1))
     return RunConfig(
         preset=name,
         model=model,
-        objective="chat",
+        objective=objective,
         data=Data(path="", seq_len=min(1024, model.max_len)),
         optim=optim,
         train=Train(steps=steps, batch=16, micro_batch=2, eval_every=50, checkpoint_every=100),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fzero.checkpoint.convert import peft
 from fzero.core.foreign import read_json, read_text_file
+from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import Tokenizer, json_tokenizer
 from fzero.run import run_folder
 
@@ -14,10 +16,19 @@ def start_tokenizer(init: Path) -> Tokenizer:
     """The tokenizer of a run, or of a folder of another system; raises ValueError if it has none."""
     if run_folder.is_run(init):
         return run_folder.read_tokenizer(init)
+    if peft.is_adapter(init):
+        return start_tokenizer(peft.base_of(init))
     found = tokenizer_of(init, init / "config.json")
     if found is None:
         raise ValueError(f"{init}: has no tokenizer.json, so there is no text to read")
     return found
+
+
+def start_chat(init: Path) -> Chat | None:
+    """The chat template of a run, of a folder of another system, or of an adapter, which may have its base's; None if
+    there is none."""
+    found = read_chat(init)
+    return start_chat(peft.base_of(init)) if found is None and peft.is_adapter(init) else found
 
 
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:

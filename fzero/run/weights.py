@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
+from fzero.checkpoint.convert import peft
 from fzero.checkpoint.directory import newest_sound
 from fzero.core import pytree
 from fzero.core.precision import POLICIES
@@ -109,7 +111,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
         path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
         there, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
         step = there.step
-        read = lambda name: there.read(prefix + name)  # noqa: E731
+        read = lambda name: there.read((prefix if prefix + name in there.leaves else PARAMS) + name)  # noqa: E731
         held = any(name.startswith(prefix) for name in there.leaves)
     if not held:
         raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
@@ -146,10 +148,23 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
         if ema and not any(name.startswith(EMA) for name in held.leaves):
             raise ValueError(f"{folder}: keeps no average of the weights (train.ema_decay is 0)")
         prefix = EMA if ema else MASTER if wide and any(name.startswith(MASTER) for name in held.leaves) else PARAMS
-        return checkpoint.restore(held.path, meta_like_saved(held, like, prefix), under=prefix.rstrip("/")), held.step
+        return restore_weights(held, like, prefix), held.step
 
     (params, step), warnings = read_newest(folder, value, read)
     return TrainedWeights(value, model, params, step, warnings)
+
+
+def restore_weights(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:
+    """The parameters in a checkpoint: their leaves below `prefix`, and of frozen ones, which have no other form, those
+    that the run trained with."""
+    first = {n: leaf for n, leaf in pytree.named_leaves(like).items() if prefix + n in held.leaves}
+    saved = meta_like_saved(held, pytree.nest(first), prefix)
+    found = checkpoint.restore(held.path, saved, under=prefix.rstrip("/"))
+    if len(first) == len(pytree.names(like)):
+        return pytree.from_named(pytree.named_leaves(found), like)
+    there = "|".join(map(re.escape, first))
+    rest = checkpoint.restore(held.path, meta_like_saved(held, like, PARAMS), under=PARAMS.rstrip("/"), keep=there)
+    return pytree.from_named(pytree.named_leaves(rest) | pytree.named_leaves(found), like)
 
 
 def start_sizes(init: Path) -> tuple[str, ModelConfig]:
@@ -157,16 +172,30 @@ def start_sizes(init: Path) -> tuple[str, ModelConfig]:
     if is_run(init):
         old = read_config(init)
         return old.preset, old.model
+    if peft.is_adapter(init):
+        base = peft.base_of(init)
+        return "", peft.open_adapter(init, base, start_sizes(base)[1]).config
     return "", convert.open_source(init).config
 
 
 def load_start(init: Path) -> TrainedWeights:
-    """The weights that a new run starts from: those of the run in `init`, or those that another system saved there.
+    """The weights that a new run starts from: those of the run in `init`, or those that another system saved there;
+    of an adapter of PEFT also those of its base.
 
-    Raises ValueError as `load` and `convert.open_source` do.
+    Raises ValueError as `load`, `convert.open_source` and `peft.open_adapter` do.
     """
     if is_run(init):
         return load(init, wide=True)
+    if peft.is_adapter(init):
+        base = peft.base_of(init)
+        below = load_start(base)
+        named = pytree.named_leaves(below.params)
+        adapter = peft.open_adapter(init, base, below.model.config)
+        peft.expect_base(init, base, named)
+        named |= {name: entry.give() for name, entry in adapter.leaves.items()}
+        model = models.build(adapter.config)
+        params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
+        return TrainedWeights(recipe("", adapter.config), model, params, 0, below.warnings)
     source = convert.open_source(init)
     return TrainedWeights(recipe("", source.config), models.build(source.config), convert.load(source), 0, [])
 

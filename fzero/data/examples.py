@@ -1,0 +1,139 @@
+"""Convert lines to token files: a corpus as `prepare` makes it of text, whose documents are examples, with a byte for
+each token that says whether the model is to say it (SPLIT.said).
+
+What a line of the .jsonl file is, its reader knows: see conversations.py and preferences.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fzero.core.foreign import expect_regular, parse_json
+from fzero.core.storage import write_text
+from fzero.core.tables import Table
+from fzero.data.chat import Chat, Example, write_chat
+from fzero.data.checksums import SummedFile, write_sums
+from fzero.data.tokenizers import Tokenizer
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
+
+VAL_FRACTION = 0.05
+
+
+class Lengths(NamedTuple):
+    """How long an example may be, in positions: one less than its tokens, of which the last is only a target."""
+
+    row: int  # data.seq_len
+    model: int  # the positions of the model
+
+
+Read = Callable[[Table], list[Example]]  # a line's JSON object -> its examples; raises ValueError
+
+
+def prepare_examples(
+    path: Path, out: Path, kind: str, read: Read, chat: Chat | None, tokenizer: Tokenizer, *, seed: int = 0
+) -> dict[str, Any]:
+    """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
+
+    kind: of the corpus. A line is for validation if its draw (SHA-256 of seed and content) is below VAL_FRACTION; the
+    line with the lowest draw always is, the one with the highest never. Raises ValueError naming file and line: one
+    that is no JSON object, or that `read` refuses; and for a file of fewer than two different lines. Then there is no
+    `out`.
+    """
+    expect_regular(path)
+    draws = [_draw(line, seed) for _, line in _lines(path)]
+    if len(set(draws)) < 2:
+        raise ValueError(
+            f"{path}: training and validation need at least two lines that differ, and it has {len(set(draws))}"
+        )
+    low, high, below = min(draws), max(draws), VAL_FRACTION * 2**64
+    counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
+    dtype = token_dtype(tokenizer.vocab_size)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary, ExitStack() as stack:
+        folder = Path(temporary) / "corpus"
+        folder.mkdir()
+        files = {
+            split: [stack.enter_context(closing(SummedFile(folder / f"{split}.{x}"))) for x in ("bin", "docs", "said")]
+            for split in SPLITS
+        }
+        for (number, line), draw in zip(_lines(path), draws):
+            split = "val" if draw == low or (draw < below and draw != high) else "train"
+            bins, docs, said = files[split]
+            for example in _examples(f"{path}:{number}", line, read):
+                docs.write(struct.pack("<Q", counts[split]["tokens"]))
+                bins.write(example.ids.astype(dtype, copy=False).tobytes())
+                said.write(example.counted.astype(np.uint8).tobytes())
+                more = {"tokens": len(example.ids), "documents": 1, "said": int(example.counted[1:].sum())}
+                counts[split] |= {name: counts[split][name] + n for name, n in more.items()}
+                counts[split]["longest"] = max(counts[split]["longest"], len(example.ids))
+        for split, (_, docs, _) in files.items():
+            docs.write(struct.pack("<Q", counts[split]["tokens"]))
+        stack.close()
+        sums = {split: write_sums(folder / f"{split}.sums", of) for split, of in files.items()}
+        meta = {
+            "format": FORMAT,
+            "version": VERSION,
+            "kind": kind,
+            "tokenizer": tokenizer.name,
+            "eos": tokenizer.eos,
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": dtype.name,
+            "splits": counts,
+            "sums": sums,
+            "source": {"names": [str(path)], "lines": len(draws)},
+            "seed": seed,
+        }
+        if tokenizer.json:
+            write_text(folder, "tokenizer.json", tokenizer.json)
+        if chat is not None:
+            write_chat(folder, chat)
+        write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
+        os.rename(folder, out)
+    return meta
+
+
+def expect_fits(example: Example, lengths: Lengths, what: str) -> None:
+    """Raise ValueError for an example without a token to learn, and one that is too long. what: begins the texts."""
+    if not example.counted[1:].any():
+        raise ValueError("no token of the assistant's is left to learn")
+    if (need := len(example.ids) - 1) > lengths.model:
+        raise ValueError(
+            f"{what} has {need + 1:,} tokens and the model takes {lengths.model:,} positions "
+            "(model.max_len); shorten it or leave it out"
+        )
+    if need > lengths.row:
+        raise ValueError(
+            f"{what} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use --seq-len {need} or more"
+        )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, content) of the lines of a file that are not blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line
+
+
+def _draw(line: bytes, seed: int) -> int:
+    """Hash a line to a number in [0, 2^64)."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + line.strip()).digest()[:8], "big")
+
+
+def _examples(where: str, line: bytes, read: Read) -> list[Example]:
+    """The examples of a line; `where` begins the texts of errors."""
+    row = parse_json(line, where)
+    try:
+        return read(row)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -1,0 +1,144 @@
+"""Learning which of two answers is preferred: direct preference optimization (DPO).
+
+Ref: Rafailov et al. 2023, "Direct preference optimization", arXiv:2305.18290, equation 7; Mitchell 2023, "A note on DPO
+with noisy preferences", for `smoothing`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.kernels.cross_entropy import counted_tokens
+from fzero.kernels.linear_cross_entropy import token_losses
+from fzero.models.base import Batch, Ctx, Loss, Model, loss
+from fzero.models.layers import enter
+
+
+def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
+    """Return the model with the loss of pairs of answers, of which one is preferred.
+
+        z = beta ((p(chosen) - r(chosen)) - (p(rejected) - r(rejected)))
+        loss of a pair = -(1 - smoothing) log sigmoid(z) - smoothing log sigmoid(-z)
+
+    with p the log-probability of an answer, summed over its tokens, and r that of the frozen reference. The loss of a
+    step is the mean over its pairs, as their number is `num_tokens`.
+
+    beta: how far the model may move away from the reference; the smaller, the further. smoothing: the fraction of pairs
+    whose preference is taken to be wrong, in [0, 0.5).
+    A row of the batch holds whole pairs: with documents int [B, T] that count from 0 in each row, 2 k is the chosen
+    answer of a pair with its prompt and 2 k + 1 the rejected one; mask bool [B, T] has the tokens of the answers, and
+    reference float [B, T] sums up to r over a document. `extra` has accuracy (the pairs with z > 0), margin (z), and
+    the two terms of z, reward_chosen and reward_rejected.
+
+    Raises ValueError for a beta that is not a positive number, a smoothing out of range, and a model that was made from
+    a module.
+
+    >>> from fzero import models, random
+    >>> model = dpo(models.build(models.MLPConfig()))
+    >>> params = models.init_params(model, random.key(0))
+    >>> batch = {"tokens": torch.tensor([[5, 6, 5, 7]]), "targets": torch.tensor([[6, 8, 7, 9]])}
+    >>> batch |= {"mask": torch.ones(1, 4, dtype=torch.bool), "documents": torch.tensor([[0, 0, 1, 1]])}
+    >>> reference = {"reference": log_probs_of(batch, answer_log_probs(model, params, batch))}
+    >>> models.loss(model, params, batch | reference, models.Ctx()).total  # ln 2: the model is its own reference
+    tensor(0.6931)
+    """
+    expect_own_head("dpo", model)
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < math.inf:
+        raise ValueError(f"dpo: beta is {beta!r}; it must be a positive number, such as 0.1")
+    if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing < 0.5:
+        raise ValueError(f"dpo: smoothing is {smoothing!r}; it must be in [0, 0.5)")
+
+    def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
+        for name in ("documents", "reference"):
+            if name not in batch:
+                raise ValueError(f"dpo: the batch has no {name!r}; it has {', '.join(sorted(batch))}")
+        gains = answer_sums(model, params, x, batch, ctx) - sum_by_document(batch["reference"], batch)
+        counted = sum_by_document(counted_tokens(batch["targets"], batch.get("mask")), batch) > 0
+        pair = counted[:, 0::2] & counted[:, 1::2]
+        chosen, rejected = (torch.where(pair, beta * gains[:, i::2], 0.0) for i in (0, 1))
+        z = chosen - rejected
+        losses = -(1.0 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+
+        def total(values: Tensor) -> Tensor:
+            return torch.where(pair, values, 0.0).sum().to(wide)
+
+        sums = {"accuracy": z > 0, "margin": z, "reward_chosen": chosen, "reward_rejected": rejected}
+        return Loss(total(losses), pair.sum(), {name: total(value) for name, value in sums.items()})
+
+    return model._replace(head=head)
+
+
+def expect_own_head(what: str, model: Model) -> None:
+    """Raise ValueError if no other head can be put on the model."""
+    if model.features is None:
+        raise ValueError(
+            f"{what}: the model was made from a module, whose loss is its own; take a model of fzero.models "
+            "(huggingface.load_hf), or write the loss as a function"
+        )
+
+
+def answers(model: Model) -> Model:
+    """Return the model whose loss has `answer_sums` as extra["log_probs"]: for the frozen reference."""
+
+    def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
+        sums = answer_sums(model, params, x, batch, ctx)
+        return Loss(sums.sum(), torch.ones_like(sums[0, 0]), {"log_probs": sums})
+
+    return model._replace(head=head)
+
+
+def answer_log_probs(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
+    """Return the log-probability of the answer in each document of each row, float64 [B, S]: the sum over the tokens
+    that count. On one process.
+
+    batch: that of `dpo`, without reference. S is even and above T; a row has fewer documents, and the rest is 0.
+
+    >>> from fzero import models, random
+    >>> model = models.build(models.MLPConfig(vocab_size=8))
+    >>> batch = {"tokens": torch.tensor([[5, 6, 5]]), "targets": torch.tensor([[6, 2, 7]])}
+    >>> batch |= {"mask": torch.ones(1, 3, dtype=torch.bool), "documents": torch.tensor([[0, 0, 1]])}
+    >>> sums = answer_log_probs(model, models.init_params(model, random.key(0)), batch)
+    >>> (sums < 0).tolist()
+    [[True, True, False, False]]
+    """
+    return loss(answers(model), params, batch, ctx).extra["log_probs"]
+
+
+def log_probs_of(batch: Batch, sums: Tensor) -> Tensor:
+    """Return the entry `reference` [B, T] of a batch from the sums of its documents [B, S]: each at the first token of
+    its document, and 0 at the others."""
+    documents = batch["documents"].long()
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.where(first, sums.gather(1, documents), 0.0)
+
+
+def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
+    """Return `answer_log_probs` from the activations after the last block."""
+    assert model.features is not None  # expect_own_head
+    h = enter(model.features(params, x, ctx), ctx, "head")
+    w = pytree.named_leaves(params)[model.unembed]
+    mask = batch["mask"].reshape(-1) if "mask" in batch else None
+    cap = getattr(model.config, "logit_cap", 0.0)
+    targets = batch["targets"]
+    losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, axis=ctx.mesh["tp"], cap=cap)
+    return sum_by_document(-losses.reshape(targets.shape), batch)
+
+
+def sum_by_document(values: Tensor, batch: Batch) -> Tensor:
+    """Return the sums of values [B, T] over the documents of each row, float64 [B, S] with S even and above T.
+
+    In float64 they are added in one order on a CPU, and on a GPU too: accumulation by index sorts there.
+    """
+    documents = batch["documents"].long()
+    rows = torch.arange(documents.shape[0], device=documents.device)[:, None].expand(documents.shape)
+    size = documents.shape[1] // 2 * 2 + 2
+    zeros = torch.zeros(documents.shape[0], size, dtype=torch.float64, device=documents.device)
+    return zeros.index_put((rows, documents), values.to(torch.float64), accumulate=True)

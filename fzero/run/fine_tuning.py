@@ -1,0 +1,47 @@
+"""The config of a run that trains a model further: `fzero finetune` as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fzero import models
+from fzero.core.tables import Table
+from fzero.run import config_table, weights
+from fzero.run.config import RunConfig
+from fzero.run.recipes import preset_for
+
+
+def tuned_config(
+    init: str | Path, table: Table, *, lora: Mapping[str, Any] | None = None, quantize: str | None = None
+) -> RunConfig:
+    """The RunConfig of a new run that starts from the model in `init`: a run, a folder of transformers, an adapter.
+
+    table: the values that differ from the preset, as in a config file; objective is chat unless it says dpo. lora:
+    arguments of `models.lora` ({} for its defaults); None trains what the model trains. quantize: nf4, int4 or int8, in
+    which LoRA's frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values
+    that do not go together, and for a model that has LoRA already.
+    """
+    init = Path(init)
+    if "model" in table or "preset" in table:
+        raise ValueError("--init sets the model's sizes; leave out model.* and preset")
+    if quantize is not None and lora is None:
+        raise ValueError("weights in codes are frozen, so quantize needs lora")
+    _, sizes = weights.start_sizes(init)
+    if lora is not None:
+        if isinstance(sizes, models.LoRAConfig):
+            raise ValueError(
+                f"--lora: {init} has LoRA already, which is trained on without --lora; for new factors merge it first: "
+                f"fzero export {init} --out FOLDER"
+            )
+        model = models.build(sizes)
+        if quantize is not None:
+            of = {"targets": lora["targets"]} if "targets" in lora else {}
+            model = models.quantized(model, quantize, **of)
+        sizes = models.lora(model, **lora).config
+    preset = preset_for(table.get("objective", "chat"), lora=isinstance(sizes, models.LoRAConfig))
+    value = config_table.from_table({**table, "preset": preset}, sizes)
+    if value.objective == "text":
+        raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
+    return value

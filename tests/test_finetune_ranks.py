@@ -1,0 +1,40 @@
+"""`torchrun -m fzero finetune`: stage 3 on two processes gives the losses of one process, with factors beside weights
+and beside codes, on conversations and on pairs."""
+
+import chats
+import pytest
+from launched import rows, torchrun
+
+FLAGS = ["--batch", 4, "--micro-batch", 1, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
+         "--steps", 4, "--prompt", "", "--reduce", "canonical", "--set", "train.compiled=false",
+         "--set", "train.loggers=[]", "--set", "train.eval_every=2",
+         "--set", "precision.fp32_matmul=default"]  # fmt: skip
+CASES = {
+    "qlora": ("chat.jsonl", "--lora", "rank=4", "--quantize", "nf4"),
+    "dpo": ("pairs.jsonl", "--lora", "rank=4,dora", "--objective", "dpo"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_stage_3_on_two_processes_is_one_process(name, tmp_path, fz):
+    chats.qwen3_folder(tmp_path / "qwen3")
+    chats.chat_file(tmp_path / "chat.jsonl", 12)
+    chats.pair_file(tmp_path / "pairs.jsonl", 12)
+    data, *more = CASES[name]
+    start = ["--init", tmp_path / "qwen3", "--data", tmp_path / data, *FLAGS, *more]
+    code, _, err = fz("finetune", *start, "--out", tmp_path / "one")
+    assert (code, err) == (0, "")
+    stop = ["--stop-at", 2] if name == "dpo" else []
+    torchrun(tmp_path, 2, *start, "--zero", 3, "--out", "two", *stop, verb="finetune")
+    if stop:
+        out = torchrun(tmp_path, 2, "--resume", "--out", "two", "--peak-tflops", 1, verb="finetune")
+        assert "resuming two at step 2 of 4" in out
+    expected, found = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert [row["step"] for row in found] == [1, 2, 3, 4] and "val_loss" in found[-1]
+    for a, b in zip(found, expected):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    if name == "dpo":
+        folders = [next((tmp_path / run / "data").glob("reference-*")).name for run in ("one", "two")]
+        assert folders[0] == folders[1] and found[-1]["margin"] > found[0]["margin"]
