@@ -34,7 +34,7 @@ from fzero.run.memory_check import snapshot_room
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
 from fzero.run.ranks.signals import stop_signals
-from fzero.run.ranks.watchdog import watch
+from fzero.run.ranks.watchdog import watch_steps
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
@@ -59,7 +59,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
         stack.enter_context(explained(attempt.job, attempt.folder, attempt.coordinator))
         stop = stack.enter_context(stop_signals())
         stack.enter_context(sleep_while_shared())
-        stack.enter_context(watch(attempt.coordinator, attempt.job.config.train.hang_s, stop))
+        stack.enter_context(watch_steps(attempt.coordinator, attempt.job.config.train.hang_s, stop))
         state, signal, fault = train_steps(attempt, state, stop)
         while fault is not None:
             rollback.free_state(state)  # memory holds one state
