@@ -277,9 +277,12 @@ class PretendGpu(TorchDispatchMode):
         memory = self.memory.pop(key, None)
         if memory is None or memory.stream is None or memory.graph is not None:
             return
+        # It is behind what the streams that record_stream named were given so far, which may have waited for others.
         next_owner = join(dict(self.clocks[memory.stream]), self.host)
+        for user in memory.users:
+            join(next_owner, self.clocks[user])
         for *_, actor, tick, line in memory.accesses:
-            safe = actor in ("host", memory.stream) or actor in memory.users or next_owner.get(actor, 0) >= tick
+            safe = actor in ("host", memory.stream) or next_owner.get(actor, 0) >= tick
             if not safe:
                 self.freed[f"of stream {memory.stream}, from {memory.line}, used by stream {actor} at {line}"] += 1
 

@@ -4,8 +4,6 @@ streams make, and have the bits of two ranks on the CPU. And a wait that is left
 import contextlib
 import gc
 import os
-import tempfile
-from pathlib import Path
 
 import pretend_nccl
 import pytest
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from pretend_gpu import pretend
 from test_pretend_gpu import by_file
+from test_pretend_offload import COMMIT, REDUCE, SCALE, UNITS, UPDATE
 
 import fzero
 from fzero import models, optim
@@ -27,7 +26,7 @@ from fzero.train.init import init_state
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
 
 
-def train(mesh, device, case, seen=None, steps=2):
+def train(mesh, device, case, folder=None, seen=None, steps=2):
     """The losses and norms of some steps, and the waits that `seen` counted in the last one."""
     model, settings = models.build(models.LlamaConfig(**SIZES)), case.get("plan", {})
     policy = precision.POLICIES[case.get("policy", "fp32")]()
@@ -37,8 +36,7 @@ def train(mesh, device, case, seen=None, steps=2):
     with contextlib.ExitStack() as stack:
         nvme = None
         if "nvme" in settings.get("offload", ""):
-            nvme = fzero.Nvme(Path(stack.enter_context(tempfile.TemporaryDirectory())), buffer_bytes=2 << 20)
-            stack.callback(nvme.close)
+            nvme = stack.enter_context(contextlib.closing(fzero.Nvme(folder / device, buffer_bytes=2 << 20)))
         state = init_state(model, tx, plan, seed=0, device=device, nvme=nvme)
         execution = fzero.Execution(kernels="reference", remat=case.get("remat", "none"))
         options = {"micro_batches": 2, "nvme": nvme, "update": case.get("update", "end")}
@@ -61,11 +59,11 @@ def steps_of(mesh, device, state, step, seen, steps):
     return [float(x) for x in out], waits
 
 
-def both(mesh, case):
+def both(mesh, case, folder):
     """Of this rank: the numbers on the CPU and on the pretend GPU, and what was found there."""
-    expected, _ = train(mesh, "cpu", case)
+    expected, _ = train(mesh, "cpu", case, folder)
     with pretend() as seen, pretend_nccl.nccl():
-        found, waits = train(pretend_nccl.on_gpus(mesh), "cuda", case, seen)
+        found, waits = train(pretend_nccl.on_gpus(mesh), "cuda", case, folder, seen)
         gc.collect()
         return expected, found, waits, dict(seen.unpinned), dict(seen.races), dict(seen.freed)
 
@@ -91,15 +89,27 @@ CASES = {
     "dp2 stage 3 nvme": ({"dp": 2}, {"stage": 3, "plan": {"offload": "params=nvme,opt=nvme"}}),
     "tp2 all host": ({"tp": 2}, {"stage": 0, "plan": ON_HOST}),
 }
-# As on one rank (test_pretend_offload.py); a wait is for the GPU, never for another rank.
-WAITS = {}
+# As on one rank: a wait is for the GPU, never for another rank.
+WAITS = {
+    "dp2 stage 2 fp16 average": {SCALE: 1},
+    "dp2 stage 1 opt=host": {UPDATE: 1, UNITS: 3},
+    "dp2 stage 3 all host": {REDUCE: 1, UPDATE: 1},
+    "dp2 stage 3 speculate": {UPDATE: 2, UNITS: 3},
+    "dp2 stage 3 nvme": {UPDATE: 1, UNITS: 3, COMMIT: 1},
+    "tp2 all host": {REDUCE: 1, UPDATE: 1},
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_wait_for_nothing_and_have_the_bits_of_the_cpu(name):
+OFTEN = ("dp2", "dp2 stage 3", "tp2", "dp2 stage 3 all host")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive) for name in CASES],
+)
+def test_two_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cpu(name, tmp_path):
     sizes, case = CASES[name]
-    for expected, found, waits, unpinned, races, freed in ranks.run(2, both, case, mesh=sizes):
+    for expected, found, waits, unpinned, races, freed in ranks.run(2, both, case, tmp_path, mesh=sizes):
         assert by_file(waits) == WAITS.get(name, {}), waits
         assert not unpinned and not races and not freed
         assert found == expected and len(found) == 4
