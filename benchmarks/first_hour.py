@@ -47,7 +47,7 @@ def parts_of(out: Path, device: str, tiny: bool) -> list[Part]:
     python, folder = shlex.quote(sys.executable), shlex.quote(str(out.absolute()))
     fzero, here = f"{python} -m fzero", f"--device {device}{' --tiny' if tiny else ''}"
     cases = f"{python} benchmarks/gpu_step_cases.py {here}"
-    small = ""
+    small, sanitizer = "", "TORCH_CUDA_SANITIZER=1 " * (device == "cuda")
     if tiny:
         sizes = ["n_layers=1", "d_model=16", "d_ff=32", "n_heads=2", "max_len=32"]
         small = " ".join(f"--set model.{size}" for size in sizes) + " --seq-len 32 --batch 4 --micro-batch 2"
@@ -66,7 +66,7 @@ def parts_of(out: Path, device: str, tiny: bool) -> list[Part]:
     return [
         Part("machine", 120, ("nvidia-smi || true", "nvidia-smi topo -m || true", "ulimit -l", f"{fzero} doctor")),
         Part("cases", 300, (cases,)),
-        Part("sanitizer", 300, (f"TORCH_CUDA_SANITIZER=1 {cases} --only host",)),
+        Part("sanitizer", 300, (f"{sanitizer}{cases} --only host",)),
         Part("tests", 300, (f"{python} -m pytest -q -n 1 -m gpu tests{'/test_communicator.py' if tiny else ''}",)),
         Part("kernels", 1600, (benchmark,)),
         Part("bench", 400, (f"{fzero} bench --device {device} --out {folder}/device.json {quick}",)),

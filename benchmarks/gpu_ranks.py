@@ -58,16 +58,18 @@ def by_the_host() -> Iterator[None]:
         dist.isend, dist.irecv = send, receive
 
 
-def losses(mesh: fzero.Mesh, device: torch.device, stage: int, tiny: bool, steps: int = 4) -> list[float]:
+def losses(
+    mesh: fzero.Mesh, device: torch.device, stage: int, tiny: bool, steps: int = 4, kernels: str = "auto"
+) -> list[float]:
     """The losses and norms of some steps of a small Llama in fp32."""
     sizes = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
     if not tiny:
         sizes |= {"vocab_size": 4096, "max_len": 256, "d_model": 512, "n_layers": 4, "n_heads": 8, "d_ff": 1408}
     model = models.build(models.LlamaConfig(**sizes))
     plan = fzero.zero_plan(stage, model, mesh)
-    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, impl=kernels))
     state = fzero.init_state(model, tx, plan, seed=0, device=device)
-    step = fzero.make_train_step(model, tx, plan)
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(kernels=kernels))
     shape = (8, sizes["max_len"])
     tokens = torch.randint(0, sizes["vocab_size"], shape, generator=torch.Generator().manual_seed(1))
     batch, found = {"tokens": tokens, "targets": tokens.roll(-1, 1)}, []

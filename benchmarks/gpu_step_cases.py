@@ -73,7 +73,7 @@ def steps(device: torch.device, case: dict[str, Any], tiny: bool, number: int = 
     policy = precision.POLICIES[case.get("policy", "bf16")]()
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy=policy, offload=offload)
     clip = [] if update == "backward" else [optim.clip_by_global_norm(1.0)]
-    tx = optim.chain(*clip, optim.adamw(3e-3, 0.9, 0.95, weight_decay=0.1))
+    tx = optim.chain(*clip, optim.adamw(3e-3, 0.9, 0.95, weight_decay=0.1, impl=case.get("kernels", "auto")))
     tx = optim.with_average(tx, 0.9) if case.get("ema") else tx
     execution = fzero.Execution(
         **{name: case[name] for name in ("remat", "kernels", "compiled", "capture") if name in case}
