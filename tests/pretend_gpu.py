@@ -117,7 +117,8 @@ class GpuTensor(Tensor):
     __index__ = __int__
 
     def record_stream(self, stream):
-        WHOLE.memory_of(self.under).users.add(stream.number)
+        if self.numel():
+            WHOLE.memory_of(self.under).users.add(stream.number)
 
 
 def under(x):

@@ -235,6 +235,23 @@ def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch,
             assert leaf.is_cuda or seen.pinned(leaf), name
             assert torch.equal(leaf.to("cpu"), pytree.named_leaves(before)[name]), name
     assert set(most) == {1} and not seen.races and not seen.freed
+    assert {*by_file(seen.unpinned)} == {"test_pretend_gpu.py"}  # the line above
+
+
+def test_memory_that_is_not_pinned_goes_to_the_gpu_by_pieces_that_are(monkeypatch):
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 40)
+    with pretend() as seen:
+        for x in (torch.arange(95.0).view(5, 19).mT, torch.tensor(3), torch.arange(0.0), torch.arange(10.0)):
+            found = gpu.bring(x, torch.device("cuda", 0))
+            assert found.is_cuda and found.shape == x.shape and torch.equal(found.to("cpu"), x)
+        gc.collect()
+        assert {way for way, _ in seen.unpinned} == {"to the host"} and not seen.races and not seen.freed
+    assert gpu.bring(x, gpu.HOST) is x
+
+
+# Copies of memory that is not pinned: small tensors of a new state, its leaves on their way to a disk, the text of a
+# sample and its key.
+AT_THE_ENDS = {"train/init.py", "train/state_on_disk.py", "sharding/draw.py", "core/prng.py", "run/loop.py"}
 
 
 @pytest.mark.slow
@@ -264,7 +281,7 @@ def test_a_run_trains_evaluates_saves_resumes_and_samples_on_the_gpu(fz, tmp_pat
         assert code == 0 and "\ndevice: GPU 0, Pretend H200\n" in out, err
         code, _, err = fz("pretrain", "--out", "gpu", "--resume", *once)
         assert code == 0 and not seen.races and not seen.freed, (err, seen.races, seen.freed)
-    print(placed, seen.unpinned)
+    assert {*by_file(seen.unpinned)} <= AT_THE_ENDS
     assert fz("pretrain", "--out", "cpu", "--device", "cpu", *flags.format("cpu").split(), *once)[0] == 0
     ours, theirs = ([*run_folder.read_metrics(Path(run))] for run in ("gpu", "cpu"))
     names = ("loss", "grad_norm", "lr", "num_tokens", "skipped", "val_loss", "val_loss_ema", "digest")

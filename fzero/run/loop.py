@@ -15,7 +15,7 @@ import torch
 
 from fzero import data
 from fzero.comm.tables import any_rank
-from fzero.core import prng, pytree
+from fzero.core import gpu, prng, pytree
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
@@ -267,6 +267,8 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     chat = job.config.objective != "text"
     ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
+    # Weights from a disk are in the host's memory, from where each token takes them to the device.
+    params = pytree.map(lambda leaf: leaf if leaf.device == job.device else gpu.to_host(leaf, job.device), params)
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed, job.device)
     out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)
