@@ -308,7 +308,7 @@ class PretendGpu(TorchDispatchMode):
         """Copy between the devices; both are there."""
         inward = isinstance(target, GpuTensor)
         host = source if inward else target
-        pinned, run = self.pinned(host), lambda: under(target).copy_(under(source))
+        pinned, run = self.pinned(host) or not host.numel(), lambda: under(target).copy_(under(source))
         self.record(run, [source], [target])
         with _disable_current_modes():
             run()
