@@ -150,7 +150,8 @@ def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
     assert out.shape == (256,) and live.peak - start == pieces * 4 * 256
 
 
-@pytest.mark.parametrize("offload", ["grads=host", pytest.param("grads=nvme", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["grads=host", pytest.param("grads=nvme", marks=pytest.mark.exhaustive)])
 def test_sums_that_rest_elsewhere_are_added_on_the_device(offload):
     parts, table = 3, {"preset": "llama-tiny", "model": SIZES, "data": {"seq_len": 32}, "offload": offload}
     table |= {"precision": {"policy": "fp32"}, "optim": {"name": "adamw"}}
