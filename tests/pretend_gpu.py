@@ -117,7 +117,8 @@ class GpuTensor(Tensor):
     __index__ = __int__
 
     def record_stream(self, stream):
-        WHOLE.memory_of(self.under).users.add(stream.number)
+        if self.numel():
+            WHOLE.memory_of(self.under).users.add(stream.number)
 
 
 def under(x):
@@ -277,9 +278,12 @@ class PretendGpu(TorchDispatchMode):
         memory = self.memory.pop(key, None)
         if memory is None or memory.stream is None or memory.graph is not None:
             return
+        # It is behind what the streams that record_stream named were given so far, which may have waited for others.
         next_owner = join(dict(self.clocks[memory.stream]), self.host)
+        for user in memory.users:
+            join(next_owner, self.clocks[user])
         for *_, actor, tick, line in memory.accesses:
-            safe = actor in ("host", memory.stream) or actor in memory.users or next_owner.get(actor, 0) >= tick
+            safe = actor in ("host", memory.stream) or next_owner.get(actor, 0) >= tick
             if not safe:
                 self.freed[f"of stream {memory.stream}, from {memory.line}, used by stream {actor} at {line}"] += 1
 
@@ -304,7 +308,7 @@ class PretendGpu(TorchDispatchMode):
         """Copy between the devices; both are there."""
         inward = isinstance(target, GpuTensor)
         host = source if inward else target
-        pinned, run = self.pinned(host), lambda: under(target).copy_(under(source))
+        pinned, run = self.pinned(host) or not host.numel(), lambda: under(target).copy_(under(source))
         self.record(run, [source], [target])
         with _disable_current_modes():
             run()

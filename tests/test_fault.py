@@ -34,6 +34,8 @@ from launched import (
 from fzero import checkpoint
 from fzero.cli import main
 from fzero.comm import communicator
+from fzero.run import config_table, from_python, pretrain
+from fzero.run.attempt import Options
 from fzero.run.ranks import coordinator, rendezvous, watchdog
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.ranks.elastic import fit_mesh
@@ -733,6 +735,38 @@ def test_a_lost_rank_ends_all_where_waits_never_fail(tmp_path):
     line, *more = (tmp_path / "err0").read_text().splitlines()
     assert not more and line.startswith("fzero: error: rank 0: rank 1 is gone: no sign of life for 1 s; ")
     assert "resume from the last checkpoint with --resume" in line and (tmp_path / "aborted0").exists()
+
+
+def lose_a_rank_before_the_first_step(mesh, folder):
+    with open(folder / f"err{mesh.rank}", "w") as err:
+        os.dup2(err.fileno(), 2)
+    watchdog.BEAT_S, watchdog.SILENT_S = 0.1, 1.0
+    ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store))
+
+    def mesh_of_run(sizes, timeout_s, device):
+        ours.at, ours.notices = mesh, False
+        return mesh
+
+    def first_state(*_):
+        time.sleep(0.5)
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Endless().wait()
+
+    ours.mesh, from_python.join, pretrain.first_state = mesh_of_run, lambda: ours, first_state
+    table = {"preset": "mlp-tiny", "data": {"path": str(folder / "text.txt"), "seq_len": 16}, "mesh": {"dp": 2}}
+    table |= {"precision": {"policy": "fp32", "fp32_matmul": "default"}, "device": "cpu"}
+    table["train"] = {"steps": 2, "batch": 4, "micro_batch": 2, "compiled": False}
+    from_python.train_run(folder / "run", config_table.from_table(table), options=Options(peak_flops=1e12, sample=""))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_before_the_first_step_ends_all_where_waits_never_fail(tmp_path):
+    write_text(tmp_path)
+    ours, theirs = ranks.run(2, lose_a_rank_before_the_first_step, tmp_path, fresh=True, timeout_s=60.0)
+    assert (ours.code, theirs.code) == (2, -signal.SIGKILL)
+    line, *more = (tmp_path / "err0").read_text().splitlines()
+    assert not more and line.startswith("fzero: error: rank 0: rank 1 is gone: no sign of life for 1 s; ")
 
 
 @pytest.mark.parametrize("said", ["", "1"])

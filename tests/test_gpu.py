@@ -192,6 +192,22 @@ def test_a_gpu_that_pytorch_was_not_compiled_for_is_refused(machine, monkeypatch
             gpu.use_device("cuda")
 
 
+def test_a_gpu_of_amd_is_not_refused(machine, monkeypatch):
+    """PyTorch calls it cuda, names what it was compiled for otherwise, and counts its capability in another way."""
+    machine(1)
+    card = types.SimpleNamespace(name="AMD Instinct MI210", multi_processor_count=104, major=9, minor=0)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43484")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx942", "gfx1100"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert gpu.use_device("cuda") == torch.device("cuda", 0)
+    for capability in ((9, 0), (6, 0)):
+        monkeypatch.setattr(
+            run_machine, "target_on", lambda device, found=capability: Target("cuda", 104, found, card.name)
+        )
+        config, _ = run_machine.resolve_here(from_table({"preset": "mlp-tiny", "device": "cuda"}))
+        assert config.precision.policy == "bf16"
+
+
 def test_doctor_tells_of_a_gpu_that_cannot_be_used(machine, monkeypatch):
     def fail(device):
         raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might")

@@ -1,6 +1,9 @@
 """Plans for a device that is not here: which forms a step takes there, in which memory its tensors are, and that none
 is launched."""
 
+import math
+from collections import Counter
+
 import pytest
 import torch
 from law_cases import step_options
@@ -11,10 +14,12 @@ from fzero.comm.communicator import Communicator
 from fzero.core import precision, pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, target_of
 from fzero.kernels.registry import explain, observe
+from fzero.planner.operations import Op
+from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run import build_optim
+from fzero.run.config_table import from_table
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.mesh import fake_mesh
-from fzero.sharding.reduce import GradientReducer
 
 H100, A100 = Target("cuda", 132, (9, 0), "H100"), Target("cuda", 108, (8, 0), "A100")
 SIZES = {"vocab_size": 128, "max_len": 64, "d_model": 64, "d_ff": 128, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
@@ -145,13 +150,19 @@ def test_a_sum_over_ranks_takes_the_memory_of_its_transport(target, pieces):
     assert out.shape == (256,) and live.peak - start == pieces * 4 * 256
 
 
-def test_a_sum_in_the_hosts_memory_takes_what_comes_from_the_device():
-    mesh = fake_mesh({})
-    with FakeDevice(H100) as mode:
-        model = models.build(CONFIGS["llama"])
-        plan = fzero.zero_plan(3, model, mesh, offload="grads=host,opt=host")
-        reducer = GradientReducer(plan, parts=2)
-        key, value = ("", pytree.names(plan.like)[-1], None), torch.zeros(64, device=mode.device)
-        for _ in range(2):
-            reducer.place(key, value)
-        assert reducer.final[key[:2]].device == HOST
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["grads=host", pytest.param("grads=nvme", marks=pytest.mark.exhaustive)])
+def test_sums_that_rest_elsewhere_are_added_on_the_device(offload):
+    parts, table = 3, {"preset": "llama-tiny", "model": SIZES, "data": {"seq_len": 32}, "offload": offload}
+    table |= {"precision": {"policy": "fp32"}, "optim": {"name": "adamw"}}
+    table["train"] = {"batch": 2 * parts, "micro_batch": 2, "compiled": False}
+    trace = trace_step(from_table(table), {}, target=H100)
+    moved = Counter()
+    for event in trace.events:
+        if isinstance(event, Transfer) and event.event == "start" and event.axis == "host":
+            moved[event.what] += event.bytes
+    # Each sum leaves after each micro-batch, and comes back to be added to, and at the end to the update.
+    expected = {"write": parts * 4 * trace.num_params, "read": (parts - 1 + 1) * 4 * trace.num_params}
+    assert moved == {what: pytest.approx(size, abs=2000) for what, size in expected.items()}
+    added = [op for op in trace.events if isinstance(op, Op) and op.name == "aten.add_"]
+    assert sum(math.prod(op.shape) for op in added) >= (parts - 1) * trace.num_params

@@ -14,12 +14,19 @@ from fzero.checkpoint import restore_state as restore
 from fzero.core import gpu, precision, prng, pytree
 from fzero.offload import activation_stack
 from fzero.run import run_folder
+from fzero.run.build import build, first_state
+from fzero.run.config_table import from_table
 from fzero.run.corpus import on_device_ahead
+from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import Sampling, generate
 from fzero.train.init import init_state
 from fzero.train.state import meta_state, state_specs
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
+
+
+POLICIES = {name: make() for name, make in precision.POLICIES.items()}
+POLICIES["fp16 that holds"] = precision.fp16(precision.LossScale(at_floor="hold"))
 
 
 def batch_of(device):
@@ -30,7 +37,7 @@ def batch_of(device):
 def make(device, policy="fp32", remat="none", ema=False, micro_batches=2, config=None, **offload):
     """(the state, the step, the plan) of a tiny Llama, or of the model of `config`."""
     mesh, model = fzero.one_process(), models.build(config or models.LlamaConfig(**SIZES))
-    plan = fzero.zero_plan(0, model, mesh, policy=precision.POLICIES[policy](), **offload)
+    plan = fzero.zero_plan(0, model, mesh, policy=POLICIES[policy], **offload)
     adamw = optim.adamw(optim.warmup_cosine(3e-3, 10, 100), weight_decay=0.1, impl="reference")
     tx = optim.chain(optim.clip_by_global_norm(1.0), adamw)
     tx = optim.with_average(tx, 0.9) if ema else tx
@@ -40,12 +47,13 @@ def make(device, policy="fp32", remat="none", ema=False, micro_batches=2, config
 
 
 def losses(device, seen=None, steps=2, **options):
-    """The losses and norms of some steps; `seen` counts the last one alone."""
+    """The losses and norms of some steps; of `seen` waits, unpinned copies and kernels are those of the last one."""
     state, step, _ = make(device, **options)
     batch, out = batch_of(device), []
     for i in range(steps):
         if seen is not None and i == steps - 1:
-            seen.forget()
+            for counts in (seen.waits, seen.unpinned, seen.kernels):
+                counts.clear()
         state, metrics = step(state, batch)
         out += [metrics.loss, metrics.grad_norm]
     counts = None if seen is None else (dict(seen.waits), dict(seen.unpinned), sum(seen.kernels.values()))
@@ -55,18 +63,31 @@ def losses(device, seen=None, steps=2, **options):
 CASES = {
     "remat": {"remat": "full"},
     "bf16": {"policy": "bf16"},
+    "fp16": {"policy": "fp16"},
+    "fp16 that holds": {"policy": "fp16 that holds"},
     "average": {"ema": True},
     "activations in host memory": {"remat": "full", "offload": "acts=host"},
 }
-SLOW = [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in CASES.items()]
+AT_FLOOR = {"fp16": {"train/step.py": 1}}  # whether the loss scale is at its floor, where that ends the run
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
-@pytest.mark.parametrize("case", [pytest.param({"micro_batches": 1}, id="plain"), *SLOW])
-def test_a_step_waits_for_nothing_and_has_the_bits_of_the_cpu(case):
+def by_file(counts):
+    """{file of fzero: how often} of what `seen` counts by its line."""
+    files = {}
+    for (_, line), times in counts.items():
+        files[line.partition(":")[0]] = files.get(line.partition(":")[0], 0) + times
+    return files
+
+
+@pytest.mark.parametrize("name", ["plain", *SLOW])
+def test_a_step_waits_for_nothing_and_has_the_bits_of_the_cpu(name):
+    case = CASES.get(name, {"micro_batches": 1})
     with pretend() as seen:
         found, (waits, unpinned, kernels) = losses("cuda", seen, **case)
         gc.collect()
-    assert not waits and not unpinned and not seen.races and not seen.freed and kernels > 200
+    assert by_file(waits) == AT_FLOOR.get(name, {})
+    assert not unpinned and not seen.races and not seen.freed and kernels > 200
     assert found == losses("cpu", **case)[0]
 
 
@@ -162,10 +183,37 @@ def test_a_sample_is_the_same_on_the_gpu():
     with pretend() as seen:
         for device in ("cpu", "cuda"):
             params = models.init_params(model, prng.key(1), torch.float64, device)
-            out = generate(model, params, tokens.to(device), 4, prng.key(2, device), sampling=Sampling(0.8), eos=63)
+            prompt, key = tokens.to(device), prng.key(2, device)
+            seen.forget()
+            out = generate(model, params, prompt, 4, key, sampling=Sampling(0.8), eos=63)
+            waits = by_file(seen.waits)
+            assert not seen.unpinned
             found.append(out.to("cpu"))
-        assert not seen.races
+        # The prompt is looked at once; after each token, whether all rows have met `eos`.
+        assert waits == {"run/generate.py": 1 + 4} and not seen.races and not seen.freed
     assert torch.equal(*found)
+
+
+@pytest.mark.slow
+def test_an_evaluation_reads_its_sums_at_its_end():
+    table = {"preset": "llama-tiny", "model": {n: v for n, v in SIZES.items() if n != "vocab_size"}}
+    table |= {"precision": {"policy": "fp32"}, "optim": {"name": "adamw"}, "data": {"seq_len": 8}}
+    table["train"] = {"ema_decay": 0.5, "compiled": False, "kernels": "reference", "memory_check": False}
+    found = []
+    with pretend() as seen:
+        for device in (gpu.HOST, torch.device("cuda", 0)):
+            job = build(from_table(table), device=device)
+            state, given = first_state(job), [{n: x.to("cpu") for n, x in batch_of("cpu").items()}] * 3
+            for _ in range(2):  # the first one looks at values
+                seen.forget()
+                values = evaluate_all(job, state, lambda given=given: iter(given), 2.0)
+            found.append(values)
+        gc.collect()
+    assert found[0] == found[1] and {*found[0]} == {
+        f"{name}{unit}" for name in ("val_loss", "val_loss_ema") for unit in ("", "_per_byte")
+    }
+    assert by_file(seen.waits) == {"run/evaluate.py": 2}  # of the parameters, and of their average
+    assert not seen.unpinned and not seen.races and not seen.freed
 
 
 @pytest.mark.parametrize("offload", ["", "opt=host"])
@@ -186,11 +234,37 @@ def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch,
             assert leaf.is_cuda == (rests[name].memory == "device"), name
             assert leaf.is_cuda or seen.pinned(leaf), name
             assert torch.equal(leaf.to("cpu"), pytree.named_leaves(before)[name]), name
-    assert set(most) == {1}
+    assert set(most) == {1} and not seen.races and not seen.freed
+    assert {*by_file(seen.unpinned)} == {"test_pretend_gpu.py"}  # the line above
+
+
+def test_memory_that_is_not_pinned_goes_to_the_gpu_by_pieces_that_are(monkeypatch):
+    monkeypatch.setattr(gpu, "PIECE_BYTES", 40)
+    with pretend() as seen:
+        for x in (torch.arange(95.0).view(5, 19).mT, torch.tensor(3), torch.arange(0.0), torch.arange(10.0)):
+            found = gpu.bring(x, torch.device("cuda", 0))
+            assert found.is_cuda and found.shape == x.shape and torch.equal(found.to("cpu"), x)
+        gc.collect()
+        assert {way for way, _ in seen.unpinned} == {"to the host"} and not seen.races and not seen.freed
+    assert gpu.bring(x, gpu.HOST) is x
+
+
+# Copies of memory that is not pinned: small tensors of a new state, its leaves on their way to a disk, the text of a
+# sample and its key.
+AT_THE_ENDS = {"train/init.py", "train/state_on_disk.py", "sharding/draw.py", "core/prng.py", "run/loop.py"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placed", ["", "--offload opt=host"])
+@pytest.mark.parametrize(
+    "placed",
+    [
+        "",
+        "--offload opt=host",
+        pytest.param("--offload opt=host --set train.update=speculate", marks=pytest.mark.exhaustive),
+        pytest.param("--offload params=nvme,grads=nvme,opt=nvme --nvme {}-disk", marks=pytest.mark.exhaustive),
+        pytest.param("--offload acts=host --set train.remat=full", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_run_trains_evaluates_saves_resumes_and_samples_on_the_gpu(fz, tmp_path, monkeypatch, placed):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -198,15 +272,17 @@ def test_a_run_trains_evaluates_saves_resumes_and_samples_on_the_gpu(fz, tmp_pat
     sizes = " ".join(f"--set model.{name}={size}" for name, size in SIZES.items() if name != "vocab_size")
     loop = "eval_every=2 checkpoint_every=2 measure_every=2 digest_every=2 eval_batches=2 ema_decay=0.5 compiled=false"
     loop = " ".join(f"--set train.{setting}" for setting in (*loop.split(), "kernels=reference"))
-    flags = f"--model llama-tiny {sizes} {loop} {placed} --data text.txt --steps 4 --batch 4 --micro-batch 2 "
-    flags += "--seq-len 16 --precision fp32 --set optim.name=adamw --set guard.check_every=2"
+    flags = f"--model llama-tiny {sizes} {loop} --data text.txt --steps 4 --batch 4 --micro-batch 2 --seq-len 16 "
+    flags += "--precision fp32 --set precision.fp32_matmul=default --set optim.name=adamw --set guard.check_every=2 "
+    flags += placed
     once = ["--peak-tflops", "1", "--prompt", "ab"]
     with pretend() as seen:
-        code, out, err = fz("pretrain", "--out", "gpu", "--stop-at", "2", *flags.split(), *once)
+        code, out, err = fz("pretrain", "--out", "gpu", "--stop-at", "2", *flags.format("gpu").split(), *once)
         assert code == 0 and "\ndevice: GPU 0, Pretend H200\n" in out, err
         code, _, err = fz("pretrain", "--out", "gpu", "--resume", *once)
         assert code == 0 and not seen.races and not seen.freed, (err, seen.races, seen.freed)
-    assert fz("pretrain", "--out", "cpu", "--device", "cpu", *flags.split(), *once)[0] == 0
+    assert {*by_file(seen.unpinned)} <= AT_THE_ENDS
+    assert fz("pretrain", "--out", "cpu", "--device", "cpu", *flags.format("cpu").split(), *once)[0] == 0
     ours, theirs = ([*run_folder.read_metrics(Path(run))] for run in ("gpu", "cpu"))
     names = ("loss", "grad_norm", "lr", "num_tokens", "skipped", "val_loss", "val_loss_ema", "digest")
     assert [[row.get(name) for name in names] for row in ours] == [[row.get(name) for name in names] for row in theirs]

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from pretend_gpu import GpuTensor, Stream, pretend
+from test_pretend_gpu import by_file
 
 import fzero
 from fzero import models, optim
@@ -24,19 +25,23 @@ GPT2 = models.GPT2Config(vocab_size=32, max_len=8, d_model=8, n_layers=2, n_head
 REDUCE = (
     "sharding/reduce.py"  # once, for the sums of gradients that rest in host memory: whoever has them may read them
 )
-UPDATE = "train/update/offloaded.py"  # once, for whether to skip the step and the clip factor; once for parameters that
+# Once, for whether to skip the step and the clip factor, and once for the one that is guessed; once for parameters that
 # the GPU updates and the host keeps: whoever has the state may read them
+UPDATE = "train/update/offloaded.py"
 UNITS = "offload/update_units.py"  # once a unit (2 layers and what is outside) that the host updates and the GPU holds
 COMMIT = "train/state_on_disk.py"  # once, for the small values in step.json
 SCALE = "train/step.py"  # once, for whether the loss scale is at its floor
 EARLY = "train/update/in_backward.py"  # once, for whether to abandon what was written
 EVERYWHERE = "params=nvme,grads=nvme,opt=nvme"
 BACKWARD = {"update": "backward", "clip": False}
+GUESSED = {"update": "speculate", "clip": 1e3}
 
 CASES = {
     "params=host": ({}, {UPDATE: 2}),
     "params=host bf16": ({"policy": "bf16"}, {UPDATE: 2}),
+    "params=host average": ({"ema": True}, {UPDATE: 2}),
     "grads=host": ({}, {REDUCE: 1, UPDATE: 1}),
+    "grads=host fp16": ({"policy": "fp16", "micro_batches": 1}, {REDUCE: 1, UPDATE: 1, SCALE: 1}),
     "opt=host": ({}, {UPDATE: 1, UNITS: 3}),
     "opt=host bf16": ({"policy": "bf16", "micro_batches": 1}, {UPDATE: 1, UNITS: 3}),
     "params=host,grads=host,opt=host": ({}, {REDUCE: 1, UPDATE: 1}),
@@ -47,7 +52,11 @@ CASES = {
     ),
     "opt=host backward bf16": ({"policy": "bf16", **BACKWARD}, {UPDATE: 1, UNITS: 3}),
     "grads=host,opt=host backward": (BACKWARD, {REDUCE: 1, UPDATE: 1, UNITS: 3}),
+    "opt=host speculate": (GUESSED, {UPDATE: 2, UNITS: 3}),
+    "opt=host speculate, not guessed": ({"policy": "bf16", **GUESSED, "clip": 1e-3}, {UPDATE: 2, UNITS: 3}),
+    "params=nvme,opt=nvme speculate": (GUESSED, {UPDATE: 2, UNITS: 3, COMMIT: 1}),
     "params=nvme": ({}, {UPDATE: 1, COMMIT: 1}),
+    "grads=nvme": ({}, {UPDATE: 1}),
     "opt=nvme": ({"micro_batches": 1}, {UPDATE: 1, UNITS: 3, COMMIT: 1}),
     f"{EVERYWHERE},acts=nvme bf16": ({"policy": "bf16", "remat": "full"}, {UPDATE: 1, COMMIT: 1}),
     f"{EVERYWHERE} backward": (BACKWARD, {UPDATE: 1, EARLY: 1, UNITS: 2, COMMIT: 1}),
@@ -57,7 +66,7 @@ CASES = {
 
 def losses(device, seen=None, offload="", folder=None, steps=2, **options):
     """The losses and norms of some steps; `seen` counts the waits of the last one alone."""
-    policy, remat, reduce, micro_batches, update, clip, config = (
+    policy, remat, reduce, micro_batches, update, clip, ema, config = (
         options.get(name, usual)
         for name, usual in {
             "policy": "fp32",
@@ -65,7 +74,8 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
             "reduce": "fast",
             "micro_batches": 2,
             "update": "end",
-            "clip": True,
+            "clip": 1.0,
+            "ema": False,
             "model": MLP,
         }.items()
     )
@@ -74,7 +84,8 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
         0, model, fzero.one_process(), policy=precision.POLICIES[policy](), reduce=reduce, offload=offload
     )
     adamw = optim.adamw(optim.warmup_cosine(3e-3, 10, 100), weight_decay=0.1, impl="reference")
-    tx = optim.chain(optim.clip_by_global_norm(1.0), adamw) if clip else adamw
+    tx = optim.chain(optim.clip_by_global_norm(clip), adamw) if clip else adamw
+    tx = optim.with_average(tx, 0.9) if ema else tx
     nvme = fzero.Nvme(folder, buffer_bytes=2 << 20) if "nvme" in offload else None
     state = init_state(model, tx, plan, seed=0, device=device, nvme=nvme)
     step = fzero.make_train_step(
@@ -84,7 +95,7 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
         micro_batches=micro_batches,
         update=update,
         nvme=nvme,
-        skip=Skip(nonfinite=update == "end" or "nvme" in offload),
+        skip=Skip(nonfinite=update != "backward" or "nvme" in offload),
         execution=fzero.Execution(remat=remat, kernels="reference"),
     )
     tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -116,10 +127,7 @@ def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
         found, (waits, unpinned) = losses("cuda", seen, name.partition(" ")[0], tmp_path / "disk", **options)
         gc.collect()
     assert not seen.races and not seen.freed and not unpinned
-    files = {}
-    for (_, line), times in waits.items():
-        files[line.partition(":")[0]] = files.get(line.partition(":")[0], 0) + times
-    assert files == expected, waits
+    assert by_file(waits) == expected, waits
     # The disk's threads wait for what they write.
     assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/scratch.py", "offload/store.py"}
     assert found == on_cpu(**{**options, "update": "end"})

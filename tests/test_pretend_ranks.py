@@ -1,6 +1,7 @@
 """Steps of two ranks on pretend GPUs with NCCL between them (pretend_nccl.py): they wait for nothing, in an order that
 streams make, and have the bits of two ranks on the CPU. And a wait that is left out is found."""
 
+import contextlib
 import gc
 import os
 
@@ -10,6 +11,8 @@ import ranks
 import torch
 import torch.distributed as dist
 from pretend_gpu import pretend
+from test_pretend_gpu import by_file
+from test_pretend_offload import COMMIT, REDUCE, SCALE, UNITS, UPDATE
 
 import fzero
 from fzero import models, optim
@@ -23,30 +26,44 @@ from fzero.train.init import init_state
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
 
 
-def train(mesh, device, case, seen=None, steps=2):
-    """The losses and norms of some steps, and what `seen` counted in the last one."""
-    model = models.build(models.LlamaConfig(**SIZES))
-    plan = fzero.zero_plan(case["stage"], model, mesh, policy=precision.fp32(), **case.get("plan", {}))
+def train(mesh, device, case, folder=None, seen=None, steps=2):
+    """The losses and norms of some steps, and the waits that `seen` counted in the last one."""
+    model, settings = models.build(models.LlamaConfig(**SIZES)), case.get("plan", {})
+    policy = precision.POLICIES[case.get("policy", "fp32")]()
+    plan = fzero.zero_plan(case["stage"], model, mesh, policy=policy, **settings)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, impl="reference"))
-    state = init_state(model, tx, plan, seed=0, device=device)
-    step = fzero.make_train_step(model, tx, plan, micro_batches=2, execution=fzero.Execution(kernels="reference"))
+    tx = optim.with_average(tx, 0.9) if case.get("ema") else tx
+    with contextlib.ExitStack() as stack:
+        nvme = None
+        if "nvme" in settings.get("offload", ""):
+            nvme = stack.enter_context(contextlib.closing(fzero.Nvme(folder / device, buffer_bytes=2 << 20)))
+        state = init_state(model, tx, plan, seed=0, device=device, nvme=nvme)
+        execution = fzero.Execution(kernels="reference", remat=case.get("remat", "none"))
+        options = {"micro_batches": 2, "nvme": nvme, "update": case.get("update", "end")}
+        step = fzero.make_train_step(model, tx, plan, execution=execution, **options)
+        return steps_of(mesh, device, state, step, seen, steps)
+
+
+def steps_of(mesh, device, state, step, seen, steps):
+    """What `train` returns."""
     tokens = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(1)).chunk(mesh.data_size)
     tokens = tokens[mesh.data_rank].to(device)
     batch, out = {"tokens": tokens, "targets": tokens.roll(-1, 1)}, []
     for _ in range(steps):
-        if seen is not None:
-            seen.forget()
+        if seen is not None:  # of the last step; races of all
+            seen.waits.clear()
+            seen.unpinned.clear()
         state, metrics = step(state, batch)
         out += [metrics.loss, metrics.grad_norm]
     waits = None if seen is None else dict(seen.waits)
     return [float(x) for x in out], waits
 
 
-def both(mesh, case):
+def both(mesh, case, folder):
     """Of this rank: the numbers on the CPU and on the pretend GPU, and what was found there."""
-    expected, _ = train(mesh, "cpu", case)
+    expected, _ = train(mesh, "cpu", case, folder)
     with pretend() as seen, pretend_nccl.nccl():
-        found, waits = train(pretend_nccl.on_gpus(mesh), "cuda", case, seen)
+        found, waits = train(pretend_nccl.on_gpus(mesh), "cuda", case, folder, seen)
         gc.collect()
         return expected, found, waits, dict(seen.unpinned), dict(seen.races), dict(seen.freed)
 
@@ -59,19 +76,42 @@ def unwaited(mesh, case):
         return dict(seen.races)
 
 
+ON_HOST = {"offload": "params=host,grads=host,opt=host"}
 CASES = {
     "dp2": ({"dp": 2}, {"stage": 0}),
     "dp2 stage 3": ({"dp": 2}, {"stage": 3}),
     "tp2": ({"tp": 2}, {"stage": 0, "plan": {"sequence": True}}),
+    "dp2 stage 2 fp16 average": ({"dp": 2}, {"stage": 2, "policy": "fp16", "ema": True}),
+    "dp2 stage 3 acts=host": ({"dp": 2}, {"stage": 3, "plan": {"offload": "acts=host"}, "remat": "full"}),
+    "dp2 stage 1 opt=host": ({"dp": 2}, {"stage": 1, "plan": {"offload": "opt=host"}}),
+    "dp2 stage 3 all host": ({"dp": 2}, {"stage": 3, "plan": ON_HOST, "policy": "bf16"}),
+    "dp2 stage 3 speculate": ({"dp": 2}, {"stage": 3, "plan": {"offload": "opt=host"}, "update": "speculate"}),
+    "dp2 stage 3 nvme": ({"dp": 2}, {"stage": 3, "plan": {"offload": "params=nvme,opt=nvme"}}),
+    "tp2 all host": ({"tp": 2}, {"stage": 0, "plan": ON_HOST}),
+}
+# As on one rank: a wait is for the GPU, never for another rank.
+WAITS = {
+    "dp2 stage 2 fp16 average": {SCALE: 1},
+    "dp2 stage 1 opt=host": {UPDATE: 1, UNITS: 3},
+    "dp2 stage 3 all host": {REDUCE: 1, UPDATE: 1},
+    "dp2 stage 3 speculate": {UPDATE: 2, UNITS: 3},
+    "dp2 stage 3 nvme": {UPDATE: 1, UNITS: 3, COMMIT: 1},
+    "tp2 all host": {REDUCE: 1, UPDATE: 1},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_wait_for_nothing_and_have_the_bits_of_the_cpu(name):
+OFTEN = ("dp2", "dp2 stage 3", "tp2", "dp2 stage 3 all host")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive) for name in CASES],
+)
+def test_two_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cpu(name, tmp_path):
     sizes, case = CASES[name]
-    for expected, found, waits, unpinned, races, freed in ranks.run(2, both, case, mesh=sizes):
-        assert not waits and not unpinned and not races and not freed
+    for expected, found, waits, unpinned, races, freed in ranks.run(2, both, case, tmp_path, mesh=sizes):
+        assert by_file(waits) == WAITS.get(name, {}), waits
+        assert not unpinned and not races and not freed
         assert found == expected and len(found) == 4
 
 

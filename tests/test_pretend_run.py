@@ -43,7 +43,7 @@ def train(fz, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(600)))
     words = ["--model", "mlp-tiny", "--data", "text.txt", "--batch", "4", "--micro-batch", "4", "--seq-len", "16"]
-    words += ["--precision", "fp32", "--peak-tflops", "1", "--prompt", ""]
+    words += ["--precision", "fp32", "--peak-tflops", "1", "--prompt", "", "--set", "precision.fp32_matmul=default"]
     usual = [*(f"model.{name}={size}" for name, size in SIZES.items()), *(f"train.{text}" for text in LOOP)]
 
     def run(out, *settings, steps=6, more=()):

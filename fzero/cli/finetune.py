@@ -75,10 +75,12 @@ def finetune(
     with coordinated() as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
             from fzero.run import loop
+            from fzero.run.ranks.watchdog import watch
 
         make = partial(config_of_flags, table, config_file, begin.init, adapters, quantize)
-        folder, ready = prepare(coordinator, begin, table, make, (bar, line), grow_vocabulary=False)
-        stopped = loop.train(*ready) if ready is not None else 0
+        with watch(coordinator):
+            folder, ready = prepare(coordinator, begin, table, make, (bar, line), grow_vocabulary=False)
+            stopped = loop.train(*ready) if ready is not None else 0
         return finish(coordinator, folder, stopped, line)
 
 

@@ -92,13 +92,15 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
     with coordinated() as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
             from fzero.run import loop
+            from fzero.run.ranks.watchdog import watch
 
         grow = "vocab_size" not in table.get("model", {}) and begin.init is None
         own = not ({"steps", "batch"} & set(table.get("train", {}))) and "schedule" not in table.get("optim", {})
         options = {"grow_vocabulary": grow, "may_shorten": own}
         make = lambda: config_of(table, config_file, begin.init)  # noqa: E731
-        folder, ready = prepare(coordinator, begin, table, make, (bar, line), **options)
-        stopped = loop.train(*ready) if ready is not None else 0
+        with watch(coordinator):
+            folder, ready = prepare(coordinator, begin, table, make, (bar, line), **options)
+            stopped = loop.train(*ready) if ready is not None else 0
         return finish(coordinator, folder, stopped, line)
 
 

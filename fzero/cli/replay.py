@@ -50,6 +50,7 @@ def replay(
     sizes = None if mesh is None else table_of(None, (), mesh, dict.fromkeys(SHORTHANDS)).get("mesh", {})
 
     from fzero.run.debug import replay as module
+    from fzero.run.ranks.watchdog import watch
 
     with process.coordinated() as coordinator:
         asked = {
@@ -66,7 +67,8 @@ def replay(
         given = {"mesh": sizes, "zero": zero, "device": device}
         changes = {name: value for name, value in given.items() if value is not None}
         options = {"start": start, "tolerance": rtol, "nvme": nvme}
-        result = module.replay(run, step, changes, **options, coordinator=coordinator, say=tell)
+        with watch(coordinator):
+            result = module.replay(run, step, changes, **options, coordinator=coordinator, say=tell)
         for line in module.report(result):
             tell(line)
         coordinator.close()

@@ -30,6 +30,7 @@ HOST = torch.device("cpu")
 # PyTorch's settings of its GPU allocator; the second name is that of 2.9 and later, which reads both.
 # Segments that grow in place lose less memory to fragments where sizes vary (compiled blocks, evaluations).
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
 KINDS = ("auto", "cpu", "cuda")  # values of a config's `device`; AMD's GPUs are "cuda" to PyTorch too
 
 
@@ -261,6 +262,25 @@ def pin_pages(address: int, size: int) -> tuple[int, Callable[[], None]]:
 def pinned(x: Tensor, device: torch.device) -> Tensor:
     """`x`, a tensor in the host's memory, pinned if `device` is a GPU, so that copies to it need no wait."""
     return x.pin_memory() if device.type == "cuda" else x
+
+
+def bring(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`; from memory of the host that is not pinned through two small pieces that are, in turn."""
+    if device.type != "cuda" or x.is_cuda or x.is_pinned():
+        return x.to(device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=device)
+    size, waiting = max(1, PIECE_BYTES // x.element_size()), []
+    for source, target in zip(x.contiguous().view(-1).split(size), out.view(-1).split(size)):
+        if len(waiting) < 2:
+            piece = torch.empty(source.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+        else:
+            piece, copied = waiting.pop(0)
+            copied.finish()
+            piece = piece[: source.numel()]
+        waiting.append((piece, copy_in(piece.copy_(source), device, out=target)))
+    for _, copied in waiting:
+        copied.finish()
+    return out
 
 
 def to_host(x: Tensor, device: torch.device) -> Tensor:

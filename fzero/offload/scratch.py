@@ -133,7 +133,7 @@ class ScratchTensor:
             self.put(layer, value)
             return
         reading = self.scratch.read((*self.key, layer))
-        reading.wait().add_(value.to(reading.buffer.view.device))
+        reading.wait().add_(value)
         self.scratch.write((*self.key, layer), reading.buffer)
 
     def put(self, layer: int, value: Tensor) -> None:

@@ -275,10 +275,12 @@ class Sketcher:
         }
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
+        # Each micro-batch but the first adds to a sum that comes back to the device.
+        sums = policy.param if micro == 1 else policy.accumulate
         moved = (
             (tiers.opt, 2 * held["opt"] * self.opt_bytes),
             (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
-            (tiers.grads, micro * held["grads"] * policy.reduce.itemsize),
+            (tiers.grads, (2 * micro - 1) * held["grads"] * sums.itemsize),
             (tiers.acts, 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes),
         )
         for memory, rates, name, sharing in (

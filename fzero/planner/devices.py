@@ -23,6 +23,8 @@ from fzero.core.tables import KINDS
 from fzero.planner.device_names import device_path
 from fzero.run.machine import device_file
 
+# Of a machine here: memory of a process besides tensors (Python, PyTorch's libraries), and the fraction lost.
+RESERVED_BYTES, MARGIN = 1 << 30, 0.05
 HOST_PART = 0.9  # fraction of the host's memory for tensors: the system, processes and page cache take the rest
 Curve = tuple[tuple[float, float], ...]  # (size, seconds), sorted by size
 Products = tuple[tuple[int, int, int, int, float], ...]  # (batch, m, n, k, seconds) of [batch, m, k] @ [batch, k, n]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core import gpu as gpu_module
 from fzero.core import pytree, tables
 from fzero.core.compile import have_compiler
 from fzero.models import LoRAConfig, ModelConfig
@@ -185,19 +186,30 @@ def device_for(gpu: str | Device) -> Device:
         return gpu
     if gpu != "here" or machine.device_file().is_file():
         return devices.device(gpu)
-    memory = machine.available_bytes()
-    link = devices.Level("this machine", "gloo", None, 0.0, 0.0)
+    return unmeasured_here()
+
+
+def unmeasured_here() -> Device:
+    """This machine, of whose rates nothing is known: its GPU where a run takes one, else its processor."""
+    memory, device = machine.available_bytes(), machine.usable_device()[0]
+    link = devices.Level("this machine", "gloo" if device == gpu_module.HOST else "nccl", None, 0.0, 0.0)
+    if device == gpu_module.HOST:
+        name, reserved = "this machine, not measured", min(450 << 20, memory // 2)
+        return Device(name, "cpu", False, machine.cores(), memory, reserved, 0.0, {}, 0.0, (link,))
+    card = gpu_module.properties(device)
     return Device(
-        "this machine, not measured",
-        "cpu",
+        f"{card.name}, not measured",
+        "cuda",
         False,
-        machine.cores(),
-        memory,
-        min(450 << 20, memory // 2),
-        0.0,
+        card.multi_processor_count,
+        card.total_memory,
+        devices.RESERVED_BYTES,
+        devices.MARGIN,
         {},
         0.0,
         (link,),
+        capability=(card.major, card.minor),
+        host_memory_bytes=memory,
     )
 
 

@@ -8,6 +8,7 @@ from fzero.run import loop, pretrain, run_lock
 from fzero.run.attempt import Options
 from fzero.run.config import RunConfig
 from fzero.run.ranks.coordinator import join
+from fzero.run.ranks.watchdog import watch
 
 
 def train_run(
@@ -40,11 +41,12 @@ def train_run(
     if not coordinator.first:
         options = options._replace(say=lambda line: None)
     try:
-        if config is None:
-            ready = pretrain.resume(Path(folder), coordinator, options)
-        else:
-            start = {"init": Path(init), "grow_vocabulary": False} if init is not None else {}
-            ready = pretrain.start(config, Path(folder), coordinator, options, **start)
-        return loop.train(*ready) if ready is not None else 0
+        with watch(coordinator):
+            if config is None:
+                ready = pretrain.resume(Path(folder), coordinator, options)
+            else:
+                start = {"init": Path(init), "grow_vocabulary": False} if init is not None else {}
+                ready = pretrain.start(config, Path(folder), coordinator, options, **start)
+            return loop.train(*ready) if ready is not None else 0
     finally:
         run_lock.release_all()

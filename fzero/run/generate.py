@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
+from fzero.core.gpu import read_scalars
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
 from fzero.sharding import Plan, one_process, zero_plan
@@ -70,8 +71,11 @@ def generate(
             f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at "
             f"most {room}, or shorten it"
         )
-    if int(tokens.max()) >= vocab or int(tokens.min()) < 0:
-        raise ValueError(f"the prompt has the token {int(tokens.max())}; the vocabulary has the ids 0 to {vocab - 1}")
+    least, most = read_scalars([tokens.min(), tokens.max()])
+    if most >= vocab or least < 0:
+        raise ValueError(
+            f"the prompt has the token {least if least < 0 else most}; the vocabulary has the ids 0 to {vocab - 1}"
+        )
     caches = make_caches(model, params, batch, length + n, tokens.device)
     seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     for position in range(length, length + n):

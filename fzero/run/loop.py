@@ -15,7 +15,7 @@ import torch
 
 from fzero import data
 from fzero.comm.tables import any_rank
-from fzero.core import prng, pytree
+from fzero.core import gpu, prng, pytree
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
@@ -34,7 +34,7 @@ from fzero.run.memory_check import snapshot_room
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
 from fzero.run.ranks.signals import stop_signals
-from fzero.run.ranks.watchdog import watch
+from fzero.run.ranks.watchdog import watch_steps
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
@@ -59,7 +59,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
         stack.enter_context(explained(attempt.job, attempt.folder, attempt.coordinator))
         stop = stack.enter_context(stop_signals())
         stack.enter_context(sleep_while_shared())
-        stack.enter_context(watch(attempt.coordinator, attempt.job.config.train.hang_s, stop))
+        stack.enter_context(watch_steps(attempt.coordinator, attempt.job.config.train.hang_s, stop))
         state, signal, fault = train_steps(attempt, state, stop)
         while fault is not None:
             rollback.free_state(state)  # memory holds one state
@@ -267,6 +267,8 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     chat = conversations.answers_messages(job.config, attempt.folder)
     ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
+    # Weights from a disk are in the host's memory, from where each token takes them to the device.
+    params = pytree.map(lambda leaf: leaf if leaf.device == job.device else gpu.to_host(leaf, job.device), params)
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed, job.device)
     out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)

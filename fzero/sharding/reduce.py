@@ -19,7 +19,7 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scatter
 from fzero.core import pytree
-from fzero.core.device import HOST
+from fzero.core.device import kind_of
 from fzero.core.future import Future
 from fzero.core.gpu import Copied, copy_in, copy_out
 from fzero.core.pytree import Tree
@@ -187,7 +187,7 @@ class GradientReducer:
     def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
         """Write a value into the stacked sums, or add it to them."""
         stream, name, layer = key
-        if value.is_cuda and self.memory[name] != "device":
+        if self.memory[name] != "device" and kind_of(value) == "cuda":
             # The GPU adds, for which nobody waits; for the host to add, it would wait for the value.
             bring = self.bring(key, value.device)
             if bring is None:
@@ -212,7 +212,7 @@ class GradientReducer:
             whole = self.final[stream, name] = self.room(key, value)
         slot = whole if layer is None else whole[layer]
         if key in self.begun:
-            slot.add_(value.to(slot.device))  # in a plan a sum in the host's memory is made there
+            slot.add_(value)
         else:
             slot.copy_(value)
             self.begun.add(key)
@@ -295,8 +295,8 @@ class GradientReducer:
             return self.wide(value)
         if self.memory[name] == "nvme":
             reading = so_far.read(layer)
-            return reading.wait().add_(value.to(HOST))
-        return so_far[layer].add_(value.to(so_far.device))
+            return reading.wait().add_(value)
+        return so_far[layer].add_(value)
 
     def wide(self, value: Tensor) -> Tensor:
         """A value in the dtype of its sum.

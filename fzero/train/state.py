@@ -129,7 +129,7 @@ def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
 
 def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
     """A leaf of a state on `device`, if its spec says that it rests there and not in host memory or on a disk."""
-    return leaf.to(device) if spec.memory == "device" else leaf
+    return gpu.bring(leaf, device) if spec.memory == "device" else leaf
 
 
 DONATED = (

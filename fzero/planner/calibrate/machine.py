@@ -25,7 +25,7 @@ from fzero.planner.calibrate.curves import curve_of, join_curves, products_of
 from fzero.planner.calibrate.disk import DEPTH
 from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
 from fzero.planner.calibrate.timed import Figure, spread_of, warm_heap
-from fzero.planner.devices import Device, Level, Rates, from_json, to_json
+from fzero.planner.devices import MARGIN, RESERVED_BYTES, Device, Level, Rates, from_json, to_json
 from fzero.run.machine import cores, processor
 
 PARTS = ("memory", "gemm", "steps", "fused", "links", "attention")
@@ -39,8 +39,6 @@ SECONDS = {
     "attention": 20.0,
 }  # time of the figures in one sweep
 QUICK = 0.2  # factor of these times with --quick
-RESERVED_BYTES = 1 << 30  # memory of a process besides tensors: Python, PyTorch's libraries, the system
-MARGIN = 0.05
 DISK_BYTES = 512 * MB
 Found = dict[str, dict[Any, Figure]]
 

@@ -34,7 +34,6 @@ from fzero.run.corpus import Say
 from fzero.run.measure.log import metrics_row
 from fzero.run.pretrain import expect_memory, place
 from fzero.run.ranks.coordinator import Coordinator
-from fzero.run.ranks.watchdog import watch
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
 from fzero.sharding.digests import digest_text, digests
@@ -257,14 +256,9 @@ def open_job(
             )
         if corpus.corpus_digest(path) != environment["corpus_sha256"]:
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
-        with watch(coordinator):
-            batch_at, skips = (
-                corpus.open_data(config, path, mesh)[0],
-                coordinator.share(lambda: rollback.skips_of(folder)),
-            )
-            yield ReplayJob(
-                job, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room
-            )
+        batch_at = corpus.open_data(config, path, mesh)[0]
+        skips = coordinator.share(lambda: rollback.skips_of(folder))
+        yield ReplayJob(job, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
         if job.nvme is not None:
             job.nvme.close()
         coordinator.share(lambda: "all have closed their files")

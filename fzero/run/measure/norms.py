@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import psum
 from fzero.core import pytree
+from fzero.core.gpu import start_fetch
 from fzero.core.pytree import Tree
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import WHOLE, squares
@@ -61,12 +62,10 @@ def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, f
     parts: dict[str, list[str]] = {}
     for name in pytree.names(whole):
         parts.setdefault(name.split("/")[0], []).append(name)
-    out: Norms = {}
-    for part, names in parts.items():
-        if any(name not in totals for name in names):
-            out[part] = None
-            continue
-        found = (factor * torch.stack([totals[name] for name in names]).sum(0).sqrt()).tolist()
-        finite = [value if math.isfinite(value) else None for value in found]
+    known = {part: names for part, names in parts.items() if all(name in totals for name in names)}
+    norms = [factor * torch.stack([totals[name] for name in names]).sum(0).sqrt() for names in known.values()]
+    out: Norms = dict.fromkeys(parts)
+    for (part, names), found in zip(known.items(), start_fetch(norms).wait()):
+        finite = [value if math.isfinite(value) else None for value in found.tolist()]
         out[part] = finite if is_stacked(names[0]) else finite[0]
     return out

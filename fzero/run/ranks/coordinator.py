@@ -64,6 +64,9 @@ class Coordinator:
         self.signalled = False  # whether this process itself received a signal while training
         # Read by the watchdog from another thread.
         self.step, self.waiting = 0, ""
+        self.trains = False  # whether it makes the steps of a run
+        self.hang_s = 0.0  # then: seconds without progress of a rank after which all ranks end; 0: never
+        self.stops: list[int] = []  # where it puts the number of a signal to a spare
         self.at: Mesh | None = None
         self.notices = True  # whether a wait for a rank that is gone fails: gloo's does, NCCL's does not
 

@@ -28,6 +28,7 @@ from fzero.sharding import Mesh
 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without a sign of life after a SIGTERM, a rank counts as gone
+CLEAR_S = 20.0  # after a failure before the first step, to remove what a rank has written; torchrun kills after 30
 ABORT_S = 5.0  # for NCCL to end what is under way
 STALE_S = 3.0  # without one at a hang, a process counts as stopped
 DONE = b"done"  # in place of a sign of life: the rank's training is over
@@ -46,12 +47,13 @@ class Beat(NamedTuple):
 
 
 @contextlib.contextmanager
-def watch(coordinator: Coordinator, hang_s: float = 0.0, stop: list[int] | None = None) -> Iterator[None]:
-    """A context in which a thread ends this process if the main thread waits for a rank that is gone.
+def watch(coordinator: Coordinator) -> Iterator[None]:
+    """A context in which a thread ends this process if the main thread waits for a rank that is gone: of all that a
+    command does together with other ranks, from the first state on.
 
     The thread publishes signs of life and looks for a reason to end. After a SIGTERM, which torchrun sends when a
-    process has ended, it checks the signs of the other ranks. hang_s: seconds without progress of a rank after which
-    all ranks end (0: never). stop: receives the number of a signal to a spare.
+    process has ended, it checks the signs of the other ranks. It also ends all ranks after `coordinator.hang_s` seconds
+    without progress of one, and `coordinator.stops` receives the number of a signal to a spare.
     """
     if coordinator.store is None:
         yield
@@ -61,9 +63,7 @@ def watch(coordinator: Coordinator, hang_s: float = 0.0, stop: list[int] | None 
     ours.setblocking(False)
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     over = threading.Event()
-    thread = threading.Thread(
-        target=_watch, args=(coordinator, ours, over, hang_s, [] if stop is None else stop), name="fzero-watch"
-    )
+    thread = threading.Thread(target=_watch, args=(coordinator, ours, over), name="fzero-watch")
     thread.start()
     try:
         yield
@@ -86,9 +86,17 @@ def _heed(coordinator: Coordinator, received: bytes) -> bool:
     return signal.SIGTERM in received
 
 
-def _watch(
-    coordinator: Coordinator, wakeup: socket.socket, over: threading.Event, hang_s: float, stop: list[int]
-) -> None:
+@contextlib.contextmanager
+def watch_steps(coordinator: Coordinator, hang_s: float, stops: list[int]) -> Iterator[None]:
+    """A context of the steps of a run: where `watch` looks for ranks that hang, and hands signals to `stops`."""
+    coordinator.trains, coordinator.hang_s, coordinator.stops = True, hang_s, stops
+    try:
+        yield
+    finally:
+        coordinator.trains = False
+
+
+def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Event) -> None:
     # A separate connection: the main thread blocks the other one while it waits.
     assert coordinator.store is not None  # see `watch`
     store = coordinator.store.clone()  # pyright: ignore[reportAttributeAccessIssue]  (torch's stub lacks it)
@@ -102,17 +110,21 @@ def _watch(
         store.set(f"process/{coordinator.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
             number, now, place = number + 1, time.monotonic(), progress_of(coordinator)
+            mine.size, hang_s = coordinator.size, coordinator.hang_s if coordinator.trains else 0.0
             if place != before:
                 before, moved = place, now
             store.set(f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident)))
-            if coordinator.spares and coordinator.first and not stop and store.check([STOP]):
-                stop.append(int(store.get(STOP)))
+            if coordinator.spares and coordinator.first and not coordinator.stops and store.check([STOP]):
+                coordinator.stops.append(int(store.get(STOP)))
             if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
                 term, seen = now, read_beats(mine)
             if not coordinator.notices and not term and coordinator.size > 1:
                 # Looks, not seconds: a job that was suspended as a whole finds all signs old.
+                # A wait for a message in the store notices the end of torchrun or of rank 0 itself, and may be for
+                # long work of rank 0, such as a corpus that it prepares.
                 found = read_beat(mine, (coordinator.rank - 1) % coordinator.size)
-                quiet = quiet + 1 if found and found == sign and now - moved >= 2 * BEAT_S else 0
+                still = now - moved >= 2 * BEAT_S and not coordinator.waiting
+                quiet = quiet + 1 if found and found == sign and still else 0
                 sign = found
                 if quiet * BEAT_S >= SILENT_S:
                     # A rank that has not given its first sign is not gone: it may still begin.
@@ -121,7 +133,7 @@ def _watch(
                 reason = now
             if over.is_set():
                 return
-            if reason and now - reason > LOST_S + 2 * BEAT_S:
+            if reason and now - reason > (LOST_S + 2 * BEAT_S if coordinator.trains else CLEAR_S):
                 end_process(coordinator)
             end_as_orphan()
             if term and now - term > SILENT_S:
@@ -209,6 +221,7 @@ def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
     agreement = coordinator.at.agreement if coordinator.at is not None else None
     return (
         coordinator.step,
+        coordinator.trains,
         coordinator.asked,
         coordinator.waiting,
         *((agreement.number, agreement.waiting) if agreement is not None else ()),
