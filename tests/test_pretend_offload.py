@@ -25,8 +25,9 @@ REDUCE = (
     "sharding/reduce.py"  # once, for the sums of gradients that rest in host memory: whoever has them may read them
 )
 UPDATE = "train/update/offloaded.py"  # once, for whether to skip the step and the clip factor; once for parameters that
-# the GPU updates and the host keeps: whoever has the state may read them
-UNITS = "offload/update_units.py"  # once a unit (2 layers and what is outside) that the host updates and the GPU holds
+# the GPU updates and the host keeps: whoever has the state may read them; once for the factor that is speculated on
+UNITS = "offload/update_units.py"  # once a unit (2 layers and what is outside) that the host updates and the GPU holds;
+# where layers are updated in the backward pass, once for the gradients of each, and once a unit for what else it holds
 COMMIT = "train/state_on_disk.py"  # once, for the small values in step.json
 SCALE = "train/step.py"  # once, for whether the loss scale is at its floor
 EARLY = "train/update/in_backward.py"  # once, for whether to abandon what was written
@@ -46,7 +47,10 @@ CASES = {
         {REDUCE: 1, UPDATE: 1, SCALE: 1},
     ),
     "opt=host backward bf16": ({"policy": "bf16", **BACKWARD}, {UPDATE: 1, UNITS: 3}),
-    "grads=host,opt=host backward": (BACKWARD, {REDUCE: 1, UPDATE: 1, UNITS: 3}),
+    "grads=host,opt=host backward": (BACKWARD, {REDUCE: 1, UPDATE: 1, UNITS: 2 + 3}),
+    "opt=host speculate bf16": ({"policy": "bf16", "update": "speculate"}, {UPDATE: 2, UNITS: 3}),
+    "params=host,grads=host,opt=host speculate": ({"update": "speculate"}, {REDUCE: 1, UPDATE: 2, UNITS: 2}),
+    "opt=nvme speculate": ({"update": "speculate"}, {UPDATE: 2, UNITS: 2 + 3, COMMIT: 1}),
     "params=nvme": ({}, {UPDATE: 1, COMMIT: 1}),
     "opt=nvme": ({"micro_batches": 1}, {UPDATE: 1, UNITS: 3, COMMIT: 1}),
     f"{EVERYWHERE},acts=nvme bf16": ({"policy": "bf16", "remat": "full"}, {UPDATE: 1, COMMIT: 1}),
@@ -84,7 +88,7 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
         micro_batches=micro_batches,
         update=update,
         nvme=nvme,
-        skip=Skip(nonfinite=update == "end" or "nvme" in offload),
+        skip=Skip(nonfinite=update != "backward" or "nvme" in offload),
         execution=fzero.Execution(remat=remat, kernels="reference"),
     )
     tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
