@@ -231,7 +231,7 @@ class Record:
         self.path = path
         self.found: dict[str, Any] = {
             "command": shlex.join(["python", *(w for w in sys.argv if w not in ("--only", *PARTS))]),
-            "machine": machine(),
+            "taken_on": machine(),
         }
         self.found |= {"device": name, "torch": torch.__version__, "failed": {}, "under_way": ""}
         if path.is_file():
