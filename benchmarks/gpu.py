@@ -189,18 +189,23 @@ GOALS = (
 )
 
 
+def figure(value: float) -> str:
+    """A number to read."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def judged(found: dict[str, Any]) -> list[str]:
     """A line for each goal: the figure beside it."""
     lines = []
     for goal in GOALS:
-        wanted = f"{goal.what}: {'at least' if goal.least else 'at most'} {goal.value:,g}; "
+        wanted = f"{goal.what}: {'at least' if goal.least else 'at most'} {figure(goal.value)}; "
         try:
             value = goal.found(found)
         except (LookupError, ValueError):
             lines.append(f"{wanted}not measured")
             continue
         reached = value >= goal.value if goal.least else value <= goal.value
-        lines.append(f"{wanted}{value:,.5g}, {'reached' if reached else 'NOT reached'}")
+        lines.append(f"{wanted}{figure(value)}, {'reached' if reached else 'NOT reached'}")
     return lines
 
 
