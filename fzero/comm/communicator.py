@@ -20,7 +20,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def communicator_of(number: int) -> Communicator:
     return communicator
 
 
-Message = tuple[Callable[..., dist.Work], Tensor, int]  # dist.isend or dist.irecv, what it moves, the other rank
+Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, what it moves, the other rank
 
 
 def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
@@ -303,7 +303,7 @@ class Communicator:
         said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
         tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
         # Receives first, so that data is received directly into its buffer.
-        messages = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
+        messages: list[Message] = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
         messages += [(dist.isend, t, j) for j, t in sends.items() if t.numel()]
         transport = self.transport_of(messages[0][1]) if messages else self.transport
         arriving: list[tuple[Tensor, Tensor]] = []

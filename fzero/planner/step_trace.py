@@ -259,8 +259,8 @@ def is_crossing(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def span(x: Tensor) -> tuple[int, int]:
     """(the first byte of a tensor in its storage, the one behind its last)."""
-    first = x.storage_offset()
-    end = first + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) + 1 if x.numel() else first
+    first = int(x.storage_offset())
+    end = first + sum((n - 1) * int(step) for n, step in zip(x.shape, x.stride())) + 1 if x.numel() else first
     return first * x.element_size(), end * x.element_size()
 
 
