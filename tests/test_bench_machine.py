@@ -110,6 +110,7 @@ def test_listed_devices_are_complete(name):
         "flops",
         "memory_bytes",
         "bandwidth_bytes_s",
+        "host_memory_bytes_s",
         "host",
         "efficiency",
         "reserved_bytes",

@@ -158,6 +158,57 @@ def test_the_order_is_the_traces():
     assert (ahead.step_s, late.step_s) == pytest.approx((2.0, 3.0))
 
 
+def updated_by_host(seconds=1.0, phase="update"):
+    return op(seconds, phase=phase, kind="optimizer", name="fzero.adamw_step")._replace(host=True)
+
+
+ALONE = {"dp": 1}
+
+
+def test_what_the_host_updates_overlaps_with_what_the_device_has_been_given():
+    device, backward = gpu(host_memory_bytes_s=1e9), op(4.0, phase="backward")
+    leaves, there = start(1, "host", "write"), wait(1, "host", "write")
+    comes, here = start(2, "host", "read"), wait(2, "host", "read")
+    early = seconds(device, op(2.0), leaves, backward, there, updated_by_host(2.0), comes, here, op(1.0), sizes=ALONE)
+    assert early.step_s == pytest.approx(7.0) and early.host_s == pytest.approx(2.0)
+    late = seconds(device, op(2.0), backward, leaves, there, updated_by_host(2.0), comes, sizes=ALONE)
+    assert late.step_s == pytest.approx(2 + 4 + 1 + 2 + 1) and late.bound["host"] == pytest.approx(4.0)
+    assert sum(late.phases.values()) + sum(late.waiting.values()) == pytest.approx(late.step_s)
+    slow = seconds(device, op(2.0), leaves, backward, there, updated_by_host(9.0), comes, here, op(1.0), sizes=ALONE)
+    assert slow.step_s == pytest.approx(2 + 1 + 9 + 1 + 1)
+
+
+def test_each_gpu_has_its_own_link_to_the_host_and_they_share_its_memory():
+    for rate, expected in ((8e9, 1.0), (1e9, 4.0)):  # of the memory; four links of 1 GB/s each
+        device = gpu(host_memory_bytes_s=rate, links=(level(ranks=4),))
+        found = seconds(device, start(1, "host", "read"), wait(1, "host", "read"), sizes={"dp": 4})
+        assert found.step_s == pytest.approx(expected)
+    both = start(1, "host", "read"), start(2, "host", "write"), op(1.0), wait(1, "host", "read")
+    assert seconds(gpu(host_memory_bytes_s=8e9), *both).step_s == pytest.approx(1.0), "each way at its own rate"
+
+
+def test_an_update_by_the_host_needs_the_rate_of_its_memory():
+    with pytest.raises(ValueError, match=r"device toy: .*host_memory_bytes_s, is not known; run `fzero bench`"):
+        seconds(gpu(), updated_by_host())
+
+
+@pytest.mark.parametrize("update_s", [0.5, 3.0], ids=["hidden", "late"])
+def test_repeated_layers_that_the_host_updates_take_what_they_take_one_by_one(update_s):
+    """A layer's gradients leave in its turn, and are waited for in the next one's; its parameters come back unasked."""
+    device = gpu(host_memory_bytes_s=1e9)
+
+    def layer(left, before, number):
+        late = [wait(before, "host", "write"), updated_by_host(update_s, "backward")] if before else []
+        return [op(2.0, phase="backward"), start(left, "host", "write"), *late, start(number, "host", "read")]
+
+    every = [event for i in range(12) for event in layer(10 + i, 9 + i if i else 0, 100 + i)]
+    whole = seconds(device, *every, wait(21, "host", "write"), updated_by_host(update_s), sizes=ALONE)
+    edge, middle, last = every[: 3 + 5 * 5], layer(16, 15, 106), layer(17, 16, 107)
+    events = [*edge, *middle, *last, wait(17, "host", "write"), updated_by_host(update_s)]
+    short = seconds(device, *events, sizes=ALONE, segments=(Segment(len(edge), len(edge) + len(middle), 5),))
+    assert short.step_s == pytest.approx(whole.step_s) and short.host_s == pytest.approx(whole.host_s)
+
+
 def test_a_host_that_is_late_holds_a_gpu_up_and_one_that_is_early_does_not():
     device = gpu(op_s={"eager": 1.0})
     late = seconds(device, *[op(0.25)] * 4)

@@ -11,10 +11,10 @@ from test_pretend_gpu import by_file
 
 import fzero
 from fzero import models, optim
-from fzero.core import gpu, precision
+from fzero.core import gpu, precision, pytree
 from fzero.offload import buffer_pool
 from fzero.offload.activation_stack import DiskActivations
-from fzero.sharding import reduce
+from fzero.sharding import prefetch, reduce
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
 
@@ -28,7 +28,9 @@ REDUCE = (
 # Once, for whether to skip the step and the clip factor, and once for the one that is guessed; once for parameters that
 # the GPU updates and the host keeps: whoever has the state may read them
 UPDATE = "train/update/offloaded.py"
-UNITS = "offload/update_units.py"  # once a unit (2 layers and what is outside) that the host updates and the GPU holds
+# Once a unit (2 layers and what is outside) that the host updates and the GPU holds; where layers are updated in the
+# backward pass, once for the gradients of each, and once a unit for what else it holds
+UNITS = "offload/update_units.py"
 COMMIT = "train/state_on_disk.py"  # once, for the small values in step.json
 SCALE = "train/step.py"  # once, for whether the loss scale is at its floor
 EARLY = "train/update/in_backward.py"  # once, for whether to abandon what was written
@@ -51,8 +53,10 @@ CASES = {
         {REDUCE: 1, UPDATE: 1, SCALE: 1},
     ),
     "opt=host backward bf16": ({"policy": "bf16", **BACKWARD}, {UPDATE: 1, UNITS: 3}),
-    "grads=host,opt=host backward": (BACKWARD, {REDUCE: 1, UPDATE: 1, UNITS: 3}),
-    "opt=host speculate": (GUESSED, {UPDATE: 2, UNITS: 3}),
+    "grads=host,opt=host backward": (BACKWARD, {REDUCE: 1, UPDATE: 1, UNITS: 2 + 3}),
+    "opt=host speculate bf16": ({"policy": "bf16", "update": "speculate"}, {UPDATE: 2, UNITS: 3}),
+    "params=host,grads=host,opt=host speculate": ({"update": "speculate"}, {REDUCE: 1, UPDATE: 2, UNITS: 2}),
+    "opt=nvme speculate": ({"update": "speculate"}, {UPDATE: 2, UNITS: 2 + 3, COMMIT: 1}),
     "opt=host speculate, not guessed": ({"policy": "bf16", **GUESSED, "clip": 1e-3}, {UPDATE: 2, UNITS: 3}),
     "params=nvme,opt=nvme speculate": (GUESSED, {UPDATE: 2, UNITS: 3, COMMIT: 1}),
     "params=nvme": ({}, {UPDATE: 1, COMMIT: 1}),
@@ -131,6 +135,31 @@ def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
     # The disk's threads wait for what they write.
     assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/scratch.py", "offload/store.py"}
     assert found == on_cpu(**{**options, "update": "end"})
+
+
+def copies_of_a_step(monkeypatch, small):
+    """(the sizes of the copies of parameters to the GPU in a step whose layers of fewer than `small` bytes go together,
+    the leaves of the model by name)."""
+    sizes = []
+    monkeypatch.setattr(prefetch, "SMALL_COPY", small)
+    monkeypatch.setattr(prefetch, "copy_in", lambda x, *rest: sizes.append(x.nbytes) or gpu.copy_in(x, *rest))
+    options = {"model": GPT2, "micro_batches": 1, "steps": 1}
+    with pretend() as seen:
+        found, _ = losses("cuda", None, "params=host", **options)
+        gc.collect()
+    assert not seen.races and not seen.freed and found == on_cpu(**options)
+    return sizes, pytree.named_leaves(models.build(GPT2).init(lambda name, shape, *_: torch.empty(shape)))
+
+
+@pytest.mark.slow
+def test_small_leaves_come_to_the_gpu_by_one_copy_for_all_layers(monkeypatch):
+    apart, leaves = copies_of_a_step(monkeypatch, 0)
+    together, _ = copies_of_a_step(monkeypatch, 200)
+    stacked = [leaf.nbytes // 2 for name, leaf in leaves.items() if name.startswith("blocks/")]  # of one layer
+    small = [size for size in stacked if size < 200]
+    assert len(small) > 5 and len(stacked) > len(small)
+    # Two passes over two layers: four copies of each, or one.
+    assert len(apart) == len(together) + 3 * len(small) and sum(together) < sum(apart)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from test_pretend_offload import COMMIT, REDUCE, SCALE, UNITS, UPDATE
 
 import fzero
 from fzero import models, optim
-from fzero.core import precision
+from fzero.core import gpu, precision
 from fzero.run import loop, pretrain, run_folder, run_lock
 from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
@@ -68,6 +68,23 @@ def both(mesh, case, folder):
         return expected, found, waits, dict(seen.unpinned), dict(seen.races), dict(seen.freed)
 
 
+def by_the_host(mesh, case):
+    """The same as `both` with gloo between the ranks, for the GPU's tensors too."""
+    expected, _ = train(mesh, "cpu", case)
+    with pretend() as seen:
+        found, waits = train(mesh, "cuda", case, seen)
+        gc.collect()
+        return expected, found, {line.partition(":")[0] for _, line in waits}, dict(seen.races), dict(seen.freed)
+
+
+def unread(mesh, case):
+    """The races of a step whose messages are sent before the host has them, on this rank."""
+    with pytest.MonkeyPatch.context() as patch, pretend() as seen:
+        patch.setattr(gpu.Copied, "finish", lambda copied: copied.tensor)
+        train(mesh, "cuda", case, steps=1)
+        return dict(seen.races)
+
+
 def unwaited(mesh, case):
     """The races of a step whose collectives are not waited for, on this rank."""
     with pytest.MonkeyPatch.context() as patch, pretend() as seen, pretend_nccl.nccl():
@@ -113,6 +130,24 @@ def test_two_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cp
         assert by_file(waits) == WAITS.get(name, {}), waits
         assert not unpinned and not races and not freed
         assert found == expected and len(found) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["dp2 stage 3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("dp2", "tp2"))]
+)
+def test_ranks_that_share_a_gpu_send_by_the_host_and_have_the_bits_of_the_cpu(name):
+    sizes, case = CASES[name]
+    for expected, found, waits, races, freed in ranks.run(2, by_the_host, case, mesh=sizes):
+        assert waits == {"comm/communicator.py"} and not races and not freed
+        assert found == expected and len(found) == 4
+
+
+@pytest.mark.slow
+def test_what_is_sent_before_the_host_has_it_is_found():
+    sizes, case = CASES["dp2"]
+    for races in ranks.run(2, unread, case, mesh=sizes):
+        assert any("comm/communicator.py" in race for race in races), races
 
 
 @pytest.mark.slow

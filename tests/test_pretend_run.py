@@ -1,6 +1,7 @@
 """Whole runs on the pretend GPU (pretend_gpu.py): rows are read one step late and are those of the CPU, nothing between
 two plain steps leaves the device idle, and a run that ends badly has the rows of all its steps and one line."""
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -211,11 +212,13 @@ def test_bench_measures_the_gpu_and_writes_a_whole_file(fz, tmp_path, monkeypatc
     monkeypatch.setattr(machine, "have_compiler", lambda: True)
     rates = machine.host_rates
     monkeypatch.setattr(machine, "host_rates", lambda: rates(1 << 12))
+    monkeypatch.setattr(machine, "host_memory_rate", functools.partial(machine.host_memory_rate, 1 << 12))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     speeds = {}
     monkeypatch.setattr(chips, "write_measured", lambda gpu, found: speeds.update({gpu: found}))
-    path = tmp_path / "device.json"
+    path = tmp_path / "fzero/device.json"
     with pretend() as seen:
-        code, out, err = fz("bench", "--out", path)
+        code, out, err = fz("bench")
     assert len(speeds) == 1, err
     assert code == 0 and "Pretend H200" in out and not seen.races and not seen.freed and not seen.unpinned, err
     found = devices.device(path)
@@ -227,6 +230,14 @@ def test_bench_measures_the_gpu_and_writes_a_whole_file(fz, tmp_path, monkeypatc
     assert casts < {*rates.kernels} and len(rates.bandwidth) == 2
     assert {*found.host} == {"read", "write"} and min(found.host.values()) > 0
     assert {*found.flops} == {"bfloat16", "float32", "float16"} and min(found.flops.values()) > 0
+    assert found.host_memory_bytes and found.host_memory_bytes_s
+    # All that the file has, a plan reads; each of these needs another part of it.
+    tiny = ("--model", "llama-tiny", "--gpu", "here", "--set", "train.compiled=false", "--json")
+    for more in ((), ("--offload", "params=host,grads=host,opt=host"), ("--offload", "acts=host", "--remat", "full")):
+        code, out, err = fz("plan", *tiny, *more)
+        report = json.loads(out)
+        assert code == 0 and report["device"]["name"] == "Pretend H200" and report["step_s"] > 0, err
+        assert ("host" in report["time"]["moving"]) == bool(more)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from fzero import optim
 from fzero.core import precision, pytree
 from fzero.run import build, config_table, memory_check
 from fzero.train.batch import local_batch
+from fzero.train.update import offloaded
+from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.offloaded import StreamedUpdate
 from fzero.train.update.old_values import OldValues
 from fzero.train.update.speculation import Speculation
@@ -128,6 +130,37 @@ def test_on_the_pretend_gpu_nothing_races(offload):
     assert not [line for _, line in seen.unpinned if line.startswith(ours)]
     assert [row[:3] for row in found[0]] == [row[:3] for row in expected[0]][:4]
     assert [row[3:] for row in found[0]] == [[3, 0], [3, 0], [3, 3], [0, 0]]
+
+
+def launched_before_waits(monkeypatch):
+    """The operators that the GPU is given between a layer's gradients and the host's wait for them, by layer."""
+    at, found, take = {}, [], EarlyUpdate.take
+    monkeypatch.setattr(offloaded, "MOST_ELEMENTS", 64)  # a layer is many units, as one of a large model is
+
+    with pretend() as seen:
+
+        def taken(self, name, layer, value, copied=None):
+            take(self, name, layer, value, copied)
+            if self.ready is not None and self.ready[0] == layer:
+                arrives = {arrive for _, arrive in self.ready[1].values() if arrive is not None}
+                at[layer] = seen.kernels[0]
+
+                def arrived(arrive, layer):
+                    found.append(seen.kernels[0] - at[layer])
+                    return arrive()
+
+                once = {arrive: functools.cache(functools.partial(arrived, arrive, layer)) for arrive in arrives}
+                self.ready = layer, {n: (x, once.get(arrive)) for n, (x, arrive) in self.ready[1].items()}
+
+        monkeypatch.setattr(EarlyUpdate, "take", taken)
+        trained("opt=host", "speculate", "bf16", device="cuda", steps=1)
+    return found
+
+
+@slow
+def test_the_gpu_has_the_next_layer_to_compute_before_the_host_waits_for_one(monkeypatch):
+    found = launched_before_waits(monkeypatch)
+    assert len(found) == 3 and min(found) > 10, found
 
 
 def test_what_cannot_speculate_is_refused(tmp_path):

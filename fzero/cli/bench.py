@@ -49,7 +49,7 @@ def bench_machine(
     out: Path | None, quick: bool, only: tuple[str, ...], disk: Path | None, device: str, as_json: bool
 ) -> None:
     """Run `fzero bench`."""
-    from fzero.core import gpu
+    from fzero.core import gpu, numa
     from fzero.planner import devices
     from fzero.planner.calibrate import machine, summary
     from fzero.run.machine import device_file
@@ -67,7 +67,7 @@ def bench_machine(
         before = devices.device(path)
         if before.kind != device:
             raise ValueError(f"{path}: is of a {before.kind} device and --device is {device}; give another --out")
-    gpu.use_device(device)
+    numa.bind_threads(numa.find_place(gpu.use_device(device)).cores)  # where a run has its threads
     effort = machine.Effort(tuple(only) or machine.PARTS, quick, device)
     found = machine.measure(effort, disk=disk, before=before, say=progress)
     machine.save(found, path)

@@ -1,7 +1,8 @@
 """Communicator: sends plain tensors between the ranks of one mesh axis, below autograd and torch.func.
 
-There are three transports: gloo, NCCL (beside it gloo, for tensors in the host's memory), and "fake", which has no
-process group and serves plans on fake tensors. The differentiable collectives are in comm/collectives.py.
+There are three transports: gloo (a GPU's tensors go through the host's memory, for which the host waits), NCCL (beside
+it gloo, for tensors in the host's memory), and "fake", which has no process group and serves plans on fake tensors. The
+differentiable collectives are in comm/collectives.py.
 
 gloo's own collectives copy a lot and its reductions are slow (4 ranks on 2 cores, 12 MB: reduce_scatter_tensor 60 ms;
 point-to-point messages and one local sum 14 ms). So on gloo each rank sends every piece directly to the rank that needs
@@ -19,7 +20,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger, sent_elements
 from fzero.core.device import kind_of
 from fzero.core.future import Future, ready
+from fzero.core.gpu import copy_in, copy_out
 from fzero.core.torch_private import FakeTensor
 from fzero.core.tree_sum import tree_sum
 
@@ -54,6 +56,19 @@ def communicator_of(number: int) -> Communicator:
     if communicator is None:
         raise ValueError("a traced collective runs on a mesh that is gone; keep the mesh while its functions are used")
     return communicator
+
+
+Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, what it moves, the other rank
+
+
+def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
+    """Messages of tensors on a GPU for a transport between hosts: (the same of memory of the host, in which what is
+    sent has arrived; [(such memory, the tensor that it is for)] of what is received)."""
+    rooms = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for op, t, _ in messages if op is dist.irecv}
+    leaving = {id(t): copy_out(t) for op, t, _ in messages if op is dist.isend}  # one tensor may go to many ranks
+    arriving = [(rooms[id(t)], t) for op, t, _ in messages if op is dist.irecv]
+    rooms |= {key: copied.finish() for key, copied in leaving.items()}
+    return [(op, rooms[id(t)], j) for op, t, j in messages], arriving
 
 
 class Communicator:
@@ -288,9 +303,12 @@ class Communicator:
         said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
         tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
         # Receives first, so that data is received directly into its buffer.
-        messages = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
+        messages: list[Message] = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
         messages += [(dist.isend, t, j) for j, t in sends.items() if t.numel()]
         transport = self.transport_of(messages[0][1]) if messages else self.transport
+        arriving: list[tuple[Tensor, Tensor]] = []
+        if transport == "gloo" and messages and messages[0][1].is_cuda:
+            messages, arriving = through_host(messages)
         if transport == "nccl":
             ops = [dist.P2POp(op, t, group=self.group, group_peer=j) for op, t, j in messages]
             work = [(w, self.rank) for w in (dist.batch_isend_irecv(ops) if ops else ())]
@@ -314,6 +332,9 @@ class Communicator:
                     except RuntimeError as error:
                         raise self._lost(call, j, error) from None
             messages.clear()
+            while arriving:
+                room, t = arriving.pop()
+                copy_in(room, t.device, out=t).use()
             return result()
 
         return Future(finish)

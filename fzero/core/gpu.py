@@ -181,6 +181,14 @@ def properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
+def pci_address(device: torch.device) -> str:
+    """The place of a GPU on the host's PCI bus as Linux writes it, such as "0000:3b:00.0"; "" if PyTorch does not
+    tell."""
+    found = properties(device)
+    numbers = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return "" if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which `device` is the current GPU, as launches of Triton need; nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

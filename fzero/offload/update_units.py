@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.future import Future
-from fzero.core.gpu import HOST, Copied, copy_in, start_fetch
+from fzero.core.gpu import HOST, copy_in, start_fetch
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor
@@ -111,14 +111,15 @@ class BlockRead(NamedTuple):
 
     reading: RowRead | None
     home: Tensor  # with the leading dim of their layer
-    coming: Copied | None = None  # of the rows, in the host's memory, while they are on their way there
+    arrive: Callable[[], Any] | None = None  # waits for the rows, if they are on their way to `home`
 
     def start(self, where: torch.device) -> Future[Tensor]:
         """Start to bring the rows to `where`."""
         if self.reading is None:
-            if self.coming is not None:
+            if self.arrive is not None:
                 assert where == HOST, "rows that leave a GPU are updated on the host"
-                return Future(self.coming.finish)
+                arrive, home = self.arrive, self.home
+                return Future(lambda: (arrive(), home)[1])
             return Future(copy_in(self.home, where).use)
         arriving, shape = self.reading.copy_to(where), self.home.shape
         return Future(lambda: arriving.wait().view(shape))

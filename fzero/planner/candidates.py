@@ -26,7 +26,7 @@ from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.memory_check import numel, part_layers, part_numels
 from fzero.sharding import Plan, fake_mesh, zero_plan
-from fzero.sharding.memory import Offload
+from fzero.sharding.memory import Offload, Tier
 from fzero.sharding.slices import is_stacked
 
 CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
@@ -270,8 +270,7 @@ class Sketcher:
             "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
             "recomputation": micro * layers * again,
             "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
-            "update": 28 * held["opt"] / (self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0))
-            + layer.rest_s,
+            "update": self.update_s(28 * held["opt"], tiers.opt) + layer.rest_s,
         }
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
@@ -294,6 +293,14 @@ class Sketcher:
                 hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
                 out[f"transfers to {name}"] = max(0.0, away / rate - hidden) if rate else math.inf
         return out
+
+    def update_s(self, size: float, tier: Tier) -> float:
+        """Estimate the seconds of an optimizer's update that moves `size` bytes: on the device, and in its host's
+        memory as far as the state is there or on a disk."""
+        part = tier.fraction if tier.memory != "device" and self.device.kind == "cuda" else 0.0
+        memory = self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)
+        there = (self.device.host_memory_bytes_s or math.inf) * self.device.efficiency.get("host", 1.0) / self.on_node
+        return size * ((1.0 - part) / memory + part / there)
 
     def exposed(
         self,

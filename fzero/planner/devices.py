@@ -89,7 +89,8 @@ class Device:
     collectives: dict[str, Curve] = field(default_factory=dict)
     # "late/4": a single point, the seconds between the first and the last rank to reach a collective
     host_memory_bytes: int | None = None  # of a node, without the devices' own memory
-    # bytes/s between device and host memory: "read", "write" (to the host)
+    host_memory_bytes_s: float | None = None  # its bandwidth, of a node: reads and writes together
+    # bytes/s between one device and host memory: "read", "write" (to the host), at the same time
     host: dict[str, float] = field(default_factory=dict)
     nvme: dict[str, float] = field(default_factory=dict)  # bytes/s of a node's disk: "read", "write", "both"
     price_per_hour: float | None = None  # of one device; never listed, as prices change

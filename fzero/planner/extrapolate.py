@@ -68,7 +68,7 @@ def trace(
         found = deeper(stays, stack, before, group, run, depth)
         say(f"tracing {run + group} of {depth} layers, to compare")
         # Only at the end of the step is it known which tensors of an updating backward pass belong to the state.
-        more = run_step(few, sizes, rank, target, run + group, short=config.train.update != "backward")
+        more = run_step(few, sizes, rank, target, run + group, short=config.train.update == "end")
         if found is None or not same(deeper(stays, stack, before, group, run, run + group), more.stays):
             say(f"tracing all {depth} layers, as no two are alike")
             step, notes = run_step(few, sizes, rank, target), [*notes, "no two layers are alike: all were run"]

@@ -42,6 +42,7 @@ class Op(NamedTuple):
     shape: tuple[int, ...]  # of a gemm (batch, m, n, k), else of its largest tensor
     flop: int
     bytes: int  # bytes read and written, each tensor counted once
+    host: bool = False  # whether the host of a GPU computes it, on tensors in its own memory
 
 
 # Kinds by the operator's name without its namespace; every other operator is pointwise.
@@ -139,7 +140,7 @@ def describe_op(
         return None
     if name == "record_launch":  # a kernel launch instead of an operator: (reads, writes)
         full, name, kind = _launched(args[0])
-        args, out = args[1:], args[2]
+        args, out = args[1:2], args[2]  # what is written is counted as read only where it is
     given = list(_tensors((args, tuple(x for key, x in kwargs.items() if key != "out"))))
     made = list(_tensors(out))
     if not given and not made:

@@ -178,58 +178,67 @@ class Tracer:
     def __init__(self, cuda: bool = False) -> None:
         self.cuda = cuda  # whether the device has memory of its own
         self.started: dict[int, tuple[str, str, int]] = {}  # number -> (what, axis, bytes)
-        self.coming: dict[
-            int, tuple[int, weakref.ref]
-        ] = {}  # storage being copied from the host -> (number, a reference whose callback reports its end)
+        # storage being copied to -> ([(number, first byte, end)] of the copies, a reference whose callback reports its
+        # end)
+        self.coming: dict[int, tuple[list[tuple[int, int, int]], weakref.ref]] = {}
         self.copies = HOST_COPIES
 
     def note(self, record: MemoryTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator, record it and return its result."""
         if func is LOOKS:
             return _value_of(args[0])
-        if self.coming:
-            self.arrived(record, args)
+        crosses = self.cuda and is_crossing(func, args, kwargs)
+        if self.coming and not func.is_view:
+            # A copy across follows earlier ones of its memory by the order of streams; it waits for its source alone.
+            source = [args[func is COPIES[1]]] if crosses else args
+            self.arrived(record, [x for x in pytree.leaves(source) if not crosses or device_of(x) != HOST])
         out = func(*args, **kwargs)
         here = record.here
-        if self.cuda and func in COPIES and self.copied(record, func, args, out):
+        if crosses:
+            self.copied(record, func, args, out)
             return out
         op = describe_op(func, args, kwargs, out, here.phase, here.layer)
-        if op is not None:
+        if op is not None and self.cuda and on_host(args, kwargs, out):
+            record.event(op._replace(host=True))
+        elif op is not None:
             for one in describe_passes(op, args):
                 record.event(one)
         return out
 
-    def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> bool:
-        """Record a copy between the host's memory and the device as a transfer; return whether it is one.
+    def copied(self, record: MemoryTrace, func: Any, args: tuple, out: Tensor) -> None:
+        """Record a copy between the host's memory and the device as a transfer.
 
-        A read is waited for at its first use, or when its storage is freed unused: another storage may then get the
-        same address. A write in a forward pass (activations) is not waited for.
+        It is waited for at the first use of what it wrote, by the device or by the host, or when the storage is freed
+        unused: another storage may then get the same address. A write in a forward pass (activations) is not.
         """
-        source, there = (args[1], args[0]) if func is COPIES[1] else (args[0], out)
-        if device_of(source) == device_of(there):
-            return False
+        there = args[0] if func is COPIES[1] else out
         what, self.copies = "write" if device_of(there) == HOST else "read", self.copies + 1
-        size = there.numel() * there.element_size()
-        record.transfer("start", self.copies, what, "host", size)
-        if what == "read":
-            storage, number = there.untyped_storage(), self.copies
-            key = storage._cdata
-            self.coming[key] = number, weakref.ref(storage, lambda _: self.come(record, key))
-        elif record.here.phase != "forward":
-            record.transfer("wait", self.copies, what, "host", size)
-        return True
+        record.transfer("start", self.copies, what, "host", there.numel() * there.element_size())
+        if what == "read" or record.here.phase != "forward":
+            storage = there.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self.coming:
+                self.coming[key] = [], weakref.ref(storage, lambda _: self.come(record, key, 0, size))
+            self.coming[key][0].append((self.copies, *span(there)))
 
-    def arrived(self, record: MemoryTrace, args: Any) -> None:
+    def arrived(self, record: MemoryTrace, tensors: Iterable[Any]) -> None:
         """Record the waits for arguments that are still being copied."""
-        for x in pytree.leaves(args):
+        for x in tensors:
             if isinstance(x, Tensor):
-                self.come(record, x.untyped_storage()._cdata)
+                self.come(record, x.untyped_storage()._cdata, *span(x))
 
-    def come(self, record: MemoryTrace, key: int) -> None:
-        """Record the wait for a storage, if it is being copied."""
-        number, _ = self.coming.pop(key, (None, None))
-        if number is not None and not record.over:
-            record.transfer("wait", number, "read", "host", 0)
+    def come(self, record: MemoryTrace, key: int, first: int, end: int) -> None:
+        """Record the waits for bytes of a storage, as far as they are being copied to."""
+        if key not in self.coming:
+            return
+        moving = self.coming[key][0]
+        here = [one for one in moving if one[1] < end and first < one[2]]
+        for one in here:
+            moving.remove(one)
+            if not record.over:
+                record.transfer("wait", one[0], self.started[one[0]][0], "host", 0)
+        if not moving:
+            del self.coming[key]
 
     def told(self, event: str, number: int, what: str, axis: str, size: int, here: Visit) -> Transfer:
         """Make the event of a transfer."""
@@ -238,6 +247,27 @@ class Tracer:
         else:
             what, axis, size = self.started[number]
         return Transfer(event, number, what, axis, size, here.phase, here.layer)
+
+
+def is_crossing(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether an operator copies between the memory of a planned GPU and that of its host."""
+    if func not in COPIES:
+        return False
+    there = device_of(args[0]) if func is COPIES[1] else kwargs.get("device")
+    return there is not None and torch.device(there) != device_of(args[func is COPIES[1]])
+
+
+def span(x: Tensor) -> tuple[int, int]:
+    """(the first byte of a tensor in its storage, the one behind its last)."""
+    first = int(x.storage_offset())
+    end = first + sum((n - 1) * int(step) for n, step in zip(x.shape, x.stride())) + 1 if x.numel() else first
+    return first * x.element_size(), end * x.element_size()
+
+
+def on_host(*trees: Any) -> bool:
+    """Whether all tensors of an operator on a planned GPU are in the memory of its host."""
+    devices = {device_of(x) for tree in trees for x in pytree.leaves(tree) if isinstance(x, Tensor)}
+    return devices == {HOST}
 
 
 def _value_of(x: Tensor) -> Any:

@@ -1,12 +1,14 @@
 """The time of a step: a trace's events simulated in order at a device's rates.
 
-Each rank runs the same program, so one rank is simulated. Clocks: the host, which issues the operators one by one; the
-device, which computes them (on a CPU both are one); one for the messages of each axis, and one for the links of each
-level; one for each disk, and one for copies to and from the host's memory. An operator begins when the device is free
-and the host has issued it. A transfer begins when it is started, its input is ready and the previous one on its axis
-has ended; those of several axes share the links of a level. A wait blocks the device until a transfer ends. So overlap
-is that of the engine: gathers ahead of use, and the reduction of a layer during the next layer's backward pass; a psum
-of tensor parallelism is waited for immediately and overlaps with nothing.
+Each rank runs the same program, so one rank is simulated. Clocks: the host, which issues the operators one by one, and
+beside a GPU computes with what rests in its memory; the device, which computes them (on a CPU both are one); one for
+the messages of each axis, and one for the links of each level; one for each disk, and one for copies to and from the
+host's memory. An operator begins when the device is free and the host has issued it. A transfer begins when it is
+started, its input is ready and the previous one on its axis has ended; those of several axes share the links of a
+level. A wait blocks the device until a transfer ends; for what has left a GPU it blocks the host, when it computes with
+it. So overlap is that of the engine: gathers ahead of use, the reduction of a layer during the next layer's backward
+pass, and the host's update of a layer (update="backward" and "speculate") as well; a psum of tensor parallelism is
+waited for immediately and overlaps with nothing.
 
 A compiled block is one call for the host, however many kernels it runs.
 
@@ -56,6 +58,7 @@ class Timing(NamedTuple):
     flop: int  # hardware FLOPs of one rank
     binds: str  # the largest part of the step: "compute", "memory", "host", "communication on dp", "nvme"
     issue_s: float  # of a GPU: the host's seconds to issue the operators, beside the device's
+    host_s: float = 0.0  # of those, to compute with what rests in its memory: the optimizer's update
 
 
 def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
@@ -72,7 +75,9 @@ def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
         play.again = bool(Remat.parse(trace.config.train.remat).every)
     if step := step_s.get("compiled" if trace.config.train.compiled else "eager", 0.0):
         play.spend("update", None, step)
+    play.waited = {e.number for e in trace.events if isinstance(e, Transfer) and e.event == "wait"}
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
+    play.settle()
     if device.lost:
         play.spend("lost", None, 0.0, play.clock["device"] * device.lost / (1.0 - device.lost), "lost")
     return play.timing()
@@ -90,6 +95,7 @@ class Play:
         self.again = False  # whether blocks are recomputed in the backward pass
         self.block: tuple[str, int] | None = None  # (phase, layer) of the last block called
         self.done: dict[int, tuple[float, float, float]] = {}  # number -> (end, seconds, seconds that cannot be hidden)
+        self.waited: set[int] = set()  # numbers of the transfers that something waits for
         self.sums: dict[tuple[str, str], float] = {}  # (group, key) -> seconds, or FLOPs
 
     # ---- one event ---------------------------------------------------------------------------------------------------
@@ -118,8 +124,24 @@ class Play:
         self.add("bound", "host", late)
         self.add("bound", bound, spent - late)
 
+    def on_host(self, op: Op) -> None:
+        """Simulate an operator of a GPU's host, by the bandwidth of its memory, which a node's processes share."""
+        rate = self.device.host_memory_bytes_s
+        if not rate:
+            raise ValueError(
+                f"device {self.device.name}: the host updates what rests in its memory, and the rate of that memory, "
+                "host_memory_bytes_s, is not known; run `fzero bench`"
+            )
+        part = self.device.efficiency.get("host", 1.0)
+        seconds = op.bytes * self.processes / (rate * part)
+        self.clock["host"] += seconds
+        self.add("host", op.kind, seconds)
+
     def op(self, op: Op) -> None:
         """Simulate an operator."""
+        if op.host:
+            self.on_host(op)
+            return
         cost = self.cost(op)
         host_s = self.inside(op) if self.call_s is not None else None
         host_s = cost.host_s if host_s is None else host_s
@@ -160,8 +182,8 @@ class Play:
         self.done[t.number] = self.clock[own], message.seconds, message.seconds * (1.0 - part)
 
     def moved(self, t: Transfer) -> tuple[float, float, float]:
-        """Return (end, seconds, 0) of a read or write of a disk or of the host's memory, which a machine's processes
-        share evenly."""
+        """Return (end, seconds, 0) of a read or write of a disk, which a node's processes share evenly, or of the
+        host's memory, to which each GPU has a link of its own, and whose bandwidth they share."""
         rates = self.device.nvme if t.axis == "nvme" else self.device.host
         rate = rates.get(t.what) or rates.get("both")
         if not rate:
@@ -170,19 +192,28 @@ class Play:
                 f"device {self.device.name}: a plan with {t.axis} needs its rate of {t.what}, and it has {known}; "
                 "run `fzero bench`"
             )
-        part = self.device.efficiency.get("host", 1.0) if t.axis == "host" else 1.0
-        one, both = t.bytes * self.processes / (rate * part), t.bytes * self.processes / (max(rates.values()) * part)
-        own, shared = f"{t.axis} {t.what}", f"{t.axis} both"
-        now = self.clock["host" if t.what == "read" else "device"]
-        # Reads and writes each have a rate, and share a common one.
-        self.clock[own] = max(now, self.clock.get(own, 0.0)) + one
-        self.clock[shared] = max(now, self.clock.get(shared, 0.0)) + both
-        self.add("moving", t.axis, one)
-        return max(self.clock[own], self.clock[shared]), one, 0.0
+        own, now = f"{t.axis} {t.what}", self.clock["host" if t.what == "read" else "device"]
+        if t.axis == "host":
+            memory = self.device.host_memory_bytes_s or math.inf
+            seconds = t.bytes / (min(rate, memory / self.processes) * self.device.efficiency.get("host", 1.0))
+        else:
+            seconds = t.bytes * self.processes / rate
+        over = self.clock[own] = max(now, self.clock.get(own, 0.0)) + seconds
+        if t.axis == "nvme":  # its reads and writes share a common rate as well
+            both, shared = t.bytes * self.processes / max(rates.values()), f"{t.axis} both"
+            self.clock[shared] = max(now, self.clock.get(shared, 0.0)) + both
+            over = max(over, self.clock[shared])
+        self.add("moving", t.axis, seconds)
+        return over, seconds, 0.0
 
     def wait(self, t: Transfer) -> None:
+        if t.number not in self.done:
+            return  # of an earlier turn of a repeated segment, which a later one has overtaken
         over, seconds, own = self.done.pop(t.number)
         clock, now, disk = self.clock, self.clock["device"], t.axis in DISKS
+        if t.axis == "host" and t.what == "write" and not self.one_clock:
+            clock["host"] = max(clock["host"], over)  # the host waits for what it computes with, and not the device
+            return
         exposed = max(0.0, over - now) + own
         clock["device"] = now + exposed
         if self.one_clock or t.axis == "nvme":  # the host waits for a disk; for a link the device does
@@ -218,11 +249,20 @@ class Play:
         From the second turn on, a wait for a transfer started before the segment waits for the one that the previous
         turn left under way."""
         left, taken = crossing(events, segment.first, segment.last)
+        kinds = {e.number: (e.axis, e.what) for e in events[segment.first : segment.last] if isinstance(e, Transfer)}
+        pairs = [
+            pair
+            for kind in {kinds[number] for number in taken}
+            for pair in zip(
+                *([n for n in ns if kinds[n] == kind] for ns in (taken, filter(self.waited.__contains__, left)))
+            )
+        ]
         turns = min(segment.times, STEADY)
         for turn in range(turns):
             if turn:
-                for older, newer in zip(taken, left):
-                    self.done[older] = self.done.pop(newer)
+                for older, newer in pairs:
+                    if newer in self.done:
+                        self.done[older] = self.done.pop(newer)
             clock, sums = dict(self.clock), dict(self.sums)
             self.run(events, segment.first, segment.last, inside)
         more = segment.times - turns
@@ -231,6 +271,15 @@ class Play:
             self.done = {number: (over + more * gone, s, own) for number, (over, s, own) in self.done.items()}
             self.clock = {name: value + more * (value - clock.get(name, 0.0)) for name, value in self.clock.items()}
             self.sums = {key: value + more * (value - sums.get(key, 0.0)) for key, value in self.sums.items()}
+
+    def settle(self) -> None:
+        """Go on to the end of the host's update and of the copies of what it has updated, where the device has nothing
+        to compute any more: the next step begins with them."""
+        late = max(self.clock["host"], self.clock.get("host read", 0.0)) - self.clock["device"]
+        if self.sums.get(("host", "optimizer")) and late > 0.0:
+            self.clock["device"] += late
+            self.add("phases", "update", late)
+            self.add("bound", "host", late)
 
     def timing(self) -> Timing:
         groups: dict[str, dict[str, float]] = {}
@@ -245,7 +294,8 @@ class Play:
         flop = int(groups.get("flop", {}).get("", 0))
         binds = max(parts, key=parts.__getitem__, default="compute")
         issue_s = 0.0 if self.one_clock else self.clock["host"]
-        return Timing(self.clock["device"], **found, parts=rows, flop=flop, binds=binds, issue_s=issue_s)
+        host_s = sum(groups.get("host", {}).values())
+        return Timing(self.clock["device"], **found, parts=rows, flop=flop, binds=binds, issue_s=issue_s, host_s=host_s)
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:

@@ -18,7 +18,7 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core import gpu
+from fzero.core import gpu, numa
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.foreign import in_form, read_json
@@ -49,7 +49,8 @@ def cores() -> int:
 
 
 def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
-    """Share the cores of this host among its processes, and return a line that says how many threads each uses.
+    """Share the cores that this process may use among the `processes` of this host that may too, and return a line that
+    says how many threads each uses.
 
     torchrun sets OMP_NUM_THREADS to 1 if it is not set, so 1 means nothing; a larger number is kept, and so is one that
     is set for a single process. device: of the processes; those of a GPU leave 2 cores each to the threads that launch
@@ -58,7 +59,7 @@ def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
     said = os.environ.get("OMP_NUM_THREADS")
     if said is None or (said == "1" and "LOCAL_RANK" in os.environ):
         torch.set_num_threads(max(1, cores() // processes - BESIDE_GPU * (device.type == "cuda")))
-    return f"threads: {torch.get_num_threads()} a process; {processes} processes on the {cores()} cores of this host"
+    return f"threads: {torch.get_num_threads()} a process; {processes} processes on {cores()} cores of this host"
 
 
 def available_bytes() -> int:
@@ -392,6 +393,8 @@ def diagnose() -> str:
     device, cards = usable_device()
     kind = device.type
     found.append(("GPU", cards))
+    if kind == "cuda":
+        found.append(("NUMA", numa.find_place(device).line or "one node on this host"))
     rates = [
         f"{name} {peak_rate(dtype, 1, device) / 1e9:,.0f} GFLOP/s"
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))

@@ -14,7 +14,7 @@ import torch
 
 from fzero import data
 from fzero.comm.mesh_text import mesh_text
-from fzero.core import gpu
+from fzero.core import gpu, numa
 from fzero.core.storage import is_url
 from fzero.core.tables import Table
 from fzero.data.chat import read_chat
@@ -249,13 +249,19 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
         f"; no GPU can be used: {gpu.complaint()}" if (asked, device) == ("auto", gpu.HOST) and gpu.complaint() else ""
     )
     lines = [f"device: {gpu.describe_device(device)}{why}"]
+    processes = coordinator.local_size
+    if device != gpu.HOST:  # before there are threads of NCCL, OpenMP and disks
+        found = numa.find_place(device, processes)
+        numa.bind_threads(found.cores)
+        processes = found.processes
+        lines += [f"cores: {found.line}"] * bool(found.line)
     if coordinator.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
     # Longer than the watchdog, whose report of a late rank is better.
     mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0), device)
     if coordinator.size > 1 or device != gpu.HOST:
-        lines.append(machine.share_cores(coordinator.local_size, device))
+        lines.append(machine.share_cores(processes, device))
 
     def decide() -> tuple[str, list[str]]:
         decided, reasons = machine.resolve_here(config)

@@ -24,7 +24,7 @@ from fzero.planner.calibrate import attention, fused, memory, products, ranks, s
 from fzero.planner.calibrate.curves import curve_of, join_curves, products_of
 from fzero.planner.calibrate.disk import DEPTH
 from fzero.planner.calibrate.disk_rates import KINDS, MB, engine, open_files
-from fzero.planner.calibrate.timed import Figure, spread_of, warm_heap
+from fzero.planner.calibrate.timed import Figure, on_threads, spread_of, warm_heap
 from fzero.planner.devices import MARGIN, RESERVED_BYTES, Device, Level, Rates, from_json, to_json
 from fzero.run.machine import cores, processor
 
@@ -232,6 +232,8 @@ def assemble_device(
         cache_bytes=getattr(card, "L2_cache_size", None) if card is not None else cache_bytes(),
         rates=tuple(found),
         collectives=collectives,
+        host_memory_bytes=total_bytes() if on_gpu else None,
+        host_memory_bytes_s=host_memory_rate() if on_gpu else None,
         host=host_rates() if on_gpu else {},
         nvme=before.nvme if before is not None else {},
         sources={
@@ -289,6 +291,19 @@ def host_rates(size: int = 256 << 20) -> dict[str, float]:
             samples.append(time.perf_counter() - begin)
         found[name] = size / min(samples[1:])
     return found
+
+
+def host_memory_rate(size: int = 256 << 20) -> float:
+    """The bytes/s, read and written, at which all threads of a GPU's process add numbers in its host's memory: as the
+    optimizer of an offloaded state."""
+    a, b, out = (torch.ones(size // 4) for _ in range(3))
+    with on_threads(cores()):
+        samples = []
+        for _ in range(4):
+            begin = time.perf_counter()
+            torch.add(a, b, out=out)
+            samples.append(time.perf_counter() - begin)
+    return 3 * out.nbytes / min(samples[1:])
 
 
 # ---- facts about the machine -------------------------------------------------------------------------------------

@@ -7,16 +7,18 @@ slot of the store that they were written to is then not committed.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.gpu import Copied, await_readers
+from fzero.core.device import HOST, kind_of
+from fzero.core.gpu import Copied, await_readers, copy_out
 from fzero.core.pytree import Tree
-from fzero.offload.update_units import BegunUnit, UpdateUnit
+from fzero.offload.update_units import UpdateUnit, begin_ahead
 from fzero.sharding import Plan
 from fzero.sharding.slices import shard_dim
 from fzero.train.update.in_memory import Gradients
@@ -49,8 +51,8 @@ class EarlyUpdate:
     """One step's update: `begin` when the factor of the gradients is known, `take` for every layer's leaf, `finish`
     with the others.
 
-    On a GPU a layer is updated when the next ones have been launched, so that the GPU computes meanwhile; it holds the
-    gradients of up to AHEAD units then. old: see Update.
+    On a GPU a layer is updated when the next one has been launched, so that the GPU computes meanwhile; its gradients
+    leave at once for where it is updated. old: see Update.
     """
 
     keeps = False  # whether the sums of layers are kept to the end of the step
@@ -61,8 +63,9 @@ class EarlyUpdate:
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
-        self.waiting: dict[int, dict[str, tuple[Any, Copied | None]]] = {}
-        self.begun: deque[tuple[UpdateUnit, BegunUnit]] = deque()
+        self.waiting: dict[int, dict[str, tuple[Any, Copied | None]]] = {}  # layers of which leaves are missing
+        # The layer to be updated next, see `Update.layer`.
+        self.ready: tuple[int, dict[str, tuple[Any, Callable[[], Any] | None]]] | None = None
         self.done: list[UpdateUnit] = []
 
     def begin(self, factor: Tensor) -> None:
@@ -78,26 +81,34 @@ class EarlyUpdate:
             self.layers.setdefault(unit[0].layer, []).append(unit)
 
     def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
-        """Receive the reduced gradient of one leaf of one layer; update the layer once all its leaves have arrived."""
+        """Receive the reduced gradient of one leaf of one layer; update layers all of whose leaves have arrived."""
+        assert self.update is not None, "begin was not called"
+        if copied is None and self.update.where == HOST and isinstance(value, Tensor) and kind_of(value) == "cuda":
+            copied = copy_out(value)
+            value = copied.tensor
         held = self.waiting.setdefault(layer, {})
         held[name] = value, copied
         if len(held) == len(self.stacked):
-            assert self.update is not None, "begin was not called"
-            self.update.layer = self.waiting.pop(layer)
-            for unit in self.layers[layer]:
-                self.begun.append((unit, self.update.begin(unit)))
-                self.catch_up(AHEAD)
-            self.update.layer = {}
-            if self.state.step.device.type != "cuda":
+            self.catch_up()
+            # The copies are on one stream, in the order in which their leaves come, so the last one is waited for.
+            last = next((one for _, one in reversed(held.values()) if one is not None), None)
+            arrive = None if last is None else functools.cache(last.finish)
+            self.ready = layer, {n: (x, None if one is None else arrive) for n, (x, one) in held.items()}
+            del self.waiting[layer]
+            if kind_of(self.state.step) != "cuda":
                 self.catch_up()
 
-    def catch_up(self, waiting: int = 0) -> None:
-        """Update the units that were begun, but for the last `waiting` ones."""
+    def catch_up(self) -> None:
+        """Update the layer that has arrived, if there is one."""
+        if self.ready is None:
+            return
         assert self.update is not None, "begin was not called"
-        while len(self.begun) > waiting:
-            unit, begun = self.begun.popleft()
+        layer, self.update.layer = self.ready
+        self.ready = None
+        for unit, begun in begin_ahead(self.layers[layer], self.update.begin, AHEAD):
             self.update.update(unit, begun)
             self.done.append(unit)
+        self.update.layer = {}
 
     def finish(self, outside: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
         """`state` after the update of the leaves without layers; if the step is skipped, without any update."""

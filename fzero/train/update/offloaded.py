@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -118,9 +118,9 @@ class Update:
         self._small = {name: x for name, x in small.items() if x is not None}
         self._fetch_small = start_fetch([*self._small.values()]) if on_host else None
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
-        # The gradients of a layer that is updated by itself, with the copies of them that are under way; of a leaf on
-        # a disk those of all layers.
-        self.layer: dict[str, tuple[Any, Copied | None]] = {}
+        # The gradients of a layer that is updated by itself, each with what waits for it if it is on its way to the
+        # host; of a leaf on a disk those of all layers.
+        self.layer: dict[str, tuple[Any, Callable[[], Any] | None]] = {}
         # The last copies from and to the host's memory. Each way is one stream, so the others are made before them.
         self.sent: Copied | None = None
         self.left: Copied | None = None
@@ -175,11 +175,11 @@ class Update:
         """Start to read the gradient of a row block."""
         if part.name not in self.layer:
             return read_block(self.grads[part.name], part)
-        value, copied = self.layer[part.name]
+        value, arrive = self.layer[part.name]
         if isinstance(value, OFF):
             return read_block(value, part)
         rows = read_block(value[None], part._replace(layer=0))
-        return rows if copied is None else rows._replace(coming=copied._replace(tensor=rows.home))
+        return rows._replace(arrive=arrive)
 
     def update(self, unit: UpdateUnit, begun: BegunUnit, *, change: bool = True) -> None:
         """Update a unit, and start to bring it back to where it rests; without `change` as it is, or was in `old`."""
