@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
+from fzero.core.kinds import expect_fields
 from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
 
 R = TypeVar("R")
@@ -34,6 +36,13 @@ class Remat:
 
     every: int = 0
     budget: float = 1.0
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
+        if self.every < 0 or not 0.0 <= self.budget <= 1.0:
+            raise ValueError(
+                f"remat: every is {self.every} and budget {self.budget}; every must be at least 0, and budget in [0, 1]"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Remat:
@@ -179,6 +188,7 @@ class _Remat(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
+@checked()
 def remat(f: Callable[..., R]) -> Callable[..., R]:
     """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
@@ -146,6 +147,7 @@ def tell_of_compiling() -> None:
         _TOLD.pop()()
 
 
+@checked()
 def jit(f: Callable[..., R]) -> Callable[..., R]:
     """Return a compiled version of `f`, a pure function of trees of tensors that returns a tree.
 

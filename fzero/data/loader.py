@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 
 
+@checked()
 def from_loader(loader: Iterable[Any], cursor: int | Tensor = 0) -> Iterator[Any]:
     """The batches of `loader`, epoch after epoch without end, from sample `cursor` on.
 

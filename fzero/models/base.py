@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block, Blocks, depth, in_turn, stack
@@ -27,6 +27,15 @@ from fzero.sharding.unshard import unshard_block, unshard_tree
 # tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []. A token counts if its
 # mask is True and its target is not negative.
 Batch = dict[str, Tensor]
+# What other libraries call them: an entry of such a name would be passed over without a word.
+OTHER_NAMES = {
+    "input_ids": "tokens",
+    "labels": "targets",
+    "attention_mask": "mask",
+    "loss_mask": "mask",
+    "segment_ids": "documents",
+}
+EMPTY = torch.empty(0)
 
 
 class MakeLeaf(Protocol):
@@ -203,6 +212,7 @@ def map_blocks(model: Model, change: Callable[[Block], Block]) -> Blocks | dict[
     )
 
 
+@checked()
 def init_params(
     model: Model,
     key: Tensor,
@@ -322,6 +332,10 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
     expect_kind("the batch of a Model", batch, Mapping, write)
     if not has_tokens(model):
         return
+    for name in sorted(OTHER_NAMES.keys() & batch.keys() - OTHER_NAMES.values()):
+        raise ValueError(f"batch[{name!r}] is not read; call it {OTHER_NAMES[name]!r}, or leave it out")
+    for name in ("tokens", "targets", "mask", "documents"):
+        expect_kind(f"batch[{name!r}]", batch.get(name, EMPTY), Tensor, "use torch.as_tensor")
     for name in ("tokens", "targets"):
         if name not in batch:
             raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
@@ -335,6 +349,10 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
             raise ValueError(
                 f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
             )
+    if "documents" in batch and (batch["documents"].is_floating_point() or batch["documents"].dtype == torch.bool):
+        raise ValueError(
+            f"batch['documents'] is {batch['documents'].dtype}; it must be int: a number for each document"
+        )
     if "mask" in batch and batch["mask"].dtype != torch.bool:
         raise ValueError(f"batch['mask'] is {batch['mask'].dtype}; it must be bool: give batch['mask'].bool()")
     if shape[-1] > model.config.max_len:
@@ -347,6 +365,7 @@ def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
         )
 
 
+@checked()
 def check_tokens(batch: Batch, vocab_size: int) -> None:
     """Raise ValueError, naming the first position, if a token, or a target that counts, is not in the vocabulary.
 
@@ -401,6 +420,7 @@ def leaf_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@checked()
 def num_params(model: Model) -> int:
     """Return the number of parameters, without making them; those in codes count as parameters.
 

@@ -8,12 +8,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked, expect_kind
 from fzero.models.base import Batch, Model
 from fzero.models.module_functions import Layered, LossOf, Weights, whole_model
 from fzero.models.module_layers import CannotSplit, choices
 
 
+@checked("module loss")
 def from_module(
     module: nn.Module,
     loss: LossOf,

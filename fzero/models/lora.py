@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
 from fzero.models.base import CODES, MakeLeaf, Model, leaf_shapes, map_blocks
@@ -44,6 +45,7 @@ class LoRAConfig:
         return getattr(self.base, name)
 
 
+@checked()
 def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_") -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches becomes w +
     (alpha / rank) a b. A product x w becomes x w + (alpha / rank) (x a) b; a block that uses w in another way gets the
@@ -101,6 +103,7 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
     return model._replace(config=config, init=init, block=map_blocks(model, adapted), rules=rules, linear="")
 
 
+@checked()
 def merge(model: Model, params: Tree) -> Tree:
     """Return the parameters of the base model with the LoRA products added: they compute what `params` compute in
     `model`.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block
 from fzero.kernels.quantize import quantize
@@ -47,6 +48,7 @@ class QuantizedConfig:
         return getattr(self.base, name)
 
 
+@checked()
 def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r"/(attn|mlp)/w_[a-z]+$") -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches is frozen in
     codes, with a scale for each `block` consecutive elements of a row.
@@ -117,6 +119,7 @@ def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r
     return model._replace(config=config, init=init, block=map_blocks(model, decoded), rules=rules, linear="")
 
 
+@checked()
 def quantize_weights(model: Model, params: Tree) -> Tree:
     """Return `params` of the model without codes as parameters of `model`, which `quantized` returned.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import expect_regex
 from fzero.core.pytree import nearest
 from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
@@ -166,10 +167,8 @@ def block_weights(what: str, targets: str, shapes: dict[str, tuple[int, ...]]) -
     matches nothing, and a leaf of another shape.
     """
     blocks = [name for name in shapes if is_stacked(name)]
-    try:
-        names = [name for name in blocks if re.search(targets, name)]
-    except re.error as error:
-        raise ValueError(f"{what}: targets {targets!r} is not a regular expression: {error}") from None
+    expect_regex(f"{what}: targets", targets)
+    names = [name for name in blocks if re.search(targets, name)]
     if not names:
         raise ValueError(
             f"{what}: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "

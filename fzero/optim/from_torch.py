@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, distinct, lr_at
@@ -45,6 +46,7 @@ class Kept(NamedTuple):
     slots: dict[str, float | None]  # the number that it is filled with; None: a copy of the parameter
 
 
+@checked()
 def from_torch(
     kind: Callable[..., torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,

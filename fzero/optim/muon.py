@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
     decay: float
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def muon(
     lr: float | Tensor | Schedule = 1e-3,
     momentum: float = 0.95,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core import pytree, tables
+from fzero.core.arguments import checked
 from fzero.core.compile import have_compiler
 from fzero.models import LoRAConfig, ModelConfig
 from fzero.planner import devices, extrapolate, fake_inductor
@@ -123,6 +124,7 @@ class PlanReport(NamedTuple):
         return page(self)
 
 
+@checked()
 def plan(
     model: str | ModelConfig | RunConfig | Mapping[str, Any],
     mesh: Mapping[str, int] | None = None,

@@ -17,6 +17,7 @@ from typing import Any
 
 from fzero import models
 from fzero.core import tables
+from fzero.core.arguments import checked
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import extrapolate
@@ -44,6 +45,7 @@ ROUND = 4  # candidates to trace between two corrections of the others' estimate
 SMALL = 10**9  # parameters; a search for a smaller model ends before worker processes have started
 
 
+@checked()
 def search(
     model: str | ModelConfig | RunConfig | Mapping[str, Any],
     gpus: int,

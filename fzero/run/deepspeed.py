@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fzero.core.arguments import checked
 from fzero.core.foreign import NAMES, nearest, parse_json, read_text_file, short
 from fzero.core.tables import Table, flat, put
 from fzero.run import deepspeed_keys as keys
@@ -26,6 +27,7 @@ class FromDeepSpeed(NamedTuple):
     left: tuple[str, ...]  # keys that are "auto": fzero's own value holds
 
 
+@checked()
 def config_from_deepspeed(
     source: str | Path | Mapping[str, Any], table: Table | None = None, *, ranks: int = 1
 ) -> RunConfig:

@@ -26,7 +26,7 @@ from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.comm.tables import BY_RANK
 from fzero.core import gpu
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked, expect_kind
 from fzero.core.pytree import nearest
 
 AXES = {
@@ -156,6 +156,7 @@ def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     return at
 
 
+@checked("sizes")
 def make_mesh(
     sizes: Mapping[str, int] | None = None,
     *,
@@ -266,6 +267,7 @@ def one_process() -> Mesh:
     return Mesh(tuple(Axis(name) for name in AXES))
 
 
+@checked("sizes")
 def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     """The mesh of these axis sizes as process `rank` sees it, without other processes: for plans on fake or meta
     tensors, and for shapes.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu, pytree
+from fzero.core.arguments import checked
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
@@ -44,6 +45,7 @@ class TrainState(NamedTuple):
     extra: dict[str, Tree]  # "loss": its running statistics
 
 
+@checked()
 def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
     """Return a TrainState with a Spec in place of each tensor: how the state is sharded over the ranks.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu, pytree
-from fzero.core.arguments import STEP, explain_keywords
+from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
@@ -71,7 +71,7 @@ class Metrics(NamedTuple):
     put_right: Tensor | tuple[()] = ()
 
 
-@explain_keywords(**STEP)
+@checked("model tx plan micro_batches execution skip", **STEP)
 def make_train_step(
     model: base.Model | LossFn,
     tx: GradientTransformation,

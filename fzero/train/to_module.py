@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.core import pytree
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked, expect_kind
 from fzero.models.module_layers import CannotSplit, Stacks, choices
 from fzero.offload import DiskTensor
 from fzero.sharding import Plan, Spec
@@ -19,6 +19,7 @@ from fzero.train.state import TrainState, expect_alive
 
 
 @torch.no_grad()
+@checked("state module")
 def to_module(
     state: TrainState, module: nn.Module, plan: Plan | None = None, *, layers: str | Sequence[str] | None = None
 ) -> nn.Module:

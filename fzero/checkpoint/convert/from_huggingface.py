@@ -13,6 +13,7 @@ import torch
 from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.checkpoint.convert.transformers_weights import weights_of
 from fzero.comm.tables import barrier
+from fzero.core.arguments import checked
 from fzero.models.base import Batch, Model
 from fzero.models.from_module import expect_trainable, held_by, model_of
 from fzero.sharding import Plan
@@ -20,6 +21,7 @@ from fzero.train.state import TrainState
 from fzero.train.to_module import stacks_of, whole_values
 
 
+@checked()
 def from_huggingface(
     source: Any,
     *,
@@ -71,6 +73,7 @@ def from_huggingface(
     )
 
 
+@checked()
 def to_huggingface(
     state: TrainState,
     source: Any,
