@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -88,7 +88,7 @@ def checked(own: str = "", /, **write: str) -> Callable[[Callable[P, R]], Callab
                     raise TypeError(f"{owner} has no argument {name!r}; {instead}")
             given: Any = [expected(name, value) for name, value in zip(places, args)]
             named: Any = {name: expected(name, value) for name, value in kwargs.items()}
-            return function(*given, *args[len(given) :], **named)
+            return cast(Any, function)(*given, *args[len(given) :], **named)
 
         setattr(call, OWN, left)
         return call

@@ -51,7 +51,7 @@ class RowStream:
     """Shuffled rows of a corpus of examples; `samples_at` depends on these values and its arguments only.
 
     A batch is one of TokenStream's: tokens, targets, documents and mask [B, T]. The mask has the targets that the model
-    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere.
+    is to say. The rest of a row is filled with the end-of-document token, which counts nowhere.
 
     Raises ValueError for a document that is longer than a row.
     """

@@ -1,4 +1,4 @@
-"""What is known of a GPU for the choice among kernels: the files of chips/, and what `fzero bench` measured on this
+"""The figures of a GPU for the choice among kernels: the files of chips/, and those that `fzero bench` measured on this
 machine.
 
 A file has the names of the GPUs that it is of (`names`, a regular expression), the speeds of forms of attention with
@@ -89,7 +89,7 @@ def measured_file(gpu: str) -> Path:
 
 @functools.cache
 def measured(gpu: str) -> tuple[Speed, ...]:
-    """What `fzero bench` measured on this machine's GPU of this name; () if it did not."""
+    """The figures that `fzero bench` measured on this machine's GPU of this name; () if it did not."""
     path = measured_file(gpu)
     if not path.is_file():
         return ()

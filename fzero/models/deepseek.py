@@ -113,7 +113,7 @@ class DeepSeekConfig:
 
     @property
     def n_kv_heads(self) -> int:
-        """The heads of keys and values: as many as of queries."""
+        """The number of heads of keys and values: that of queries."""
         return self.n_heads
 
 

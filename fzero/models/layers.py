@@ -151,8 +151,8 @@ SITES = ("attn", "mlp")  # names of dropout in the blocks of fzero's models
 
 
 def block_keys(key: Tensor, layers: int) -> dict[str, Tensor]:
-    """`keys` of a Ctx with this key, of a model of so many layers. A GPU launches some hundred small kernels for a key,
-    and no more for all of them together."""
+    """`keys` of a Ctx with this key, of a model of this number of layers. A GPU launches some hundred small kernels for
+    a key, and no more for all of them together."""
     return dict(zip(SITES, prng.fold_in_all(key, SITES, layers).unbind(1)))
 
 

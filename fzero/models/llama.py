@@ -106,7 +106,7 @@ class LlamaConfig:
 
 
 class EndSizes(Protocol):
-    """What the embedding and the head need of a config: also of one of another family."""
+    """The part of a config that the embedding and the head use, whatever its family."""
 
     @property
     def tied(self) -> bool: ...

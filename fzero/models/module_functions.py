@@ -37,7 +37,7 @@ class ModuleConfig:
 
 
 class Prepared(NamedTuple):
-    """What the functions of a Layered get by `ctx.prepared`."""
+    """The value of `ctx.prepared` for the functions of a Layered."""
 
     split: int  # the number of the Split
     rows: int  # samples in the batch
@@ -121,7 +121,7 @@ class Layered:
         return dict(zip(parts, [*one.before.values(), one.after]))
 
     def prepare(self, batch: Batch, ctx: Ctx) -> Prepared:
-        """What the layers need of a batch."""
+        """Prepare the values of a batch that the layers use."""
         if ctx.sequence:
             raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")
         rows = expect_batch(batch)
@@ -139,12 +139,12 @@ class Layered:
         return Prepared(number, rows, beside, buffers, stacked)
 
     def embed(self, params: Tree, batch: Batch, ctx: Ctx) -> tuple[Tensor, ...]:
-        """What the first layer is called with: x, and the other arguments that parameters went into."""
+        """Return the arguments of the first layer: x, and the others that are computed from parameters."""
         first, *_ = self.splits[ctx.prepared.split].before.values()
         return first(self.inputs(params, batch, ctx))
 
     def join(self, stack: str, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> tuple[Tensor, ...]:
-        """The same for the first layer of another stack, from what the one before left."""
+        """Return the same for the first layer of another stack, from the results of the stack before it."""
         return self.splits[ctx.prepared.split].before[stack](self.inputs(params, batch, ctx), x)
 
     def head(self, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> Loss:
@@ -180,7 +180,7 @@ class Layered:
         ctx: Ctx,
         rows: int,
     ) -> Any:
-        """What the layer of a kind with these parameters and buffers returns."""
+        """Call the layer of a kind with these parameters and buffers, and return its result."""
         template, leaves = self.templates[kind.stack][kind.number], {**params, **buffers}
         with calling(ctx, rows) as call:
             if ctx.mesh["tp"].size == 1:
@@ -235,7 +235,8 @@ class Layered:
         return self.known[signature]
 
     def check(self, kind: Kind, watch: Watch, args: Any, kwargs: Any) -> Any:
-        """What a layer returns, run on tensors without values; raises Impure for what a pure function may not do."""
+        """Run a layer on tensors without values and return its result; raises Impure for an operation that a pure
+        function may not have."""
         call, device = CALL.get(), pytree.leaves((args, kwargs))[0].device
         # Without the key, whose masks would be most of the program.
         ctx = call.ctx._replace(key=(), layer=torch.zeros((), dtype=torch.int64, device=device))
@@ -310,7 +311,8 @@ def blank(some: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype |
 
 
 def expect_batch(batch: Any) -> int:
-    """The samples in a batch; raises TypeError or ValueError for what is no dict of tensors with as many rows."""
+    """The number of samples in a batch; raises TypeError or ValueError unless it is a dict of tensors with equal
+    numbers of rows."""
     expect_kind("the batch of a model made from a module", batch, Mapping, 'write {"x": x, "y": y}')
     rows = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in pytree.named_leaves(batch).items()}
     if len(set(rows.values())) != 1 or not all(rows.values()):
@@ -350,7 +352,7 @@ def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
 
 
 def init(start: Mapping[str, Start], make: MakeLeaf) -> Tree:
-    """The parameter tree: every leaf begins with what is given."""
+    """The parameter tree; every leaf begins with its given values."""
     made = {name: make(name, one.shape, 0.0) for name, one in start.items()}
     parts = pytree.nest(made)
     return (

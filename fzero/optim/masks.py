@@ -1,4 +1,4 @@
-"""What happens to which leaves, by rule over their names: weight-decay masks and per-layer learning rates."""
+"""Rules over the names of leaves: weight-decay masks and per-layer learning rates."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def device_facts(device: Device) -> dict[str, Any]:
 
 
 def codes_of(model: LoRAConfig) -> str:
-    """What the note of LoRA says of weights in codes."""
+    """The part of LoRA's note on weights in codes."""
     kind = getattr(model, "kind", "")
     return f", the blocks' in {kind} with a scale for each {model.block} elements" if kind else ""
 
@@ -398,7 +398,7 @@ def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
 
 
 def capture_notes(trace: Trace, device: Device, timing: Timing | None, built: Job) -> list[str]:
-    """What train.capture=auto does on a GPU: what it saves, and the memory that it takes."""
+    """The note on train.capture=auto on a GPU: the time that it saves, and the memory that it takes."""
     if trace.config.train.capture == "off" or device.kind != "cuda":
         return []
     if refused := why_not(built.plan, built.tx, donate=True):

@@ -190,7 +190,7 @@ def write_entry(path: Path, text: str) -> None:
 def remove_oldest(folder: Path, most: int = MOST_BYTES) -> None:
     """Remove the entries that were not used for the longest time until all together have at most `most` bytes.
 
-    Parts that another process left behind count, too.
+    Parts that an ended process left count, too.
     """
     found = []
     for path in [*folder.glob("*.json"), *folder.glob("*.part")]:

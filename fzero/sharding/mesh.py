@@ -249,7 +249,7 @@ def _naming_transport(kind: str, rank: int) -> Iterator[None]:
 
 
 def _gist(text: str) -> str:
-    """What an error of PyTorch's transports says: NCCL's last error if it names one, else its kind, else the first
+    """The gist of an error of PyTorch's transports: NCCL's last error if it names one, else its kind, else the first
     line."""
     text = re.sub(r"^\[[^]]*\]:? *", "", text.strip())
     kind = re.search(r"^nccl\w+: .*", text, re.MULTILINE)

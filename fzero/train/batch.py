@@ -54,7 +54,7 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
 
 
 def instead_of(leaf: Any) -> str:
-    """What to write for a leaf that is no tensor."""
+    """The advice for a leaf that is no tensor."""
     if leaf is None or isinstance(leaf, (str, bytes)):
         return "leave it out: a batch holds tensors"
     return "write dict(...) of it" if isinstance(leaf, Mapping) else "use torch.as_tensor"

@@ -144,7 +144,7 @@ MARK = "fzero_donated"  # the attribute of a donated state's step
 
 
 class Donated(Tensor):
-    """What a donated state holds in place of its leaves: whatever is asked of it raises."""
+    """The stand-in for the leaves of a donated state: every use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

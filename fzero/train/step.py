@@ -189,7 +189,7 @@ def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None
 
 
 class Seed(NamedTuple):
-    """What the gradient of a sum of losses is multiplied by, and what makes it that of the mean again."""
+    """The scale of a sum of losses before its gradient is taken, and the factor that makes it that of the mean."""
 
     scale: Tensor  # the loss scale, 0-dim
     # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
     @property
     def groups(self) -> list[Group]:
-        """What is fetched together: each layer, or all of its leaves."""
+        """The leaves that are fetched together: each layer, or all of its leaves."""
         return [Group(self.name, self.leaves, i if self.depth else None) for i in range(self.depth or 1)]
 
 
