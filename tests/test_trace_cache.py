@@ -9,7 +9,8 @@ import torch
 from fzero.core import kept
 from fzero.core.device import Target
 from fzero.planner import extrapolate, trace_cache
-from fzero.planner.plan import config_for, device_for, plan, report_of, resolve_for
+from fzero.planner.plan import config_for, device_for, plan, resolve_for
+from fzero.planner.plan_report import report_of
 from fzero.planner.trace_cache import cached_trace, entry_name, is_kept, question, remove_oldest
 
 DEVICE = device_for("h100")

@@ -18,7 +18,7 @@ from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate, Layer, Sketcher
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
-from fzero.planner.plan import grad_bytes, has_rates
+from fzero.planner.plan_report import grad_bytes, has_rates
 from fzero.planner.rates import collective_s, tiled_part, ways_of
 from fzero.planner.step_trace import fake_nvme, state_bytes
 from fzero.run import build

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.planner.format import duration, percent, table
-from fzero.planner.plan import PlanReport
+from fzero.planner.plan_report import PlanReport
 
 LEAST = 0.005  # fraction of the step; smaller parts are one row
 

@@ -25,7 +25,8 @@ from fzero.planner.candidates import Candidate, Sketch, Sketcher, candidates, la
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
-from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, resolve_for
+from fzero.planner.plan import config_for, device_for, resolve_for
+from fzero.planner.plan_report import PlanReport, has_rates, report_of
 from fzero.planner.search_result import (
     Found,
     Room,
