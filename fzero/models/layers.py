@@ -27,7 +27,8 @@ from fzero.kernels.dropout import dropout_add
 from fzero.kernels.float8 import float8_linear
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
-from fzero.models.base import Batch, Ctx
+from fzero.models.base import Ctx
+from fzero.models.batch import Batch
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh

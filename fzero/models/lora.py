@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
 from fzero.models.base import CODES, MakeLeaf, Model, leaf_shapes, map_blocks
-from fzero.models.weights import LowRankSum, WeightInParts, block_weights, weights_of
+from fzero.models.weights import ConfigOver, LowRankSum, WeightInParts, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, match_rules
 from fzero.sharding.plan import shapes_of
 from fzero.sharding.slices import is_stacked
@@ -25,7 +24,7 @@ FROZEN = r"^(?!.*_lora_[ab]$)"  # and those that are not, for zero_plan
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(ConfigOver):
     """The config of a model with LoRA; attributes that it lacks are read from `base`, the config of the model without
     LoRA.
 
@@ -34,15 +33,9 @@ class LoRAConfig:
     32
     """
 
-    base: Any
     rank: int
     alpha: float
     targets: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
 
 @checked()

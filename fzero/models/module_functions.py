@@ -16,7 +16,8 @@ from fzero.core.arguments import expect_kind
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
 from fzero.core.stack import Blocks
-from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, Start
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
+from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
 from fzero.models.module_calls import CALL, Regions, calling, key_dropouts, split_linears
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory

@@ -12,7 +12,8 @@ from torch import nn
 from fzero.core import pytree
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
-from fzero.models.base import Batch, Ctx, Loss, Model, Start
+from fzero.models.base import Ctx, Loss, Model, Start
+from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
 from fzero.models.module_calls import calling, key_dropouts
 from fzero.models.module_functions import (

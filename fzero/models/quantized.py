@@ -20,7 +20,7 @@ from fzero.kernels.quantize import quantize
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
 from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.lora import LoRAConfig
-from fzero.models.weights import block_weights, weights_of
+from fzero.models.weights import ConfigOver, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, match_rules
 from fzero.sharding.plan import shapes_of
 
@@ -28,7 +28,7 @@ WEIGHT_KINDS = ("nf4", "int4", "int8")
 
 
 @dataclass(frozen=True)
-class QuantizedConfig:
+class QuantizedConfig(ConfigOver):
     """The config of a model with frozen weights in codes; attributes that it lacks are read from `base`, the config of
     the model without.
 
@@ -37,15 +37,9 @@ class QuantizedConfig:
     32
     """
 
-    base: Any
     kind: str
     block: int
     targets: str
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
 
 @checked()

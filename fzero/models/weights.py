@@ -25,6 +25,18 @@ Multiply = Callable[[Tensor, Any], Tensor]  # (x [..., in], w [in, out]) -> [...
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 
 
+@dataclass(frozen=True)
+class ConfigOver:
+    """A config beside that of a model, `base`, from which it reads the attributes that it lacks itself."""
+
+    base: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
+            raise AttributeError(name)
+        return getattr(self.base, name)
+
+
 class WeightInParts:
     """A weight [in, out] that takes the place of a tensor in a model's parameters."""
 
