@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -115,7 +116,15 @@ def test_the_first_wrong_item_is_named():
 W = {"w": torch.ones(1)}
 PLAN = fzero.zero_plan(0, W, fzero.one_process())
 TOKENS = torch.zeros(1, 2, dtype=torch.int64)
+CTX = models.Ctx()
 HF_BATCH = {"tokens": TOKENS, "targets": TOKENS, "attention_mask": torch.ones(1, 2)}
+
+
+def quantised():
+    with warnings.catch_warnings(action="ignore"):
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
 WRONG_NUMBERS = {  # accepted before without a word
     "whole numbers for moments": (lambda: optim.adamw(state_dtype=torch.int32), "state_dtype is torch.int32"),
     "a policy of whole numbers": (lambda: dataclasses.replace(fzero.bf16(), param=torch.int8), "param is torch.int8"),
@@ -125,8 +134,20 @@ WRONG_NUMBERS = {  # accepted before without a word
     "a vector of rates": (lambda: optim.adamw(torch.ones(2)), "lr has shape"),
     "a function as decay": (lambda: optim.adamw(weight_decay=len), "weight_decay is a builtin_function"),
     "a broken regex": (lambda: optim.muon(stacked="("), r"stacked '\(' is not a regular expression"),
+    "a quantised leaf": (
+        lambda: fzero.zero_plan(0, {"w": quantised()}, fzero.one_process()),
+        "leaf 'w' of the parameters is torch.qint8; give a plain tensor",
+    ),
+    "a leaf without values": (
+        lambda: fzero.init_state({"w": torch.ones(1, device="meta")}, optim.sgd(0.1), PLAN, seed=0),
+        "leaf 'w' of the parameters is on the meta device and has no values",
+    ),
+    "tokens of bytes": (
+        lambda: models.loss(models.mlp(models.MLPConfig()), {}, {"tokens": TOKENS.byte(), "targets": TOKENS}, CTX),
+        r"batch\['tokens'\] is torch.uint8; it must be int64",
+    ),
     "Hugging Face's mask": (
-        lambda: models.loss(models.mlp(models.MLPConfig()), {}, HF_BATCH, models.Ctx()),
+        lambda: models.loss(models.mlp(models.MLPConfig()), {}, HF_BATCH, CTX),
         r"batch\['attention_mask'\] is not read; call it 'mask'",
     ),
 }

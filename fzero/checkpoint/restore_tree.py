@@ -18,6 +18,7 @@ from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
 from fzero.sharding.slices import local_slice, ranks_per_dim
+from fzero.train.state import expect_alive
 
 
 @checked()
@@ -60,6 +61,7 @@ def restore(
     """
     for what, pattern in (("keep", keep), ("drop", drop)):
         expect_regex(what, pattern)
+    expect_alive(like)
     held = open_checkpoint(path)
     mesh = one_process() if mesh is None else mesh
     leaves, spec_of = pytree.named_leaves(like), pytree.named_leaves(specs) if specs is not None else {}

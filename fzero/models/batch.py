@@ -52,7 +52,7 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
     for name in ("tokens", "targets"):
         if name not in batch:
             raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
-        if batch[name].is_floating_point() or batch[name].dtype == torch.bool:
+        if batch[name].dtype not in (torch.int64, torch.int32):
             raise ValueError(f"batch[{name!r}] is {batch[name].dtype}; it must be int64: the numbers of tokens")
     shape = batch["tokens"].shape
     if len(shape) != 2:

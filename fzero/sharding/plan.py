@@ -172,6 +172,11 @@ def check_tree(params: Tree) -> None:
         if not isinstance(leaf, torch.Tensor):
             instead = "leave it out, or use ()" if leaf is None else "use torch.as_tensor"
             raise TypeError(f"{at} is a {type(leaf).__name__}, not a tensor; {instead}")
+        if leaf.is_nested or leaf.is_quantized:
+            kind = "nested" if leaf.is_nested else str(leaf.dtype)
+            raise ValueError(
+                f"{at} is {kind}; give a plain tensor, such as .to_padded_tensor(0.0) or .dequantize() of it"
+            )
         if leaf.is_complex():
             raise ValueError(
                 f"{at} is {leaf.dtype}; give torch.view_as_real of it, and use torch.view_as_complex in the loss"

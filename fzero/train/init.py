@@ -60,6 +60,9 @@ def init_state(
     key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
+    for name, leaf in () if drawn else pytree.named_leaves(model).items():
+        if leaf.is_meta and device.type != "meta":
+            raise ValueError(f"leaf {name!r} of the parameters is on the meta device and has no values; give it some")
     if not drawn:  # a module's parameters have a graph of their own
         model = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf, model)
     tx, policy = bind(tx, shards_of(plan)), plan.policy
