@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.foreign import read_json
-from fzero.core.storage import naming
+from fzero.core.storage import naming, user_folder
 
 LISTED = Path(__file__).parent / "chips"
 DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none
@@ -36,7 +36,7 @@ class Speed(NamedTuple):
 
 def kernel_folder() -> Path:
     """Where what was measured of kernels on this machine is kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / "kernels"
+    return user_folder("XDG_CACHE_HOME") / "kernels"
 
 
 def file_name(gpu: str) -> str:

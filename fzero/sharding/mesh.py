@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import itertools
 import math
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from fzero.comm.ledger import Ledger
 from fzero.comm.tables import BY_RANK
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
+from fzero.core.foreign import environment_number
 from fzero.core.pytree import nearest
 
 AXES = {
@@ -188,7 +188,7 @@ def make_mesh(
     sizes = _check_sizes(sizes)
     wanted = math.prod(sizes.values())
     started = dist.is_available() and dist.is_initialized()
-    world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if started else environment_number("WORLD_SIZE", 1, 1)
     if wanted != world:
         raise ValueError(
             f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start "
@@ -201,7 +201,7 @@ def make_mesh(
         return one_process()
     if not started:
         device = gpu.resolve_device(device or "auto")
-        start_processes(gpu.use_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout_s)
+        start_processes(gpu.use_device(device, environment_number("LOCAL_WORLD_SIZE", 1, 1)), timeout_s)
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     used = [name for name in ORDER if sizes[name] > 1]
     with _naming_transport(device, dist.get_rank()):
@@ -233,7 +233,7 @@ def start_processes(device: torch.device, timeout_s: float, **where: Any) -> Non
     kind, timeout = device.type, datetime.timedelta(seconds=timeout_s)
     # NCCL is told its GPU: otherwise it guesses one for a barrier.
     bound = {"device_id": device} if kind == "cuda" else {}
-    with _naming_transport(kind, where.get("rank", int(os.environ.get("RANK", "0")))):
+    with _naming_transport(kind, where.get("rank", environment_number("RANK", 0))):
         dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **where)
 
 
