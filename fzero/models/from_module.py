@@ -16,7 +16,7 @@ from fzero.models.module_layers import CannotSplit, choices
 from fzero.models.module_whole import whole_model
 
 
-@checked("module loss")
+@checked("module loss batch")
 def from_module(
     module: nn.Module,
     loss: LossOf,

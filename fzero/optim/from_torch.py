@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     slots: dict[str, float | None]  # the number that it is filled with; None: a copy of the parameter
 
 
-@checked()
+@checked("kind")
 def from_torch(
     kind: Callable[..., torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
