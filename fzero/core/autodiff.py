@@ -58,10 +58,10 @@ class Remat:
             )
         if form[1]:
             return cls(every=int(form[1] == "full"))
-        policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
-        if (form[2] and policy.every < 1) or not 0.0 <= policy.budget <= 1.0:
+        every, budget = (int(form[2]), 1.0) if form[2] else (0, float(form[3]))
+        if (form[2] and every < 1) or not 0.0 <= budget <= 1.0:
             raise ValueError(f"remat is {text!r}; K must be at least 1 and F in [0, 1]")
-        return policy
+        return cls(every, budget)
 
     def __str__(self) -> str:
         if self.every:
