@@ -19,7 +19,17 @@ from fzero.core.stack import Blocks
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
-from fzero.models.module_calls import CALL, Regions, calling, key_dropouts, split_linears
+from fzero.models.module_calls import (
+    CALL,
+    Factors,
+    Regions,
+    calling,
+    expect_called,
+    key_dropouts,
+    key_linears,
+    split_factors,
+    split_linears,
+)
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, split
 from fzero.sharding import Mesh, Rules
@@ -37,13 +47,21 @@ class ModuleConfig:
 
 
 class Prepared(NamedTuple):
-    """The value of `ctx.prepared` for the functions of a Layered."""
+    """What the functions of a Layered get by `ctx.prepared`."""
 
     split: int  # the number of the Split
     rows: int  # samples in the batch
     beside: tuple[Tensor, ...]  # the layers' arguments that no parameter went into
     buffers: dict[str, Tensor]  # outside of the layers
     stacked: dict[str, dict[str, Tensor]]  # of each stack's layers, [L, ...], or [1, ...] where all have the same
+
+
+class LayerLeaves(NamedTuple):
+    """What a layer is called with beside x."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    factors: dict[str, Factors]  # LoRA's, by the name of a linear layer
 
 
 class Layered:
@@ -58,6 +76,7 @@ class Layered:
         self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
         every = [layer for some in self.templates.values() for layer in some]
         self.dropout = max(map(key_dropouts, [self.skeleton, *every]))
+        self.linears = {stack: key_linears(layer) for stack, some in self.templates.items() for layer in some}
         self.specs = split_linears(self.templates, tp, found)
         # Shapes alone: the Model's `start` has the values, and nothing else holds them.
         self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
@@ -94,7 +113,7 @@ class Layered:
         one_stack = self.functions("blocks") if "blocks" in self.stacks else None
         return Model(
             config=ModuleConfig(self.name, sum(len(layers.names) for layers in self.stacks.values()), self.dropout),
-            init=lambda make: init(start, make),
+            init=partial(init, {name: one.shape for name, one in start.items()}),
             embed=self.embed,
             block=one_stack or {stack: self.functions(stack) for stack in self.stacks},
             join={stack: partial(self.join, stack) for stack in list(self.stacks)[1:]},
@@ -121,7 +140,7 @@ class Layered:
         return dict(zip(parts, [*one.before.values(), one.after]))
 
     def prepare(self, batch: Batch, ctx: Ctx) -> Prepared:
-        """Prepare the values of a batch that the layers use."""
+        """What the layers need of a batch."""
         if ctx.sequence:
             raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")
         rows = expect_batch(batch)
@@ -139,12 +158,12 @@ class Layered:
         return Prepared(number, rows, beside, buffers, stacked)
 
     def embed(self, params: Tree, batch: Batch, ctx: Ctx) -> tuple[Tensor, ...]:
-        """Return the arguments of the first layer: x, and the others that are computed from parameters."""
+        """What the first layer is called with: x, and the other arguments that parameters went into."""
         first, *_ = self.splits[ctx.prepared.split].before.values()
         return first(self.inputs(params, batch, ctx))
 
     def join(self, stack: str, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> tuple[Tensor, ...]:
-        """Return the same for the first layer of another stack, from the results of the stack before it."""
+        """The same for the first layer of another stack, from what the one before left."""
         return self.splits[ctx.prepared.split].before[stack](self.inputs(params, batch, ctx), x)
 
     def head(self, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> Loss:
@@ -158,8 +177,9 @@ class Layered:
         args, kwargs = self.splits[prepared.split].arguments_of(kind, x, prepared.beside)
         stacked = prepared.stacked[kind.stack]
         buffers = {name: layer_buffer(leaf, ctx.layer, first) for name, leaf in stacked.items()}
+        leaves = self.leaves_of(kind, dotted(params, ctx.dtype), buffers)
         try:
-            out = self.call_layer(kind, dotted(params, ctx.dtype), buffers, args, kwargs, ctx, prepared.rows)
+            out = self.call_layer(kind, leaves, args, kwargs, ctx, prepared.rows)
         except RuntimeError as error:
             tp = ctx.mesh["tp"].size
             if tp == 1:
@@ -170,25 +190,34 @@ class Layered:
             ) from error
         return (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
 
-    def call_layer(
-        self,
-        kind: Kind,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        args: Any,
-        kwargs: Any,
-        ctx: Ctx,
-        rows: int,
-    ) -> Any:
-        """Call the layer of a kind with these parameters and buffers, and return its result."""
-        template, leaves = self.templates[kind.stack][kind.number], {**params, **buffers}
-        with calling(ctx, rows) as call:
+    def leaves_of(self, kind: Kind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> LayerLeaves:
+        """A layer's parameters and buffers, with LoRA's factors apart; those of other weights than its linear layers'
+        are added here.
+        """
+        factors = {}
+        for name in [name.removesuffix("_lora_a") for name in params if name.endswith("_lora_a")]:
+            pair = Factors(params.pop(f"{name}_lora_a"), params.pop(f"{name}_lora_b"))
+            owner, _, leaf = name.rpartition(".")
+            if leaf == "weight" and owner in self.linears[kind.stack]:
+                factors[owner] = pair
+            else:
+                params[name] = params[name] + pair.b @ pair.a
+        return LayerLeaves(params, buffers, factors)
+
+    def call_layer(self, kind: Kind, leaves: LayerLeaves, args: Any, kwargs: Any, ctx: Ctx, rows: int) -> Any:
+        """What the layer of a kind with these leaves returns."""
+        template, given = self.templates[kind.stack][kind.number], {**leaves.params, **leaves.buffers}
+        with calling(ctx, rows, leaves.factors) as call:
             if ctx.mesh["tp"].size == 1:
-                return torch.func.functional_call(template, leaves, args, kwargs)
+                out = torch.func.functional_call(template, given, args, kwargs)
+                expect_called(call)
+                return out
             specs = self.specs[kind.stack]
-            call.parts.add([params[name] for name, text in specs.items() if "/tp" in text])
+            call.parts.add([leaves.params[name] for name, text in specs.items() if "/tp" in text])
+            call.parts.add([part for n, pair in leaves.factors.items() for part in split_factors(specs, n, pair)])
             with Regions(call):
-                out = torch.func.functional_call(template, leaves, args, kwargs)
+                out = torch.func.functional_call(template, given, args, kwargs)
+            expect_called(call)
             if any(leaf in call.parts for leaf in pytree.leaves(out)):
                 raise ValueError(
                     "tp: what a layer returns is a rank's part; after linear layers of kind 'columns' one of kind "
@@ -235,8 +264,7 @@ class Layered:
         return self.known[signature]
 
     def check(self, kind: Kind, watch: Watch, args: Any, kwargs: Any) -> Any:
-        """Run a layer on tensors without values and return its result; raises Impure for an operation that a pure
-        function may not have."""
+        """What a layer returns, run on tensors without values; raises Impure for what a pure function may not do."""
         call, device = CALL.get(), pytree.leaves((args, kwargs))[0].device
         # Without the key, whose masks would be most of the program.
         ctx = call.ctx._replace(key=(), layer=torch.zeros((), dtype=torch.int64, device=device))
@@ -246,7 +274,7 @@ class Layered:
             watch.keep(f"the buffer {name} of a layer", leaf)
         watch.recorded = False  # a layer is not run as a graph
         try:
-            return self.call_layer(kind, params, buffers, args, kwargs, ctx, call.rows)
+            return self.call_layer(kind, LayerLeaves(params, buffers, {}), args, kwargs, ctx, call.rows)
         finally:
             watch.recorded = True
 
@@ -311,8 +339,7 @@ def blank(some: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype |
 
 
 def expect_batch(batch: Any) -> int:
-    """The number of samples in a batch; raises TypeError or ValueError unless it is a dict of tensors with equal
-    numbers of rows."""
+    """The samples in a batch; raises TypeError or ValueError for what is no dict of tensors with as many rows."""
     expect_kind("the batch of a model made from a module", batch, Mapping, 'write {"x": x, "y": y}')
     rows = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in pytree.named_leaves(batch).items()}
     if len(set(rows.values())) != 1 or not all(rows.values()):
@@ -341,7 +368,8 @@ def dotted(params: Tree, dtype: torch.dtype) -> dict[str, Tensor]:
     for name, leaf in named.items():
         if not isinstance(leaf, Tensor):
             raise ValueError(
-                f"{name} is a {type(leaf).__name__} and a module takes tensors; models.lora is for fzero's own models"
+                f"{name} is a {type(leaf).__name__} and a module takes tensors; models.quantized is for fzero's own "
+                "models"
             )
     return {name.replace("/", "."): leaf.to(dtype) for name, leaf in named.items()}
 
@@ -351,9 +379,9 @@ def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
     return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
 
 
-def init(start: Mapping[str, Start], make: MakeLeaf) -> Tree:
-    """The parameter tree; every leaf begins with its given values."""
-    made = {name: make(name, one.shape, 0.0) for name, one in start.items()}
+def init(shapes: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:
+    """The parameter tree: every leaf begins with what the model's `start` has of it."""
+    made = {name: make(name, shape, 0.0) for name, shape in shapes.items()}
     parts = pytree.nest(made)
     return (
         {"embed": {}} | {name: part for name, part in parts.items() if name != "head"} | {"head": parts.get("head", {})}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,10 @@ from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
-from fzero.models.module_calls import calling, key_dropouts
+from fzero.models.module_calls import (
+    calling,
+    key_dropouts,
+)
 from fzero.models.module_functions import (
     Constants,
     ModuleConfig,
@@ -39,6 +43,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     buffers = Constants(values, module.state_dict(keep_vars=True))
     parameters = dict(body.named_parameters())
     start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
+    shapes = {name: one.shape for name, one in start.items()}
     seen: set[Any] = set()  # shapes of batches whose program was watched
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
@@ -55,20 +60,20 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
 
     return Model(
         config=ModuleConfig(type(module).__name__, 0, dropout),
-        init=lambda make: init(start, make),
+        init=partial(init, shapes),
         embed=lambda params, batch, ctx: (),
         block={},
         head=head,
         logits=no_logits,
-        rules=lambda mesh: whole_rules(start, mesh),
+        rules=partial(whole_rules, shapes),
         prepare=prepare,
         start=start,
         frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
     )
 
 
-def whole_rules(start: Mapping[str, Start], mesh: Mesh) -> Rules[str]:
+def whole_rules(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Rules[str]:
     """The sharding rules of a module that is not split: nothing is over tp."""
     if mesh["tp"].size > 1:
         raise ValueError(f"tp={mesh['tp'].size}: this module is trained whole, and tp splits layers; use dp")
-    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(one.shape))}]") for n, one in start.items()]
+    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(shape))}]") for n, shape in shapes.items()]
