@@ -27,7 +27,8 @@ import fzero
 from fzero import optim
 from fzero.core import precision, pytree
 from fzero.planner.devices import Device, device
-from fzero.planner.plan import PlanReport, plan
+from fzero.planner.plan import plan
+from fzero.planner.plan_report import PlanReport
 from fzero.sharding import fake_mesh
 from fzero.sharding.slices import local_numel
 from fzero.train.state import meta_state

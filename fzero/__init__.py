@@ -42,8 +42,8 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.models import Model as Model
     from fzero.models import from_module as from_module
     from fzero.offload import Nvme as Nvme
-    from fzero.planner.plan import PlanReport as PlanReport
     from fzero.planner.plan import plan as plan
+    from fzero.planner.plan_report import PlanReport as PlanReport
     from fzero.planner.search import search as search
     from fzero.run.deepspeed import config_from_deepspeed as config_from_deepspeed
     from fzero.run.measure.loggers import open_loggers as open_loggers
@@ -110,7 +110,7 @@ _HOME = {
     "one_process": "sharding",
     "open_loggers": "run.measure.loggers",
     "plan": "planner.plan",
-    "PlanReport": "planner.plan",
+    "PlanReport": "planner.plan_report",
     "search": "planner.search",
     "remat": "core.autodiff",
     "reopen_state": "train.state_on_disk",

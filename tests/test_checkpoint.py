@@ -360,3 +360,43 @@ def test_a_manifest_of_a_later_version_is_refused_by_its_number(tmp_path, monkey
     refused(["version 3", "reads version 2"], checkpoint.restore, path, small(1))
     text = json.loads((path / "manifest.json").read_text())
     assert text["format"] == "fzero-checkpoint"
+
+
+BEYOND = {  # what no reader of a manifest takes
+    "config: ": {"config": eval("[" * 90 + "]" * 90)},
+    "64 bits": {"config": {"a": 2**70}},
+    "surrogate": {"config": ["\ud800"]},
+    "not JSON": {"config": {"a": float("nan")}},
+    "step is": {"step": 2**64},
+    "33 dims": {"state": {"w": torch.ones([1] * 33)}},
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_could_not_be_read_again_is_refused_before_anything_is_written(what, tmp_path):
+    given = {"state": {"w": torch.ones(2)}, "step": 1, **BEYOND[what]}
+    what = "nested" if what == "config: " else what
+    refused(["checkpoint: ", what], checkpoint.save, tmp_path / "c", given.pop("state"), **given)
+    assert not (tmp_path / "c").exists()
+    path = checkpoint.save(tmp_path, {"w": torch.ones([1] * 32)}, step=2**63 - 1, config=[[{"a": 2**64 - 1}]])
+    assert checkpoint.open_checkpoint(path).config == [[{"a": 2**64 - 1}]] and checkpoint.verify(path) == []
+
+
+def test_no_manifest_is_written_that_would_not_be_read(tmp_path, monkeypatch):
+    """The last line of defence: a save that gets that far fails, and does not report success."""
+    monkeypatch.setattr("fzero.checkpoint.leaf_source.MOST_DIMS", 99)
+    with pytest.raises(checkpoint.SaveFailed, match="do not divide the shape"):
+        checkpoint.save(tmp_path, {"w": torch.ones([1] * 33)}, step=1)
+    assert checkpoint.steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("made", [None, torch.ones(3), torch.ones(2).half()], ids=str)
+def test_a_lazy_leaf_that_gives_another_thing_is_named(made, tmp_path):
+    lazy = checkpoint.Lazy(torch.float32, (2,), lambda: made)
+    with pytest.raises(checkpoint.SaveFailed, match=r"a Lazy leaf says torch\.float32 of shape \[2\], and its give"):
+        checkpoint.save(tmp_path, {"w": lazy}, step=1)
+
+
+@pytest.mark.parametrize("url", [False, True])
+def test_a_checkpoint_that_is_not_there_is_not_removed(url, tmp_path):
+    refused(["step-00000007: no such checkpoint"], checkpoint.remove, f"file://{tmp_path}" if url else tmp_path, 7)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from fzero.run import machine
+from fzero.run import doctor, machine
 from fzero.run.config_table import from_table
 
 
@@ -67,10 +67,10 @@ def test_what_is_asked_for_is_what_one_gets(monkeypatch):
 def test_the_form_of_each_operation_is_found_without_computing():
     config = from_table({"precision": {"policy": "bf16"}})
     assert {"attention", "add_rms_norm", "rms_norm", "rope_qk", "swiglu", "linear_cross_entropy"} <= set(
-        machine.forms(config)
+        doctor.forms(config)
     )
-    off = machine.forms(from_table({"precision": {"policy": "bf16"}, "train": {"kernels": "reference"}}))
-    assert set().union(*off.values()) == {"reference"} != set().union(*machine.forms(config).values())
+    off = doctor.forms(from_table({"precision": {"policy": "bf16"}, "train": {"kernels": "reference"}}))
+    assert set().union(*off.values()) == {"reference"} != set().union(*doctor.forms(config).values())
 
 
 def test_the_probe_sees_an_inexact_product():

@@ -60,6 +60,7 @@ def test_training_on_from_a_donated_state_raises(tree, policy, tmp_path):
         lambda: program(tree, getattr(fzero, policy)())[0](state._replace(key=state.key + 1), BATCH),
         lambda: check(state, lambda m: BATCH),
         lambda: checkpoint.save(tmp_path, state, step=1),
+        lambda: checkpoint.restore(tmp_path, state),
     ):
         with pytest.raises(ValueError, match=DONATED):
             use()

@@ -76,6 +76,10 @@ def test_a_template_that_leaves_thoughts_out_gives_each_turn_a_text_as_the_model
     ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
     ("{% for m in messages %}", "no Jinja template"),
     ("{{ 1 / 0 }}", "refuses the conversation: division"),
+    ("{{ 'x' * 10 ** 10 }}", "a result of \\* has more than 1,000,000"),
+    ("{{ messages * 10 ** 9 }}", "a result of \\* has more than"),
+    ("{{ 9 ** (9 ** 9) }}", "a result of \\*\\* has more than"),
+    ("{{ '%1000000000d' % 3 }}", "a result of % has more than"),
 ])  # fmt: skip
 def test_a_template_is_sandboxed_and_its_faults_are_one_line(template, message):
     with pytest.raises(ValueError, match=message) as error:

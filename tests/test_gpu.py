@@ -19,6 +19,7 @@ from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.core import gpu, pytree
 from fzero.core.device import CPU, Target
+from fzero.run import doctor
 from fzero.run import machine as run_machine
 from fzero.run.build import build, num_params
 from fzero.run.config_table import from_json, from_table, to_json
@@ -214,7 +215,7 @@ def test_doctor_tells_of_a_gpu_that_cannot_be_used(machine, monkeypatch):
 
     machine(1)
     monkeypatch.setattr(gpu, "compute_once", fail)
-    device, said = run_machine.usable_device()
+    device, said = doctor.usable_device()
     assert device == gpu.HOST and "cannot be used: unspecified launch failure; nvidia-smi shows more" in said
 
 

@@ -188,3 +188,10 @@ def test_nccl_that_cannot_start_is_one_line(monkeypatch, error, what):
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this PyTorch has NCCL")
 def test_a_pytorch_without_nccl_is_one_line():
     assert "NCCL does not start: " in refusal("cuda:0", rank=0) and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("value", ["two", "0", "-1", "9" * 30])
+def test_a_number_of_processes_that_is_none_is_named(value, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(ValueError, match=r"environment variable WORLD_SIZE is .*; it must be a whole number from 1"):
+        make_mesh({"dp": 1})

@@ -9,7 +9,7 @@ import torch
 from pretend_gpu import pretend
 
 from fzero.core import gpu, numa
-from fzero.run import machine
+from fzero.run import doctor, machine
 from fzero.run.config_table import from_table
 from fzero.run.pretrain import place
 from fzero.run.ranks.coordinator import Coordinator
@@ -120,5 +120,5 @@ def test_a_run_and_doctor_say_where_threads_are_and_leave_two_cores(host, monkey
         *_, lines = place(from_table({"preset": "mlp-tiny", "device": "cuda"}), Coordinator())
         assert lines[1] == "cores: bound to the 8 cores of NUMA node 1 of 2, that of GPU 0 (OMP_PLACES says otherwise)"
         assert bound == [numa.parse_cores(TWO[1])] and threads == [6]
-        patch.setattr(machine, "peak_rate", lambda *args: 1e12)
-        assert "NUMA" in machine.diagnose() and len(bound) == 1
+        patch.setattr(doctor, "peak_rate", lambda *args: 1e12)
+        assert "NUMA" in doctor.diagnose() and len(bound) == 1

@@ -252,3 +252,14 @@ def test_a_chain_within_the_average_is_split_as_without():
 def test_bad_arguments_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [optim.sgd, optim.adamw, optim.lion, optim.lamb, optim.adafactor, optim.muon])
+def test_leaves_without_elements_are_updated_too(make):
+    tx, params = make(0.1), {"none": torch.empty(0, 4), "blocks": {"w": torch.empty(2, 3, 0)}, "w": torch.ones(2, 2)}
+    grads = {**params, "w": torch.eye(2)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["none"].shape == (0, 4) and updates["blocks"]["w"].shape == (2, 3, 0)
+    assert bool(updates["w"].isfinite().all())
+    new, _ = optim.apply_in_place(tx, grads, tx.init(params), params)
+    assert bool(new["w"].isfinite().all()) and new["none"].shape == (0, 4)

@@ -15,7 +15,7 @@ from fzero.checkpoint import Writer, snapshot, writer
 from fzero.checkpoint.part_file import PartFile
 from fzero.cli.main import main
 from fzero.core import digest, gpu, prng, pytree
-from fzero.run.debug.replay import describe_difference
+from fzero.run.debug.comparison import describe_difference
 from fzero.run.resume import rollback
 from fzero.sharding import Spec
 from fzero.sharding.digests import digests

@@ -16,6 +16,7 @@ from fzero.comm.collectives import psum, pvary
 from fzero.core import prng, pytree
 from fzero.kernels import linear_cross_entropy as ce
 from fzero.models import base, layers
+from fzero.models.batch import check_batch
 from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 
 # The packages' functions of the same names hide these modules.
@@ -469,9 +470,9 @@ def test_sequence_parallelism_refuses_a_length_that_tp_does_not_divide():
     model = models.build(CONFIGS["mlp"])
     ctx = base.Ctx(mesh=fake_mesh({"tp": 2}), sequence=True)
     with pytest.raises(ValueError, match=r"the sequences have 7 tokens, not divisible by tp=2; use 8"):
-        base.check_batch(model, batch_of(t=7), ctx)
-    base.check_batch(model, batch_of(t=7), ctx._replace(sequence=False))
-    base.check_batch(model, batch_of(), ctx)
+        check_batch(model.config, batch_of(t=7), base.sequence_parts(ctx))
+    check_batch(model.config, batch_of(t=7), base.sequence_parts(ctx._replace(sequence=False)))
+    check_batch(model.config, batch_of(), base.sequence_parts(ctx))
 
 
 def test_on_one_process_sequence_parallelism_is_nothing():

@@ -8,8 +8,11 @@ import torch
 
 from fzero.core import kept
 from fzero.core.device import Target
+from fzero.kernels.chips import kernel_folder
+from fzero.offload.disk_config import config_file
 from fzero.planner import extrapolate, trace_cache
-from fzero.planner.plan import config_for, device_for, plan, report_of, resolve_for
+from fzero.planner.plan import config_for, device_for, plan, resolve_for
+from fzero.planner.plan_report import report_of
 from fzero.planner.trace_cache import cached_trace, entry_name, is_kept, question, remove_oldest
 
 DEVICE = device_for("h100")
@@ -169,3 +172,15 @@ def test_a_plan_of_a_script_keeps_no_trace_unless_it_is_told_where(trace, tmp_pa
     assert list(tmp_path.iterdir()) == []
     assert plan(CONFIG, SIZES, gpu=DEVICE, cache=tmp_path) == report
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_user_without_a_home_has_caches_and_settings_in_the_temporary_folder(monkeypatch, tmp_path):
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "FZERO_PLAN_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", nowhere)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for folder in (trace_cache.cache_folder(), kernel_folder(), config_file().parent):
+        assert folder is not None and folder.is_relative_to(tmp_path)

@@ -13,6 +13,7 @@ from fzero.checkpoint.restore_tree import restore, restore_leaves
 from fzero.checkpoint.save_state import Saved, SaveFailed
 from fzero.checkpoint.verify import expect_sound, newest_sound, verify
 from fzero.checkpoint.writer import Writer
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.storage import Damaged
 from fzero.sharding import Mesh
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 
+@checked()
 def save(
     folder: str | Path,
     state: Tree,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Folder, join, read_manifest
+from fzero.core.arguments import checked
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, sync_folder
 from fzero.offload.chunk_files import Damaged
@@ -32,12 +33,15 @@ SPARE = "spare"  # the files of a removed checkpoint, which the next one overwri
 # ---- the folder ----
 
 
+@checked()
 def step_folder(checkpoint_dir: Folder, step: int) -> Folder:
-    """The folder of the checkpoint of a step.
+    """The folder of the checkpoint of a step; raises ValueError for a step below 0.
 
     >>> print(step_folder("run/checkpoints", 20))
     run/checkpoints/step-00000020
     """
+    if step < 0:
+        raise ValueError(f"step is {step}; it must be at least 0")
     return join(checkpoint_dir, f"step-{step:08d}")
 
 
@@ -46,6 +50,7 @@ def step_of(name: str) -> int | None:
     return int(name[5:]) if re.fullmatch(r"step-(\d{8}|[1-9]\d{8,})", name) else None
 
 
+@checked()
 def steps(checkpoint_dir: Folder) -> list[int]:
     """The steps of the complete checkpoints in a folder or at a URL, ascending; [] if there is no such folder.
 
@@ -65,6 +70,7 @@ def steps(checkpoint_dir: Folder) -> list[int]:
     return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if (path / MANIFEST).is_file())
 
 
+@checked()
 def latest(checkpoint_dir: Folder) -> Folder:
     """Return the path of the complete checkpoint of the highest step.
 
@@ -113,6 +119,7 @@ class Sound(NamedTuple):
         return [f"passed over {path}: {why}" for path, why in self.damaged]
 
 
+@checked()
 def first_sound(paths: Iterable[Folder], read: Callable[[Folder], Any]) -> Sound:
     """Call `read(path)` for each of `paths` until it does not raise Damaged; return that checkpoint and its result.
 
@@ -238,10 +245,12 @@ def _clean_url_step(path: Folder) -> None:
     objects.remove([name for name, top in tops.items() if top != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", top)])
 
 
+@checked()
 def remove(checkpoint_dir: Folder, step: int, *, spare: bool = False) -> None:
     """Remove the checkpoint of a step, its manifest first, so that it is complete or absent at every instant.
 
     spare: keep its files for the next checkpoint to overwrite, which is faster than making new ones.
+    Raises ValueError if there is no such checkpoint.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -253,9 +262,13 @@ def remove(checkpoint_dir: Folder, step: int, *, spare: bool = False) -> None:
     """
     path = step_folder(checkpoint_dir, step)
     if is_url(checkpoint_dir):
+        if Objects(str(path)).read(MANIFEST) is None:
+            raise ValueError(f"{path}: no such checkpoint")
         Objects(str(path)).remove([MANIFEST])
         _clean_url_step(path)
         return
+    if not Path(path, MANIFEST).is_file():
+        raise ValueError(f"{path}: no such checkpoint")
     arrays = _arrays_used(path)
     Path(path, MANIFEST).unlink()
     sync_folder(Path(path))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fzero.checkpoint.layout import ZARR
 from fzero.comm.tables import device_of, gather_rows
+from fzero.core.foreign import in_form
 from fzero.sharding import Mesh
 
 EXTRAS = "extras/"
@@ -52,7 +53,8 @@ def to_bytes(name: str, value: Any) -> Tensor:
 def from_bytes(row: Tensor) -> Any:
     """The value of a row."""
     content = row.numpy().tobytes()
-    return decode(json.loads(content[COUNT : COUNT + int.from_bytes(content[:COUNT], "little")]))
+    with in_form("the extra of a checkpoint"):
+        return decode(json.loads(content[COUNT : COUNT + int.from_bytes(content[:COUNT], "little")]))
 
 
 def encode(value: Any, name: str) -> Any:

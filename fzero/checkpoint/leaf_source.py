@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import ZARR
+from fzero.checkpoint.manifest import MOST_DIMS
 from fzero.core import pytree, torch_private
 from fzero.core.gpu import HOST
 from fzero.core.paths import leaf_fault
@@ -43,6 +44,8 @@ def check_state(state: Tree, specs: Tree | None, step: int, mesh: Mesh) -> dict[
     """{name: (leaf, its Spec)} of a state to save; raises ValueError naming what cannot be stored."""
     if type(step) is not int or step < 0:
         raise ValueError(f"checkpoint: step is {step!r}; it must be an int of at least 0")
+    if step >= 1 << 63:
+        raise ValueError(f"checkpoint: step is {step}; it must be below 2^63")
     if specs is None and mesh.size > 1:
         raise ValueError(
             "checkpoint: a state on several processes needs specs=, the Spec of every leaf; see fzero.state_specs"
@@ -82,6 +85,8 @@ def kind_fault(leaf: Any) -> str:
             return "is on the meta device and has no elements; give it values first"
         if torch_private.is_functorch_wrapped_tensor(leaf):
             return "is a tensor inside of a transformation of torch.func; save outside of it"
+    if len(leaf.shape) > MOST_DIMS:
+        return f"has {len(leaf.shape)} dims and a checkpoint holds leaves of at most {MOST_DIMS}; save a .reshape of it"
     if leaf.dtype.is_complex:
         return f"is {leaf.dtype} and a checkpoint holds real numbers; save torch.view_as_real of it"
     if leaf.dtype not in ZARR:
@@ -94,9 +99,13 @@ def box_reader(leaf: Any) -> Callable[[tuple[int, ...], tuple[int, ...]], Tensor
     """Return a function (start, size) -> the elements [start, start + size) of a leaf."""
     if isinstance(leaf, Lazy):
         leaf_made = leaf.give()
-        assert leaf_made.dtype == leaf.dtype and tuple(leaf_made.shape) == tuple(leaf.shape), (
-            f"{leaf} gave {leaf_made.shape}"
-        )
+        said = f"{leaf.dtype} of shape {list(leaf.shape)}"
+        if not isinstance(leaf_made, Tensor) or (leaf_made.dtype, tuple(leaf_made.shape)) != (
+            leaf.dtype,
+            tuple(leaf.shape),
+        ):
+            made = f"{leaf_made.dtype} of shape {list(leaf_made.shape)}" if isinstance(leaf_made, Tensor) else leaf_made
+            raise ValueError(f"a Lazy leaf says {said}, and its give() returned {made}")
         leaf = leaf_made.to(HOST)
     if isinstance(leaf, DiskTensor):
         return disk_box_reader(leaf)

@@ -14,6 +14,7 @@ import torch
 
 import fzero
 from fzero.checkpoint.layout import ZARR, ChunkLayout
+from fzero.core.arguments import checked
 from fzero.core.foreign import expect_entries, parse_json, short
 from fzero.core.paths import leaf_fault
 from fzero.core.storage import Damaged, is_url, read_text, write_text
@@ -100,7 +101,10 @@ def parse_leaf(table: dict[str, Any]) -> Leaf:
 def write_manifest(
     path: Folder, arrays: str, leaves: dict[str, Leaf], *, step: int, config: Any, mesh: dict[str, int]
 ) -> None:
-    """Write the manifest of the checkpoint at `path`, durably, which makes the checkpoint complete."""
+    """Write the manifest of the checkpoint at `path`, durably, which makes the checkpoint complete.
+
+    Raises ValueError, and writes nothing, if `read_manifest` would refuse it.
+    """
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -111,7 +115,9 @@ def write_manifest(
         "arrays": arrays,
         "leaves": {name: leaf.table() for name, leaf in leaves.items()},
     }
-    write_text(path, MANIFEST, manifest_text({**body, "sha256": _digest(body)}))
+    text = manifest_text({**body, "sha256": _digest(body)})
+    _expect_body(parse_json(text, "the manifest"))
+    write_text(path, MANIFEST, text)
 
 
 def manifest_text(body: dict[str, Any]) -> str:
@@ -119,6 +125,7 @@ def manifest_text(body: dict[str, Any]) -> str:
     return json.dumps(body, indent=1)
 
 
+@checked()
 def read_manifest(path: Folder) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`, verified: a dict of step, config, versions, mesh, and leaves by name.
 
@@ -153,26 +160,31 @@ def read_manifest(path: Folder) -> dict[str, Any]:
             f"{file}: version {short(body.get('version'))}; this fzero ({fzero.__version__}) reads version {VERSION}"
         )
     try:
-        expect_entries(body, MANIFEST_ENTRIES, "it")
-        if not re.fullmatch(rf"{ARRAYS}(-\d+)?", body["arrays"]) or body["step"] < 0:
-            raise ValueError(f"its folder of arrays is {short(body['arrays'])} and its step {body['step']}")
-        if fault := leaf_fault(body["leaves"]):
-            raise ValueError(fault)
-        if "config" not in body:
-            raise ValueError("its config is missing")
-        for name, size in body["mesh"].items():
-            expect_entries(body["mesh"], {name: int}, "its mesh")
-            if not 1 <= size < 1 << 31:
-                raise ValueError(f"its mesh has {name}={size}")
-        for name, table in body["leaves"].items():
-            expect_entries(body["leaves"], {name: dict}, "its leaves")
-            try:
-                parse_leaf(table)
-            except ValueError as error:
-                raise ValueError(f"leaf {short(name)}: {error}") from None
+        _expect_body(body)
     except ValueError as error:
         raise Damaged(f"{file}: damaged, or not written by fzero: {error}") from None
     return body
+
+
+def _expect_body(body: dict[str, Any]) -> None:
+    """Raise ValueError for what no manifest may say."""
+    expect_entries(body, MANIFEST_ENTRIES, "it")
+    if not re.fullmatch(rf"{ARRAYS}(-\d+)?", body["arrays"]) or body["step"] < 0:
+        raise ValueError(f"its folder of arrays is {short(body['arrays'])} and its step {body['step']}")
+    if fault := leaf_fault(body["leaves"]):
+        raise ValueError(fault)
+    if "config" not in body:
+        raise ValueError("its config is missing")
+    for name, size in body["mesh"].items():
+        expect_entries(body["mesh"], {name: int}, "its mesh")
+        if not 1 <= size < 1 << 31:
+            raise ValueError(f"its mesh has {name}={size}")
+    for name, table in body["leaves"].items():
+        expect_entries(body["leaves"], {name: dict}, "its leaves")
+        try:
+            parse_leaf(table)
+        except ValueError as error:
+            raise ValueError(f"leaf {short(name)}: {error}") from None
 
 
 def _digest(body: dict) -> str:

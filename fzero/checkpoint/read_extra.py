@@ -7,10 +7,12 @@ from typing import Any
 from fzero.checkpoint.extras import EXTRAS, from_bytes
 from fzero.checkpoint.manifest import Folder
 from fzero.checkpoint.reader import open_checkpoint
+from fzero.core.arguments import checked
 from fzero.core.pytree import nearest
 from fzero.sharding import Mesh, one_process
 
 
+@checked()
 def read_extra(path: Folder, name: str, mesh: Mesh | None = None) -> Any:
     """The value of this rank that the checkpoint at `path` was saved with as `extras={name: value}`, verified.
 

@@ -26,6 +26,7 @@ from fzero.checkpoint.layout import (
 from fzero.checkpoint.manifest import Folder, Leaf, join, parse_leaf, read_manifest
 from fzero.checkpoint.part_storage import PartReader, as_integers, as_tensor, empty_tensor
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.storage import Damaged
 
 RUN = 4 << 20  # most bytes of neighbouring chunks to read at a time
@@ -103,6 +104,7 @@ class Box(NamedTuple):
     out: Tensor
 
 
+@checked()
 def open_checkpoint(path: Folder) -> CheckpointReader:
     """Open the checkpoint at `path` to read leaves and slices of them.
 

@@ -15,11 +15,14 @@ from fzero.checkpoint.layout import Index
 from fzero.checkpoint.manifest import Folder, Leaf
 from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
 from fzero.core import pytree
+from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
 from fzero.sharding.slices import local_slice, ranks_per_dim
+from fzero.train.state import expect_alive
 
 
+@checked()
 def restore(
     path: Folder,
     like: Tree,
@@ -57,6 +60,9 @@ def restore(
     >>> checkpoint.restore(path, {"w": torch.empty(2, device="meta")}, under="params")
     {'w': tensor([1., 1.])}
     """
+    for what, pattern in (("keep", keep), ("drop", drop)):
+        expect_regex(what, pattern)
+    expect_alive(like)
     held = open_checkpoint(path)
     mesh = one_process() if mesh is None else mesh
     leaves, spec_of = pytree.named_leaves(like), pytree.named_leaves(specs) if specs is not None else {}
@@ -97,6 +103,7 @@ def restore(
     return pytree.from_named(done, like)
 
 
+@checked()
 def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Tensor]:
     """{name: leaf} of the whole leaves of the checkpoint at `path` whose names satisfy `select`, verified.
 

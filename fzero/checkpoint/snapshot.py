@@ -20,7 +20,7 @@ Named = Mapping[str, tuple[Any, Spec]]  # a leaf and its Spec by name
 
 
 class LeafPlan(NamedTuple):
-    """What this rank writes of a leaf."""
+    """The part of a leaf that this rank writes."""
 
     mine: RankParts
     slabs: list[list[Slab]]  # of each of its parts
@@ -28,7 +28,7 @@ class LeafPlan(NamedTuple):
 
 
 class SnapshotPlan(NamedTuple):
-    """What this rank writes of a state, in the order of its leaves."""
+    """The parts of a state that this rank writes, in the order of its leaves."""
 
     leaves: dict[str, LeafPlan]
     total: int  # bytes of memory for all slabs

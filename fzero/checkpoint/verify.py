@@ -25,12 +25,14 @@ from fzero.checkpoint.reader import (
     read_verified,
 )
 from fzero.checkpoint.zarr import zarr_texts
+from fzero.core.arguments import checked
 from fzero.core.foreign import parse_json
 from fzero.core.object_store import Objects
 from fzero.core.storage import PAGE, Damaged, is_url, read_text
 from fzero.offload.buffer_pool import round_to_pages
 
 
+@checked()
 def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str]]]:
     """(path of the newest undamaged checkpoint, [(path, damage) of each later one]).
 
@@ -50,6 +52,7 @@ def newest_sound(checkpoint_dir: Folder) -> tuple[Folder, list[tuple[Folder, str
     return found.path, found.damaged
 
 
+@checked()
 def expect_sound(path: Folder) -> None:
     """Raise Damaged, naming the first damage that `verify` finds, unless the checkpoint at `path` is sound.
 
@@ -62,6 +65,7 @@ def expect_sound(path: Folder) -> None:
         raise Damaged(found[0] + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
 
 
+@checked()
 def verify(path: Folder) -> list[str]:
     """The damage in a checkpoint, a line for each damaged chunk or file, by name; [] if there is none.
 

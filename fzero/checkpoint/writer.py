@@ -33,7 +33,9 @@ from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wai
 from fzero.checkpoint.snapshot import SnapshotPlan, is_on_gpu, plan_snapshot, traits_of
 from fzero.checkpoint.zarr import write_descriptions
 from fzero.core import gpu
+from fzero.core.arguments import checked
 from fzero.core.digest import prepare
+from fzero.core.foreign import parse_json
 from fzero.core.gpu import Copied
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system, sync_folder
@@ -72,6 +74,7 @@ class Writer:
     [20]
     """
 
+    @checked()
     def __init__(
         self,
         checkpoint_dir: Folder,
@@ -82,7 +85,8 @@ class Writer:
         compress: str = "",
         buffer_bytes: int | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        counts = {"keep_last": keep_last, "keep_every": keep_every, "buffer_bytes": buffer_bytes}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"checkpoint: {name} is {value}; it must be at least 1, or None")
         if compress not in ("", "zstd"):
@@ -108,6 +112,7 @@ class Writer:
 
     # ---- the caller's functions ----
 
+    @checked("step")
     def save(
         self,
         state: Tree,
@@ -131,9 +136,10 @@ class Writer:
         named = check_state(state, specs, step, self.mesh)
         named |= {name: (leaf, Spec()) for name, leaf in pack_extras(extras or {}, self.mesh).items()}
         try:
-            config = json.loads(json.dumps(config, allow_nan=False))
-        except (TypeError, ValueError) as error:
+            text = json.dumps({"config": config}, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"checkpoint: config is not JSON: {error}") from None
+        config = parse_json(text, "checkpoint")["config"]  # within the bounds of what is read again
         place = None if is_url(self.checkpoint_dir) else Path(self.checkpoint_dir)
         if place is not None and place.exists() and not place.is_dir():
             raise ValueError(f"{self.checkpoint_dir}: is not a folder; give a folder to save checkpoints in")

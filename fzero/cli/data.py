@@ -95,9 +95,9 @@ def export(run: Path, out: Path, adapter: bool, ema: bool) -> None:
 @click.command()
 def doctor() -> None:
     """Show the relevant features of this machine, and which of them fzero will use."""
-    from fzero.run import machine
+    from fzero.run.doctor import diagnose
 
-    say(machine.diagnose())
+    say(diagnose())
 
 
 @click.command()

@@ -151,8 +151,9 @@ def table_of(
     flag_of: dict[str, str] = {}
 
     def put(flag: str, key: str, value: Any) -> None:
-        if key in flag_of:
-            raise ValueError(f"{flag} and {flag_of[key]} both set {key}; give one of them")
+        for other, before in flag_of.items():
+            if f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."):
+                raise ValueError(f"{flag} and {before} both set {max(key, other, key=len)}; give one of them")
         flag_of[key] = flag
         tables.put(table, key, value)
 

@@ -155,7 +155,7 @@ def plan(
     click.echo(answer.to_json() if as_json else str(answer))
     if by_part:
         from fzero.planner import roofline
-        from fzero.planner.plan import PlanReport
+        from fzero.planner.plan_report import PlanReport
 
         assert isinstance(answer, PlanReport)  # one plan
         click.echo("\n" + roofline.page(answer))

@@ -60,7 +60,7 @@ RUN_FLAGS = (
 
 
 class Begin(NamedTuple):
-    """What a command was given besides the config of its run."""
+    """The flags of a command besides those of its run's config."""
 
     out: Path | None
     resume: bool

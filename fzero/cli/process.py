@@ -132,7 +132,7 @@ def end_failed(error: BaseException) -> int:
 
 
 def _stdout_works() -> bool:
-    """Whether the standard output can be written; if not, what is left for it is dropped, as Python would complain."""
+    """Whether the standard output can be written; if not, its buffer is dropped, as Python would complain."""
     try:
         sys.stdout.flush()
         return True

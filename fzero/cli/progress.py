@@ -1,4 +1,4 @@
-"""What a long command does and since when, on stderr."""
+"""The current work of a long command and its duration, on stderr."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
 
 
 def lines(found: Any) -> list[str]:
-    """What became of the runs, and the short tables of a report, for a terminal."""
+    """The outcome of the runs, and the short tables of a report, for a terminal."""
     from fzero.report.opening import opening
     from fzero.report.parts import Table
     from fzero.report.sections_compare import sections

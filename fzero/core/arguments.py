@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+
+from fzero.core.kinds import NO, as_hinted, expect_hint, hints_of, shown
 from fzero.core.pytree import nearest
 
 P = ParamSpec("P")
@@ -16,43 +20,83 @@ R = TypeVar("R")
 def expect_kind(what: str, value: Any, kind: type | tuple[type, ...], write: str) -> None:
     """Raise TypeError unless `value` is an instance of `kind`. what: names the argument; write: what to give."""
     if not isinstance(value, kind):
-        shown = f"{value!r}" if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
-        raise TypeError(f"{what} is {shown}; {write}")
+        raise TypeError(f"{what} is {shown(value)}; {write}")
 
 
 def expect_count(what: str, value: Any, least: int = 1) -> None:
     """Raise ValueError unless `value` is a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{what} is {value!r}; it must be a whole number of at least {least}")
+    if as_hinted(value, int) is NO or value < least:
+        raise ValueError(f"{what} is {shown(value)}; it must be a whole number of at least {least}")
 
 
-def explain_keywords(**write: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: a keyword that the function does not have raises TypeError with what to write instead, by `write`,
-    or the nearest name.
+def expect_regex(what: str, text: str | None) -> None:
+    """Raise ValueError if a text is no regular expression; None passes."""
+    try:
+        re.compile(text or "")
+    except re.error as error:
+        raise ValueError(f"{what} {text!r} is not a regular expression: {error}") from None
 
-    >>> @explain_keywords(betas="write b1=0.9, b2=0.95")
-    ... def adam(lr, b1=0.9, b2=0.999): ...
+
+def expect_device(device: torch.device | str) -> torch.device:
+    """The device of that name; raises ValueError for a text that names none."""
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}; it must be cpu, cuda, or one GPU, such as cuda:0") from None
+
+
+def expect_floating(what: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a dtype of whole or complex numbers; None passes."""
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"{what} is {dtype}; it must be floating-point, such as torch.float32")
+
+
+def checked(own: str = "", /, **write: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator of a public function: an argument of another kind than its type hint raises WrongKind (a TypeError
+    and a ValueError), in one line before anything is done. numpy's scalars become Python's.
+
+    A keyword that the function does not have raises TypeError.
+    own: the names of arguments that the function checks itself, as it has more to say. write: what to write instead of
+    keywords of other libraries; others get the nearest name.
+
+    >>> @checked(betas="write b1=0.9, b2=0.95")
+    ... def adam(lr: float, b1: float = 0.9, b2: float = 0.999): ...
     >>> adam(1e-3, betas=(0.9, 0.95))
     Traceback (most recent call last):
     TypeError: adam has no argument 'betas'; write b1=0.9, b2=0.95
+    >>> adam("1e-3")
+    Traceback (most recent call last):
+    fzero.core.kinds.WrongKind: adam: lr is '1e-3'; it must be a number
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        names = list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters
+        names, passes = list(parameters), [p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+        places = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        left = {*own.split(), *passes, *(p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL)}
+        owner = function.__qualname__.removesuffix(".__init__")
+
+        def expected(name: str, value: Any) -> Any:
+            hint = Any if name in left else hints_of(function).get(name, Any)
+            return value if hint is Any else expect_hint(f"{owner}: {name}", value, hint)
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
-                if name not in names:
+                if name not in names and not passes:
                     instead = write.get(name) or f"its arguments are {', '.join(names)}{nearest(name, names)}"
-                    raise TypeError(f"{function.__name__} has no argument {name!r}; {instead}")
-            return function(*args, **kwargs)
+                    raise TypeError(f"{owner} has no argument {name!r}; {instead}")
+            given: Any = [expected(name, value) for name, value in zip(places, args)]
+            named: Any = {name: expected(name, value) for name, value in kwargs.items()}
+            return cast(Any, function)(*given, *args[len(given) :], **named)
 
+        setattr(call, OWN, left)
         return call
 
     return decorate
 
 
+OWN = "fzero_own"  # the attribute of a checked function: the arguments that it checks itself
 EXECUTION = ("remat", "compiled", "kernels", "prefetch", "reshard", "norms", "capture")
 # What other libraries, and earlier versions, call things.
 STEP = {name: f"write execution=fzero.Execution({name}=...)" for name in EXECUTION} | {

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
+from fzero.core.kinds import expect_fields
 from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
 
 R = TypeVar("R")
@@ -35,6 +37,13 @@ class Remat:
     every: int = 0
     budget: float = 1.0
 
+    def __post_init__(self) -> None:
+        expect_fields(self)
+        if self.every < 0 or not 0.0 <= self.budget <= 1.0:
+            raise ValueError(
+                f"remat: every is {self.every} and budget {self.budget}; every must be at least 0, and budget in [0, 1]"
+            )
+
     @classmethod
     def parse(cls, text: str) -> Remat:
         """Return the policy that a text names: "none", "full", "every:K" (K layers) or "selective:F" (keep at most the
@@ -49,10 +58,10 @@ class Remat:
             )
         if form[1]:
             return cls(every=int(form[1] == "full"))
-        policy = cls(every=int(form[2])) if form[2] else cls(budget=float(form[3]))
-        if (form[2] and policy.every < 1) or not 0.0 <= policy.budget <= 1.0:
+        every, budget = (int(form[2]), 1.0) if form[2] else (0, float(form[3]))
+        if (form[2] and every < 1) or not 0.0 <= budget <= 1.0:
             raise ValueError(f"remat is {text!r}; K must be at least 1 and F in [0, 1]")
-        return policy
+        return cls(every, budget)
 
     def __str__(self) -> str:
         if self.every:
@@ -179,6 +188,7 @@ class _Remat(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
+@checked()
 def remat(f: Callable[..., R]) -> Callable[..., R]:
     """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
@@ -45,7 +46,7 @@ def have_compiler() -> bool:
 
 
 def signature_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a program of these inputs is compiled for: shapes, strides, dtypes, devices."""
+    """The properties of inputs that a program is compiled for: shapes, strides, dtypes, devices."""
     plan = fake_device_of(tensors[0]) if tensors else None
     return *((t.shape, t.stride(), t.dtype, t.device) for t in tensors), None if plan is None else (
         plan.target,
@@ -118,7 +119,8 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
 
 
 def _cache_tag() -> str:
-    """What a compiled graph depends on besides itself; Inductor's cache of graphs asks for more than its own list.
+    """The settings and versions that a compiled graph depends on; Inductor's cache of graphs asks for more than its own
+    list.
 
     The vector instructions, as another machine may share the folder; the threads, which share out sums; fzero's own
     source, as a graph names its operators only.
@@ -146,6 +148,7 @@ def tell_of_compiling() -> None:
         _TOLD.pop()()
 
 
+@checked()
 def jit(f: Callable[..., R]) -> Callable[..., R]:
     """Return a compiled version of `f`, a pure function of trees of tensors that returns a tree.
 

@@ -213,7 +213,7 @@ class DeviceMemory(NamedTuple):
 
     @property
     def others(self) -> int:
-        """What other processes hold, and the driver."""
+        """The memory that other processes and the driver hold."""
         return max(0, self.total - self.free - self.reserved)
 
 
@@ -377,8 +377,8 @@ def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor |
     """Start to copy `x` from the host's memory to `device`.
 
     If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. after: an event that
-    the copy waits for. out: memory there of the same shape and dtype, written behind what the current stream was given
-    so far; None: new memory.
+    the copy waits for. out: memory there of the same shape and dtype, written after the work that the current stream
+    was given so far; None: new memory.
     """
     if device.type != "cuda":
         return Copied(x.to(device) if out is None else out.copy_(x))
@@ -398,7 +398,7 @@ def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor |
 
 
 def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
-    """Start to copy `x` to memory of the host, behind what the current stream was given so far.
+    """Start to copy `x` to memory of the host, after the work that the current stream was given so far.
 
     out: pinned memory of the same shape and dtype; None: new memory, pinned for a GPU's tensor.
     """
@@ -495,8 +495,8 @@ def _capture_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def on_capture_stream(device: torch.device, given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """A context on the stream that `record_graph` records on, behind what the current stream was given so far; at the
-    end the current stream waits for it.
+    """A context on the stream that `record_graph` records on, after the work that the current stream was given so far;
+    at the end the current stream waits for it.
 
     given: the tensors that are used in it. Those that it makes and leaves to the current stream go into the list that
     it yields.

@@ -26,7 +26,7 @@ OURS = tuple(str(Path(file).parent) + "/" for file in (torch.__file__, Path(__fi
 
 
 class Impure(ValueError):
-    """What a program does that no pure function can: it names the line."""
+    """Raised for an operation that no pure function can have; names its line."""
 
 
 class Watch(TorchDispatchMode):
@@ -70,7 +70,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def expect_own(self, leaf: Any, func: Any) -> None:
-        """Raise Impure if an operator writes into what is kept."""
+        """Raise Impure if an operator writes into a kept tensor."""
         if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.kept:
             raise Impure(
                 f"{line()}: {func} writes into {self.kept[leaf.untyped_storage()._cdata]} in place; make a new tensor, "

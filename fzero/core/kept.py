@@ -59,7 +59,7 @@ def package_digest() -> str:
 
 @functools.cache
 def processor() -> str:
-    """What the compiler's -march=native depends on: the processor's name and its instructions."""
+    """The processor's name and instructions, on which the compiler's -march=native depends."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
@@ -68,7 +68,7 @@ def processor() -> str:
 
 
 def surroundings() -> dict[str, Any]:
-    """What every answer of a compiler depends on besides its source: the machine, and versions."""
+    """The machine and versions, on which every answer of a compiler depends besides its source."""
     return {
         "processor": processor(),
         "python": platform.python_version(),

@@ -190,14 +190,14 @@ def _guards() -> Any:
 
 
 class Found(NamedTuple):
-    """What is known of a question that was answered before."""
+    """The kept answer to a question."""
 
     programs: tuple[Run, ...] | None  # None: they could not be kept, and have to be traced
     facts: dict[str, Any]
 
 
 def find(asked: str | None) -> Found | None:
-    """What was kept for a question; None if it was not answered here before, or if a library of it is gone."""
+    """The answer kept for a question; None if it was not answered here before, or if a library of it is gone."""
     answer = kept.find(asked) if asked is not None else None
     if answer is None:
         return None

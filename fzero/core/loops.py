@@ -32,7 +32,7 @@ _HEADERS = """#include <torch/csrc/inductor/cpp_prefix.h>
 
 
 class _Loop(NamedTuple):
-    """What Inductor asks to be compiled: a C++ function called "kernel"."""
+    """A source that Inductor has compiled: a C++ function called "kernel"."""
 
     types: Sequence[str]  # of its arguments
     source: str

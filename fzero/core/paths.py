@@ -15,7 +15,7 @@ DESCRIPTION = "zarr.json"  # the file beside the chunks of an array
 
 
 def path_fault(path: Any) -> str:
-    """What is wrong with `path` as that of a file below some folder, to follow its name in a message; "" if nothing.
+    """The fault of `path` as that of a file below some folder, to follow its name in a message; "" if there is none.
 
     It is one or more names joined by "/", none of them empty, "." or "..".
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fzero.core.arguments import expect_floating
+from fzero.core.kinds import expect_fields
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,13 @@ class LossScale:
     at_floor: str = "raise"
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         if self.at_floor not in ("raise", "hold"):
             raise ValueError(f"loss scale: at_floor is {self.at_floor!r}; it must be raise or hold")
-        if not (self.init >= self.floor > 0 and self.factor > 1 and self.window >= 1 and self.hysteresis >= 1):
+        finite = math.isfinite(self.init) and math.isfinite(self.factor)
+        if not (
+            finite and self.init >= self.floor > 0 and self.factor > 1 and self.window >= 1 and self.hysteresis >= 1
+        ):
             raise ValueError(f"loss scale: {self} needs init >= floor > 0, factor > 1, window >= 1 and hysteresis >= 1")
 
 
@@ -112,6 +120,9 @@ class Policy:
     gather: str = ""
 
     def __post_init__(self) -> None:
+        expect_fields(self)
+        for use in ("param", "compute", "reduce", "accumulate", "state"):
+            expect_floating(f"policy {self.name}: {use}", getattr(self, use))
         if self.matmul not in MATMULS:
             raise ValueError(
                 f"policy {self.name}: matmul is {self.matmul!r}; it must be one of {', '.join(map(repr, MATMULS))}"

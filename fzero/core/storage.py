@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "read_text",
     "sync_file_system",
     "sync_folder",
+    "user_folder",
     "write_text",
 ]
 
@@ -41,6 +43,24 @@ class Damaged(ValueError):
     Traceback (most recent call last):
     fzero.core.storage.Damaged: ...manifest.json: damaged, or not a manifest of fzero: ...
     """
+
+
+USERS = {"XDG_CACHE_HOME": ".cache", "XDG_CONFIG_HOME": ".config"}
+
+
+def user_folder(variable: str) -> Path:
+    """fzero's part of a folder of the user: of caches ($XDG_CACHE_HOME, or ~/.cache), or of settings ($XDG_CONFIG_HOME,
+    or ~/.config).
+
+    A user without a home, as in some containers, has it in the system's temporary folder.
+    """
+    if named := os.environ.get(variable):
+        return Path(named, "fzero")
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = Path(tempfile.gettempdir(), f"fzero-{os.getuid()}")
+    return home / USERS[variable] / "fzero"
 
 
 @contextlib.contextmanager

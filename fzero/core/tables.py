@@ -81,7 +81,7 @@ def flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]]
 
 def to_toml(table: Table, notes: Mapping[str, str] | None = None) -> str:
     """The TOML text of nested tables of numbers, texts, truth values and lists of them; `tomllib.loads` gives them
-    back. notes: comments behind values, by dotted name.
+    back. notes: comments after values, by dotted name.
 
     Raises ValueError for a value that TOML cannot express, such as None.
     """

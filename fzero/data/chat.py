@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from fzero.data.tokenizers import Tokenizer, token_dtype
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 MARKS = "\U0010fffe\U0010ffff"  # no text has them: Unicode says they are no characters
+MOST_MADE = 1_000_000  # characters, items or digits that an operator of a template makes at once
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and whatever else the template reads
 
 
@@ -201,6 +203,16 @@ def _program(template: str) -> _Program:
         def _between(self, caller: Callable[[], str]) -> str:
             return f"{MARKS[0]}{caller()}{MARKS[1]}"
 
+    class Bounded(ImmutableSandboxedEnvironment):
+        """A sandbox in which no operator makes a value beyond all memory, such as 9 ** 9 ** 9 or "x" * 10 ** 10."""
+
+        intercepted_binops = frozenset(("*", "**", "%"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator_size(operator, left, right) > MOST_MADE:
+                raise jinja2.TemplateError(f"a result of {operator} has more than {MOST_MADE:,} characters or items")
+            return super().call_binop(context, operator, left, right)
+
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -211,7 +223,7 @@ def _program(template: str) -> _Program:
         raise jinja2.TemplateError(message)
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -222,6 +234,22 @@ def _program(template: str) -> _Program:
         raise ValueError(f"the chat template is no Jinja template: {short(str(error), 300)[1:-1]}") from None
     marks = any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
     return _Program(made.render, marks)
+
+
+def operator_size(operator: str, left: Any, right: Any) -> float:
+    """The characters, items or digits of the result of a template's operator, about.
+
+    >>> operator_size("*", "ab", 100), operator_size("**", 10, 6.0), operator_size("%", "%99d", 1)
+    (200, 20.4, 99)
+    """
+    if operator == "*":
+        for some, times in ((left, right), (right, left)):
+            if isinstance(some, (str, list, tuple)) and isinstance(times, int):
+                return len(some) * times
+    if operator == "%" and isinstance(left, str):
+        return max(map(int, re.findall(r"\d{1,12}", left)), default=0)
+    numbers = isinstance(left, int) and isinstance(right, (int, float))
+    return abs(left).bit_length() * abs(right) * 0.85 if operator == "**" and numbers else 0
 
 
 def _is_mark(block: Any) -> bool:

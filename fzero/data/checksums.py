@@ -42,7 +42,7 @@ class SummedFile:
                 self.crc = 0
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         with naming(self.path):
             self.file.close()
         if self.size % CHUNK:

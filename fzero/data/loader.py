@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.arguments import expect_count
+from fzero.core.arguments import checked, expect_count
 
 STATE = ("loader", "epoch", "batches", "samples", "ranks")  # the entries of a `Batches.state_dict`
 
 
+@checked("ranks")
 def from_loader(
     loader: Iterable[Any], cursor: int | Tensor = 0, *, ranks: int = 1, saved: Mapping[str, Any] | None = None
 ) -> Batches:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fzero.core.arguments import checked
 from fzero.core.foreign import expect_regular, read_text_file
 from fzero.core.storage import write_text
 from fzero.data.checksums import SummedFile, write_sums
@@ -41,6 +42,7 @@ class Corpus(NamedTuple):
     highest: int  # the highest draw: always training; equal to the lowest if all documents are identical
 
 
+@checked()
 def prepare(
     sources: str | Path | Sequence[str | Path],
     out: str | Path,

@@ -52,7 +52,7 @@ class RowStream:
     """Shuffled rows of a corpus of examples; `samples_at` depends on these values and its arguments only.
 
     A batch is one of TokenStream's: tokens, targets, documents and mask [B, T]. The mask has the targets that the model
-    is to say. What is left of a row is filled with the end-of-document token, which counts nowhere. With a `reference`
+    is to say. The rest of a row is filled with the end-of-document token, which counts nowhere. With a `reference`
     the batch has an entry of that name, float64 [B, T]: the number of a document at its first token, and else 0.
 
     Raises ValueError for a document that is longer than a row.

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
+from fzero.core.arguments import checked
+from fzero.core.kinds import expect_fields
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
@@ -44,6 +46,7 @@ class TokenStream:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         if self.batch < 1:
             raise ValueError(f"batch={self.batch}: wanted at least 1 sequence a step")
         _windows(self.tokens, self.seq_len)
@@ -83,6 +86,7 @@ def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
     return torch.cat(found).numpy()
 
 
+@checked()
 def eval_batches(
     tokens: Tokens, seq_len: int, batch: int, max_windows: int | None = None, share: tuple[int, int] = (0, 1)
 ) -> Iterator[Batch]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fzero.core.arguments import checked
 from fzero.core.foreign import read_text_file, short
 from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
 
@@ -140,6 +141,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
     return json_tokenizer(library.to_str(), name, eos)
 
 
+@checked()
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Load the tokenizer of the prepared corpus in `folder`.
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fzero.core.arguments import checked
 from fzero.core.foreign import read_json
 from fzero.data.checksums import ChunkSums, line, read_sums
 
@@ -45,6 +46,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u1" if vocab_size <= 2**8 else "<u2" if vocab_size <= 2**16 else "<u4")
 
 
+@checked()
 def read_meta(folder: str | Path) -> dict[str, Any]:
     """Read and check `folder`/meta.json.
 
@@ -76,6 +78,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     return meta
 
 
+@checked()
 def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
     """Memory-map the `split` ("train" or "val") of the prepared corpus in `folder`.
 
@@ -113,6 +116,7 @@ def sums_of(folder: str | Path, split: str, meta: dict[str, Any], files: list[np
     return read_sums(Path(folder), split, meta["sums"][split], [file.view(np.uint8) for file in files])
 
 
+@checked()
 def verify(folder: str | Path) -> list[str]:
     """Compare every byte of the prepared corpus in `folder` with its checksum; return a line for each damaged chunk.
 

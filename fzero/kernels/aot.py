@@ -129,7 +129,7 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
 
 
 def read_code(arch: Arch, compiled: Any) -> Result:
-    """What the machine code of a kernel that Triton has compiled for `arch` shows, without a judgement."""
+    """The properties of the machine code of a kernel that Triton has compiled for `arch`, without a judgement."""
     backend, architecture, _ = arch.target
     if backend == "cuda":
         code = compiled.asm["ptx"]

@@ -226,7 +226,7 @@ def _why_not_here(q: Tensor, one: Library) -> str:
 
 @functools.cache
 def missing(one: Library) -> str:
-    """What is not installed here that a library needs; "" if nothing is."""
+    """The package that a library needs and that is not installed here; "" for none."""
     if not one.activated:
         return ""
     if not hasattr(torch_attention, "activate_flash_attention_impl"):

@@ -1,5 +1,5 @@
-"""What the kernels of flash attention share: reading a tile, products, which keys a tile of queries sees; and the
-configuration and builds of such a kernel.
+"""The parts that the kernels of flash attention share: reading a tile, products, which keys a tile of queries sees; and
+the configuration and builds of such a kernel.
 
 Tiles of keys that no query of a tile sees are skipped; tiles that all its queries see completely need no mask. For
 full, window and local patterns both bounds follow from positions, for documents from `document_bounds`. In strided and

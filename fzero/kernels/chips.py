@@ -1,4 +1,4 @@
-"""What is known of a GPU for the choice among kernels: the files of chips/, and what `fzero bench` measured on this
+"""The figures of a GPU for the choice among kernels: the files of chips/, and those that `fzero bench` measured on this
 machine.
 
 A file has the names of the GPUs that it is of (`names`, a regular expression), the speeds of forms of attention with
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.foreign import read_json
-from fzero.core.storage import naming
+from fzero.core.storage import naming, user_folder
 
 LISTED = Path(__file__).parent / "chips"
 DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none
@@ -36,7 +36,7 @@ class Speed(NamedTuple):
 
 def kernel_folder() -> Path:
     """Where what was measured of kernels on this machine is kept: $XDG_CACHE_HOME (or ~/.cache)/fzero/kernels."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / "kernels"
+    return user_folder("XDG_CACHE_HOME") / "kernels"
 
 
 def file_name(gpu: str) -> str:
@@ -89,7 +89,7 @@ def measured_file(gpu: str) -> Path:
 
 @functools.cache
 def measured(gpu: str) -> tuple[Speed, ...]:
-    """What `fzero bench` measured on this machine's GPU of this name; () if it did not."""
+    """The figures that `fzero bench` measured on this machine's GPU of this name; () if it did not."""
     path = measured_file(gpu)
     if not path.is_file():
         return ()

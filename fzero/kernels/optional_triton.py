@@ -1,4 +1,4 @@
-"""Triton, or what stands in its place on a machine without a GPU, where it need not be installed.
+"""Triton, or a stand-in on a machine without a GPU, where it need not be installed.
 
 Kernels import `triton` and `tl` from here. Without Triton the files of this package still load, plans still count what
 their kernels would do on a GPU, and only a launch raises.

@@ -1,4 +1,4 @@
-"""What quantised tensors are: their kinds, their codes, and the reference functions that define the operations of
+"""Quantised tensors: their kinds, their codes, and the reference functions that define the operations of
 `quantize`.
 
 nf4 is not a number but the index of one of 16 levels, the quantiles of a normal distribution scaled to [-1, 1], with 0

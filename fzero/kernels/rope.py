@@ -25,6 +25,7 @@ from torch import Tensor
 
 from fzero.core.autodiff import needs_grad
 from fzero.core.bounds import check_bounds
+from fzero.core.kinds import expect_fields
 from fzero.core.pytree import nearest
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
@@ -66,6 +67,7 @@ class RopeScaling:
         return 2.0 * math.pi * self.low_freq_factor > self.original_max_len
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         check_bounds("factor", self.factor, (1, True, 1e6))
         check_bounds("low_freq_factor", self.low_freq_factor, (0.0, False, 1e6))
         check_bounds("high_freq_factor", self.high_freq_factor, (0.0, False, 1e6))

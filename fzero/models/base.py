@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block, Blocks, depth, in_turn, stack
-from fzero.kernels.cross_entropy import check_targets, counted_tokens
+from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
+from fzero.models.batch import Batch, check_batch, has_tokens
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.unshard import unshard_block, unshard_tree
-
-# tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []. A token counts if its
-# mask is True and its target is not negative.
-Batch = dict[str, Tensor]
 
 
 class MakeLeaf(Protocol):
@@ -207,6 +204,7 @@ def map_blocks(model: Model, change: Callable[[Block], Block]) -> Blocks | dict[
     )
 
 
+@checked()
 def init_params(
     model: Model,
     key: Tensor,
@@ -241,14 +239,14 @@ def init_params(
     return model.init(make)
 
 
-def has_tokens(model: Model) -> bool:
-    """Whether a model's batches are of tokens, with the entries of Batch; the entries of others are their own."""
-    return hasattr(model.config, "max_len")
+def sequence_parts(ctx: Ctx) -> int:
+    """The number of parts that sequence parallelism cuts a sequence into."""
+    return ctx.mesh["tp"].size if ctx.sequence else 1
 
 
 def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     """Return the ctx of a batch: with its documents, its first row and what the model's `prepare` makes of it."""
-    if has_tokens(model):
+    if has_tokens(model.config):
         ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
 
@@ -299,7 +297,7 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     >>> int(loss(model, init_params(model, random.key(0)), {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
     8
     """
-    check_batch(model, batch, ctx)
+    check_batch(model.config, batch, sequence_parts(ctx))
     ctx = prepare(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
     return model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
@@ -316,59 +314,6 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
     torch.Size([2, 4, 8])"""
     ctx = prepare(model, batch, ctx)
     return model.logits(params, transform(model, params, batch, ctx), ctx)
-
-
-def check_batch(model: Model, batch: Batch, ctx: Ctx) -> None:
-    """Raise ValueError if a batch does not fit the model: an entry is missing, shapes differ, or sequences are too long
-    or not divisible by tp.
-    """
-    write = 'write {"tokens": rows[:, :-1], "targets": rows[:, 1:]}'
-    expect_kind("the batch of a Model", batch, Mapping, write)
-    if not has_tokens(model):
-        return
-    for name in ("tokens", "targets"):
-        if name not in batch:
-            raise ValueError(f"the batch has no {name!r}; it has {', '.join(sorted(batch)) or 'nothing'}")
-        if batch[name].is_floating_point() or batch[name].dtype == torch.bool:
-            raise ValueError(f"batch[{name!r}] is {batch[name].dtype}; it must be int64: the numbers of tokens")
-    shape = batch["tokens"].shape
-    if len(shape) != 2:
-        raise ValueError(f"batch['tokens'] has shape {list(shape)}; it must be [B, T], such as tokens[None] of one row")
-    for name in ("tokens", "targets", "mask", "documents"):
-        if name in batch and batch[name].shape != shape:
-            raise ValueError(
-                f"batch[{name!r}] has shape {list(batch[name].shape)} and tokens {list(shape)}; they must agree"
-            )
-    if "mask" in batch and batch["mask"].dtype != torch.bool:
-        raise ValueError(f"batch['mask'] is {batch['mask'].dtype}; it must be bool: give batch['mask'].bool()")
-    if shape[-1] > model.config.max_len:
-        raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {model.config.max_len} (max_len)")
-    tp = ctx.mesh["tp"].size
-    if ctx.sequence and shape[-1] % tp:
-        raise ValueError(
-            f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={tp}; use "
-            f"{-(-shape[-1] // tp) * tp}"
-        )
-
-
-def check_tokens(batch: Batch, vocab_size: int) -> None:
-    """Raise ValueError, naming the first position, if a token, or a target that counts, is not in the vocabulary.
-
-    batch: tokens and targets int64 [B, T]; optional mask bool [B, T]. Negative targets, such as the -100 of Hugging
-    Face's collators, do not count. The first call of a train or evaluation step checks its batch so; later ones do not,
-    because it waits for the device: call it on the batches of a data loader that is in doubt.
-
-    >>> tokens = torch.tensor([[3, 5], [1, 8]])
-    >>> check_tokens({"tokens": tokens, "targets": tokens - 100}, vocab_size=8)
-    Traceback (most recent call last):
-    ValueError: tokens[1, 1] is 8; a token is in 0..7
-    """
-    tokens = batch["tokens"]
-    wrong = (tokens < 0) | (tokens >= vocab_size)
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"tokens{at} is {int(tokens[tuple(at)])}; a token is in 0..{vocab_size - 1}")
-    check_targets(batch["targets"], vocab_size, batch.get("mask"))
 
 
 def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -405,6 +350,7 @@ def leaf_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@checked()
 def num_params(model: Model) -> int:
     """Return the number of parameters, without making them; those in codes count as parameters.
 

@@ -19,7 +19,8 @@ from fzero.kernels import moe as experts
 from fzero.kernels.attention import Pattern, attention
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
-from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.batch import Batch
 from fzero.models.layers import (
     Split,
     add,
@@ -113,7 +114,7 @@ class DeepSeekConfig:
 
     @property
     def n_kv_heads(self) -> int:
-        """The heads of keys and values: as many as of queries."""
+        """The number of heads of keys and values: that of queries."""
         return self.n_heads
 
 

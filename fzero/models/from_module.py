@@ -8,12 +8,15 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from fzero.core.arguments import expect_kind
-from fzero.models.base import Batch, Model
-from fzero.models.module_functions import Layered, LossOf, Weights, whole_model
+from fzero.core.arguments import checked, expect_kind
+from fzero.models.base import Model
+from fzero.models.batch import Batch
+from fzero.models.module_functions import Layered, LossOf, Weights
 from fzero.models.module_layers import CannotSplit, choices
+from fzero.models.module_whole import whole_model
 
 
+@checked("module loss batch")
 def from_module(
     module: nn.Module,
     loss: LossOf,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
-from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.batch import Batch
 from fzero.models.layers import (
     Attention,
     Split,

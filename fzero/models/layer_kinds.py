@@ -1,4 +1,4 @@
-"""What the layers of a stack differ in: their attention pattern, and the base of their RoPE."""
+"""The kinds of layers of a stack: each has its attention pattern and the base of its RoPE."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def layers_text(kinds: Sequence[LayerKind]) -> str:
 
 
 def _period(kinds: Sequence[LayerKind]) -> int:
-    """The smallest n with kinds[i] == kinds[i % n] for all i, in as many steps as there are layers.
+    """The smallest n with kinds[i] == kinds[i % n] for all i, in one step a layer.
 
     Ref: Knuth, Morris & Pratt 1977, "Fast pattern matching in strings", section 2.
     """

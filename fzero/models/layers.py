@@ -27,7 +27,8 @@ from fzero.kernels.dropout import dropout_add
 from fzero.kernels.float8 import float8_linear
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
-from fzero.models.base import Batch, Ctx
+from fzero.models.base import Ctx
+from fzero.models.batch import Batch
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh
@@ -151,8 +152,8 @@ SITES = ("attn", "mlp")  # names of dropout in the blocks of fzero's models
 
 
 def block_keys(key: Tensor, layers: int) -> dict[str, Tensor]:
-    """`keys` of a Ctx with this key, of a model of so many layers. A GPU launches some hundred small kernels for a key,
-    and no more for all of them together."""
+    """`keys` of a Ctx with this key, of a model of this number of layers. A GPU launches some hundred small kernels for
+    a key, and no more for all of them together."""
     return dict(zip(SITES, prng.fold_in_all(key, SITES, layers).unbind(1)))
 
 

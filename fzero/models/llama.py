@@ -22,7 +22,8 @@ from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.rope import RopeScaling
-from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.batch import Batch
 from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
     GATES,
@@ -106,7 +107,7 @@ class LlamaConfig:
 
 
 class EndSizes(Protocol):
-    """What the embedding and the head need of a config: also of one of another family."""
+    """The part of a config that the embedding and the head use, whatever its family."""
 
     @property
     def tied(self) -> bool: ...

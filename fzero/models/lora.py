@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fzero.comm.collectives import Axis
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
 from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks
-from fzero.models.weights import LowRankSum, WeightInParts, block_weights, weights_of
+from fzero.models.weights import ConfigOver, LowRankSum, WeightInParts, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
 from fzero.sharding.plan import shapes_of
 from fzero.sharding.slices import is_stacked
@@ -31,7 +32,7 @@ FROZEN = r"^(?!.*_lora_[abm]$)"  # and those that are not, for zero_plan
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(ConfigOver):
     """The config of a model with LoRA; attributes that it lacks are read from `base`, the config of the model without
     LoRA.
 
@@ -40,18 +41,13 @@ class LoRAConfig:
     32
     """
 
-    base: Any
     rank: int
     alpha: float
     targets: str
     dora: bool = False
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
-
+@checked()
 def lora(
     model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_", *, dora: bool = False
 ) -> Model:
@@ -153,6 +149,7 @@ def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...
     return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
 
 
+@checked()
 def merge(model: Model, params: Tree) -> Tree:
     """Return the parameters of the base model with the LoRA products added: they compute what `params` compute in
     `model`.

@@ -1,4 +1,4 @@
-"""The Loss of what a user's loss function returned."""
+"""The Loss of the value that a user's loss function returned."""
 
 from __future__ import annotations
 

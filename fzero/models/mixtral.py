@@ -16,7 +16,8 @@ from fzero.comm.collectives import psum
 from fzero.core.pytree import Tree
 from fzero.kernels import moe as experts
 from fzero.kernels.cross_entropy import counted_tokens
-from fzero.models.base import Batch, Ctx, Loss, Model, token_loss
+from fzero.models.base import Ctx, Loss, Model, token_loss
+from fzero.models.batch import Batch
 from fzero.models.layers import Attention, Split, add, enter, leave, linear, sequence_axis
 from fzero.models.llama import (
     LlamaConfig,

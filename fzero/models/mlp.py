@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.pytree import Tree
-from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.batch import Batch
 from fzero.models.layers import (
     Split,
     embed_tokens,

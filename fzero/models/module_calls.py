@@ -1,9 +1,9 @@
-"""What stands in for some modules of a copied nn.Module while it is called as a function: dropout drawn by fzero's
-keys, and linear layers split over tp.
+"""Replacements of some modules of a copied nn.Module while it is called as a function: dropout drawn by fzero's keys,
+and linear layers split over tp.
 
 They need the Ctx of the call, which a module's own code does not hand on; it is a context variable.
 
-Under tp some tensors of a layer are this rank's part of something: sharded weights, and what is computed with them,
+Under tp some tensors of a layer are this rank's part of a whole: sharded weights, and the results computed with them,
 until a linear layer of kind "rows" sums the parts. Where such a tensor meets one that is the same on all ranks, the
 gradient of the latter is a sum over the ranks (`pvary`): of x where a region begins, and of a bias or a norm's scale
 within it.
@@ -86,7 +86,8 @@ def calling(ctx: Ctx, rows: int, factors: dict[str, Factors] | None = None) -> I
 
 
 class Regions(TorchFunctionMode):
-    """While it is entered, what is computed with a rank's part is one, and tensors that meet one are varied over tp."""
+    """A mode in which a result computed with a rank's part counts as a part, and whole tensors that meet a part are
+    varied over tp."""
 
     def __init__(self, call: Call):
         super().__init__()

@@ -190,7 +190,7 @@ def layer_of(stacks: Stacks, name: str) -> str:
 
 
 class Unlike(NamedTuple):
-    """What differs between two layers."""
+    """The differences between two layers."""
 
     leaves: str = ""  # in their modules, parameters and buffers, "" for nothing
     code: str = ""  # in what they compute: the same, or other attributes
@@ -198,7 +198,9 @@ class Unlike(NamedTuple):
 
 
 def difference(a: nn.Module, b: nn.Module, apart: int = 1) -> Unlike:
-    """What differs between two layers that are `apart` layers from each other, and what counts them."""
+    """Find the differences between two layers that are `apart` layers from each other, and the attributes that count
+    them.
+    """
     if a is b:
         return all_unlike("it is the same module again")
     ours, theirs = dict(a.named_modules()), dict(b.named_modules())
@@ -238,7 +240,7 @@ def all_unlike(what: str) -> Unlike:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module holds beside parameters, buffers and modules."""
+    """The attributes of a module beside parameters, buffers and modules."""
     blank = vars(nn.Module())
     return {key: value for key, value in vars(module).items() if key not in blank or key == "training"}
 

@@ -66,7 +66,7 @@ class Split:
         return fill(self.arguments[kind], {"x": x, "beside": beside})
 
     def result_of(self, tensors: tuple[Tensor, ...]) -> Any:
-        """What the loss function returned."""
+        """The result of the loss function, with these tensors in it."""
         return fill(self.result, {"out": tensors})
 
 
@@ -97,7 +97,7 @@ class Called(NamedTuple):
 
 @dataclass
 class Recorder:
-    """What the layers of a copied module do while it is traced."""
+    """A record of the calls of a copied module's layers while it is traced."""
 
     stacks: Stacks
     check: Callable[[Kind, Watch, Any, Any], Any]  # runs a layer, once, on the first one's arguments
@@ -237,7 +237,7 @@ def split(
 
 
 def results_of(recorder: Recorder) -> list[list[Tensor]]:
-    """What is known of the layers, as groups of results of the graph."""
+    """The tensors that are known of the layers, as groups of results of the graph."""
     return [
         list(recorder.entered.values()),
         list(recorder.left.values()),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fzero.core.arguments import checked
 from fzero.core.pytree import nearest
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
@@ -184,6 +185,7 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 }
 
 
+@checked()
 def preset(name: str) -> ModelConfig:
     """Return the sizes of a named model, a config; `PRESETS` has the names.
 
@@ -210,6 +212,7 @@ BUILDERS: dict[type, Callable[[Any], Model]] = {
 }
 
 
+@checked()
 def build(config: ModelConfig) -> Model:
     """Return the Model of a config, by the config's type.
 
@@ -219,6 +222,7 @@ def build(config: ModelConfig) -> Model:
     return BUILDERS[type(config)](config)
 
 
+@checked()
 def shorten(config: ModelConfig, n_layers: int) -> ModelConfig:
     """Return the sizes of the same model with `n_layers` layers, all of them like those of its deepest stack.
 
@@ -232,6 +236,7 @@ def shorten(config: ModelConfig, n_layers: int) -> ModelConfig:
     return replace(config, n_layers=n_layers)
 
 
+@checked()
 def period(config: ModelConfig) -> int:
     """The number of layers after which a model's layers repeat what they differ in.
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
 from fzero.core.stack import Block
 from fzero.kernels.quantize import quantize
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
 from fzero.models.base import CODES, SCALES, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.lora import LoRAConfig
-from fzero.models.weights import block_weights, weights_of
+from fzero.models.weights import ConfigOver, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, match_rules
 from fzero.sharding.plan import shapes_of
 
@@ -27,7 +28,7 @@ WEIGHT_KINDS = ("nf4", "int4", "int8")
 
 
 @dataclass(frozen=True)
-class QuantizedConfig:
+class QuantizedConfig(ConfigOver):
     """The config of a model with frozen weights in codes; attributes that it lacks are read from `base`, the config of
     the model without.
 
@@ -36,17 +37,12 @@ class QuantizedConfig:
     32
     """
 
-    base: Any
     kind: str
     block: int
     targets: str
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
-            raise AttributeError(name)
-        return getattr(self.base, name)
 
-
+@checked()
 def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r"/(attn|mlp)/w_[a-z]+$") -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches is frozen in
     codes, with a scale for each `block` consecutive elements of a row.
@@ -117,6 +113,7 @@ def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r
     return model._replace(config=config, init=init, block=map_blocks(model, decoded), rules=rules, linear="")
 
 
+@checked()
 def quantize_weights(model: Model, params: Tree) -> Tree:
     """Return `params` of the model without codes as parameters of `model`, which `quantized` returned.
 

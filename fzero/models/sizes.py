@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from fzero.core.bounds import FRACTION, POSITIVE, RATE, Bounds, check_bounds
+from fzero.core.kinds import expect_fields
 
 BOUNDS: dict[str, Bounds] = {
     "vocab_size": (1, True, 1e9),
@@ -42,9 +43,10 @@ def hidden_units(config: Any) -> int:
 
 
 def check_sizes(config: Any) -> None:
-    """Raise ValueError naming the first size of a model's config that is out of bounds, or the sizes of a leaf that no
-    memory can address.
+    """Raise TypeError naming a value of a model's config that is of another kind than its hint, and ValueError naming
+    the first size that is out of bounds, or the sizes of a leaf that no memory can address.
     """
+    expect_fields(config)
     found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for name, value in found.items():
         if name in BOUNDS:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import Axis, psum
 from fzero.core import pytree
+from fzero.core.arguments import expect_regex
 from fzero.core.pytree import nearest
 from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
@@ -24,6 +25,18 @@ from fzero.sharding.slices import is_stacked
 WHOLE = Axis("tp")  # of size 1
 Multiply = Callable[[Tensor, Any], Tensor]  # (x [..., in], w [in, out]) -> [..., out]
 PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+
+
+@dataclass(frozen=True)
+class ConfigOver:
+    """A config beside that of a model, `base`, from which it reads the attributes that it lacks itself."""
+
+    base: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base" or name.startswith("__"):  # while unpickling, `base` does not exist yet
+            raise AttributeError(name)
+        return getattr(self.base, name)
 
 
 class WeightInParts:
@@ -187,10 +200,8 @@ def block_weights(what: str, targets: str, shapes: dict[str, tuple[int, ...]]) -
     matches nothing, and a leaf of another shape.
     """
     blocks = [name for name in shapes if is_stacked(name)]
-    try:
-        names = [name for name in blocks if re.search(targets, name)]
-    except re.error as error:
-        raise ValueError(f"{what}: targets {targets!r} is not a regular expression: {error}") from None
+    expect_regex(f"{what}: targets", targets)
+    names = [name for name in blocks if re.search(targets, name)]
     if not names:
         raise ValueError(
             f"{what}: targets {targets!r} matches no leaf of the blocks{nearest(targets, blocks)}; they are "

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.foreign import parse_toml, read_text_file
-from fzero.core.storage import PAGE, is_url, naming
+from fzero.core.storage import PAGE, is_url, naming, user_folder
 from fzero.offload.disk_io import DiskSettings, mount_point
 
 
 def config_file() -> Path:
     """The user's file of settings: $XDG_CONFIG_HOME/fzero/config.toml, by default in ~/.config."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "fzero" / "config.toml"
+    return user_folder("XDG_CONFIG_HOME") / "config.toml"
 
 
 def _read_config() -> tuple[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.comm.tables import barrier
+from fzero.core.arguments import checked
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
@@ -37,6 +38,7 @@ class Nvme:
     (3, True)
     """
 
+    @checked()
     def __init__(
         self,
         folder: str | Path | None = None,

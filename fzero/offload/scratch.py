@@ -51,7 +51,8 @@ class ScratchFile:
     def write(self, key: Any, value: Tensor | Buffer) -> None:
         """Start to write a value; a tensor is copied, a Buffer may not change until it is written.
 
-        A GPU's tensor leaves behind what the current stream was given so far, and the disk's thread waits for it.
+        A GPU's tensor leaves after the work that the current stream was given so far, and the disk's thread waits for
+        it.
         """
         if isinstance(value, Buffer):
             buffer, copied = value, Copied(value.view)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, apply_in_place, expect_optimizer
 from fzero.optim.leafwise import without_partial
@@ -26,6 +27,7 @@ class AccumulateState(NamedTuple):
     inner: Tree  # state of the inner transformation
 
 
+@checked("tx every")
 def accumulate(tx: GradientTransformation, every: int, *, dtype: torch.dtype | None = None) -> GradientTransformation:
     """Return the transformation that gives `tx` the mean of each `every` gradients; the updates between are zero.
 

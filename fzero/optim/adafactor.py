@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked, expect_floating
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import Slot, layer_dims, layer_pieces, leafwise, without_partial
@@ -42,7 +42,7 @@ class Leaf(NamedTuple):
     decay: float
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def adafactor(
     lr: float | Tensor | Schedule = 1e-2,
     beta2_decay: float = -0.8,
@@ -144,6 +144,8 @@ def _col_dims(dims: tuple, lead: int) -> tuple:
 
 
 def _slot(kept: Callable[[tuple, int], tuple], stacked: str | None, state_dtype: torch.dtype | None) -> Slot:
+    expect_floating("state_dtype", state_dtype)
+
     def init(name: str, p: Tensor) -> Tensor:
         return p.new_zeros(kept(tuple(p.shape), layer_dims("adafactor", stacked, name, p.dim())), dtype=state_dtype)
 

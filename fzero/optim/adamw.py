@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import adamw as kernel
 from fzero.kernels.optim_multi_tensor import adamw_step
@@ -45,7 +45,7 @@ class Adam8State(NamedTuple):
     v_scale: Tree
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def adamw(
     lr: float | Tensor | Schedule = 1e-3,
     b1: float = 0.9,
@@ -91,7 +91,7 @@ def adamw(
     return _adam("adamw", lr, b1, b2, eps, kept=kept, weight_decay=weight_decay, mask=mask, impl=impl)
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def adam(
     lr: float | Tensor | Schedule = 1e-3,
     b1: float = 0.9,

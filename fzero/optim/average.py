@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Pass, apply_in_place, apply_updates, check_number, expect_optimizer
 from fzero.optim.combine import SplitChain, split_chain
@@ -28,6 +29,7 @@ class AverageState(NamedTuple):
     average: Tree  # in the structure, layout and dtypes of the params that the optimizer updates
 
 
+@checked("tx")
 def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientTransformation:
     """The optimizer `tx`, which also keeps an average of the weights: average = decay * average + (1 - decay) * params.
 

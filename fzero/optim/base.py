@@ -182,16 +182,29 @@ def name_tree(tree: Tree) -> Tree:
 def lr_at(lr: float | Tensor | Schedule, count: Tensor) -> Tensor:
     """The learning rate, float64 0-dim, of the step before which `count` steps were made (0 for the first)."""
     if callable(lr):
-        return lr(count)
+        value: Any = lr(count)
+        if isinstance(value, (int, float)):  # a schedule of one's own
+            return torch.full((), value, dtype=torch.float64, device=count.device)
+        if not isinstance(value, Tensor) or value.dim():
+            got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(f"the schedule of the learning rate returned {got}; return a number, or a scalar tensor")
+        return value.to(count.device, torch.float64)
     if isinstance(lr, Tensor):
         return lr.to(count.device, torch.float64)
     return torch.full((), lr, dtype=torch.float64, device=count.device)
 
 
 def check_number(owner: str, low: float = 0.0, high: float = float("inf"), **values: Any) -> None:
-    """Raise ValueError naming owner, argument and value unless each number is in [low, high); tensors pass."""
+    """Raise ValueError naming owner, argument and value unless each number is in [low, high).
+
+    Scalar tensors pass, and a function as lr.
+    """
     for name, value in values.items():
-        if isinstance(value, Tensor) or callable(value):
+        if isinstance(value, Tensor):
+            if value.dim():
+                raise ValueError(f"{owner}: {name} has shape {list(value.shape)}; it must be a number, or a scalar")
+            continue
+        if name == "lr" and callable(value):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
             allowed = f"a number in [{low:g}, {high:g})"

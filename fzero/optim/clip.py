@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 
 
+@checked()
 def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     """Scale all updates by min(1, max_norm / ||updates||).
 
@@ -60,6 +62,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     return on(WHOLE)
 
 
+@checked()
 def clip_by_value(max_value: float) -> GradientTransformation:
     """Limit each element of the updates to [-max_value, max_value]; NaN stays NaN.
 

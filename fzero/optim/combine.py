@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
 from fzero.optim.base import (
     NEEDS,
@@ -124,6 +125,7 @@ def split_chain(tx: GradientTransformation) -> SplitChain:
     return SplitChain(tx.members[:n], chain(*tx.members[n:]), lambda s: s[n:], lambda s, body: (*s[:n], *body))
 
 
+@checked("transforms")
 def by_label(transforms: Mapping[str, GradientTransformation], rules: Rules[str]) -> GradientTransformation:
     """The transformation that gives each leaf to the one labelled by the first rule `(regex, label)` found in its name.
 

@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import checked
 from fzero.optim.base import Schedule
 from fzero.optim.schedules import Value, check_steps, check_values, time_of
 
 RISES = ("log", "linear")
 
 
+@checked()
 def warmup_lr(peak: Value, warmup_steps: int = 1000, *, start: Value = 0.0, rise: str = "log") -> Schedule:
     """Return DeepSpeed's WarmupLR: from `start` to `peak` in warmup_steps W (at least 2), then constant.
 
@@ -32,6 +34,7 @@ def warmup_lr(peak: Value, warmup_steps: int = 1000, *, start: Value = 0.0, rise
     return lambda step: warm(time_of(step) - 1, lambda i: torch.ones_like(i))
 
 
+@checked()
 def warmup_decay_lr(peak: Value, warmup_steps: int, steps: int, *, start: Value = 0.0, rise: str = "log") -> Schedule:
     """Return DeepSpeed's WarmupDecayLR: `warmup_lr`, then linear from `peak` down to `start` at iteration `steps` N.
 
@@ -46,6 +49,7 @@ def warmup_decay_lr(peak: Value, warmup_steps: int, steps: int, *, start: Value 
     return lambda step: warm(time_of(step) - 1, lambda i: ((steps - i) / max(1.0, steps - least)).clamp(min=0.0))
 
 
+@checked()
 def warmup_cosine_lr(
     peak: Value, warmup_steps: int, steps: int, *, start: float = 0.0, end: float = 1e-4, rise: str = "log"
 ) -> Schedule:

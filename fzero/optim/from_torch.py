@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, distinct, lr_at
@@ -39,12 +40,13 @@ class TorchState(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a class keeps for a parameter, before its first step."""
+    """The state that a class keeps for a parameter, before its first step."""
 
     numbers: dict[str, tuple[Tensor, type | None]]  # (value, the Python type if it is no tensor)
     slots: dict[str, float | None]  # the number that it is filled with; None: a copy of the parameter
 
 
+@checked("kind")
 def from_torch(
     kind: Callable[..., torch.optim.Optimizer],
     lr: float | Tensor | Schedule | None = None,
@@ -185,7 +187,7 @@ class _First(dict[str, Any]):
 
 
 def probe(name: str, make: Callable[..., torch.optim.Optimizer]) -> Kept:
-    """What a class keeps, found by steps on a small parameter.
+    """Find the state that a class keeps, by steps on a small parameter.
 
     Raises ValueError unless steps on two parts of it, from the state that was found, have the bits of those on the
     whole.

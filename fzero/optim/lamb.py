@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.adamw import adam_scalars
@@ -30,7 +30,7 @@ class LambState(NamedTuple):
     v: Tree  # mean of squared gradients, like the params
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def lamb(
     lr: float | Tensor | Schedule = 1e-3,
     b1: float = 0.9,

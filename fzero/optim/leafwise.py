@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import expect_floating, expect_regex
 from fzero.core.device import kind_of
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import PIECE as _PIECE
@@ -45,7 +46,11 @@ Step = Callable[[Tensor, tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Any], t
 
 
 def moment(state_dtype: torch.dtype | None) -> Slot:
-    """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype)."""
+    """A slot of zeros in the param's shape, in `state_dtype` (None: the param's dtype).
+
+    Raises ValueError for a dtype that is not floating-point.
+    """
+    expect_floating("state_dtype", state_dtype)
 
     def zeros(name: str, p: Tensor) -> Tensor:
         # Of a tensor without data torch.zeros_like imports sympy, half a second before the first line of a plan.
@@ -92,7 +97,9 @@ def layer_pieces(
 
     parts: (name, dims) -> into how many parts they are cut, 1 if the leaf is whole. Of a leaf whose layers are in n
     parts, n layers at a time, which take no more room than one: so few collectives, and a layer for each of n ranks.
+    Raises ValueError if `stacked` is no regular expression.
     """
+    expect_regex("stacked", stacked)
 
     def pieces(name: str, tensors: Sequence[Tensor]) -> Iterable[Sequence[Tensor]]:
         dims = tensors[0].dim()

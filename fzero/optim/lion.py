@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_multi_tensor import lion as kernel
 from fzero.kernels.optim_multi_tensor import lion_step
@@ -42,7 +42,7 @@ class Lion8State(NamedTuple):
     m_scale: Tree  # float32, one for each block of a row: [..., blocks]
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def lion(
     lr: float | Tensor | Schedule = 1e-4,
     b1: float = 0.9,

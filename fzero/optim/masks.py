@@ -1,4 +1,4 @@
-"""What happens to which leaves, by rule over their names: weight-decay masks and per-layer learning rates."""
+"""Rules over the names of leaves: weight-decay masks and per-layer learning rates."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree, nearest
 from fzero.optim.base import GradientTransformation, check_number, name_tree, overwrite
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
@@ -60,10 +61,7 @@ def check_mask(owner: str, mask: Mask) -> Callable[[Tree], None]:
             )
 
     if isinstance(mask, str):
-        try:
-            re.compile(mask)
-        except re.error as error:
-            raise ValueError(f"{owner}: mask {mask!r} is not a regular expression: {error}") from None
+        expect_regex(f"{owner}: mask", mask)
     return check
 
 
@@ -83,6 +81,7 @@ def _stateless(
     )
 
 
+@checked()
 def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTransformation:
     """Add weight_decay * params to the updates of the leaves that `mask` selects (L2 before an optimizer).
 
@@ -107,6 +106,7 @@ def add_decayed_weights(weight_decay: float, mask: Mask = None) -> GradientTrans
     return _stateless(update, donate, check_mask("add_decayed_weights", mask))
 
 
+@checked()
 def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformation:
     """Multiply each update by the factor of the first rule `(regex, factor)` found in its name: layer-wise rates.
 

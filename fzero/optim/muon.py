@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.newton_schulz import COEFFICIENTS, newton_schulz
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
     decay: float
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def muon(
     lr: float | Tensor | Schedule = 1e-3,
     momentum: float = 0.95,
@@ -96,7 +96,7 @@ def muon(
         def info(name: str, p: Tensor) -> Leaf:
             _expect_matrix(name, p, lead := layer_dims("muon", stacked, name, p.dim()))
             last = (-2, -1) if weights == "in_out" else (-1, -2)
-            d_in, d_out = (p.shape[d] * shards.parts(name, (d,)) for d in last)
+            d_in, d_out = (max(1, p.shape[d] * shards.parts(name, (d,))) for d in last)
             scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
             return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
 

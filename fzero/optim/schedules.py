@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import checked
 from fzero.optim.base import Schedule
 
 Value = float | Tensor
@@ -41,6 +42,7 @@ def check_values(owner: str, **values: Value) -> None:
             raise ValueError(f"{owner}: {name} is {value!r}; it must be a finite number")
 
 
+@checked()
 def constant(value: Value) -> Schedule:
     """Return the schedule that has `value` at every step.
 
@@ -53,6 +55,7 @@ def constant(value: Value) -> Schedule:
     return lambda step: torch.zeros_like(time_of(step)) + value
 
 
+@checked()
 def linear(start: Value, end: Value, steps: int) -> Schedule:
     """Return the schedule that is linear from `start` at step 0 to `end` at step `steps`, and constant after it.
 
@@ -68,6 +71,7 @@ def linear(start: Value, end: Value, steps: int) -> Schedule:
     return lambda step: start + (end - start) * _fraction(step, steps)
 
 
+@checked()
 def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
     """Return the schedule that goes from `start` to `end` as a power of the steps left, and is constant after `steps`.
 
@@ -85,6 +89,7 @@ def polynomial(start: Value, end: Value, steps: int, power: float) -> Schedule:
     return lambda step: end + (start - end) * (1 - _fraction(step, steps)) ** power
 
 
+@checked()
 def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
     """Return the schedule that follows half a cosine from `start` at step 0 to `end` at step `steps`, then is constant.
 
@@ -102,6 +107,7 @@ def cosine(start: Value, steps: int, end: Value = 0.0) -> Schedule:
     return lambda step: end + (start - end) * (1 + torch.cos(math.pi * _fraction(step, steps))) / 2
 
 
+@checked()
 def exponential(start: Value, rate: float, steps: int) -> Schedule:
     """Return the schedule that begins at `start` and is multiplied by `rate` every `steps` steps, without an end.
 
@@ -119,6 +125,7 @@ def exponential(start: Value, rate: float, steps: int) -> Schedule:
     return lambda step: start * torch.exp(time_of(step) / steps * math.log(rate))
 
 
+@checked()
 def inverse_sqrt(start: Value, scale: int) -> Schedule:
     """Return the schedule that falls from `start` like one over the square root of the step.
 
@@ -136,6 +143,7 @@ def inverse_sqrt(start: Value, scale: int) -> Schedule:
     return lambda step: start * (scale / (time_of(step).clamp(min=0.0) + scale)).sqrt()
 
 
+@checked()
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     """Return the schedule that follows the first of `schedules` before step boundaries[0], then the second, and so on.
 
@@ -165,6 +173,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
+@checked()
 def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
     """Return `schedule` after a warmup: a straight line from `start` at step 0 to `schedule(0)` at step `steps`.
 
@@ -186,6 +195,7 @@ def warmup(schedule: Schedule, steps: int, start: Value = 0.0) -> Schedule:
     return join([rise, schedule], [steps])
 
 
+@checked()
 def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) -> Schedule:
     """Return the schedule of a warmup from 0 to `peak` in `warmup_steps`, and a cosine to `end` at step `steps`.
 
@@ -205,6 +215,7 @@ def warmup_cosine(peak: Value, warmup_steps: int, steps: int, end: Value = 0.0) 
     return warmup(cosine(peak, steps - warmup_steps, end), warmup_steps)
 
 
+@checked()
 def one_cycle(peak: Value, steps: int, rise: float = 0.3, start_div: float = 25.0, end_div: float = 1e4) -> Schedule:
     """Return the schedule that rises along a cosine to `peak` at step rise · steps, then falls along one to the end.
 
@@ -245,6 +256,7 @@ _DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@checked()
 def wsd(
     peak: Value, steps: int, warmup_steps: int, decay_steps: int, *, end: Value = 0.0, decay: str = "linear"
 ) -> Schedule:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.arguments import OPTIMIZER, explain_keywords
+from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import leafwise, moment
@@ -25,7 +25,7 @@ class SGDState(NamedTuple):
     momentum: Tree  # B, like the params; () without momentum
 
 
-@explain_keywords(**OPTIMIZER)
+@checked(**OPTIMIZER)
 def sgd(
     lr: float | Tensor | Schedule,
     momentum: float = 0.0,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer
@@ -87,6 +88,7 @@ WHOLE = ShardedLeaves(
 )
 
 
+@checked()
 def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> ShardedLeaves:
     """Return the ShardedLeaves of leaves that rest on `mesh` as `specs` says.
 
@@ -182,6 +184,7 @@ def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
     }
 
 
+@checked("tx")
 def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransformation:
     """The same transformation on leaves that are cut as `shards` says; `tx` itself if it is elementwise.
 

@@ -18,7 +18,7 @@ from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate, Layer, Sketcher
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
-from fzero.planner.plan import grad_bytes, has_rates
+from fzero.planner.plan_report import grad_bytes, has_rates
 from fzero.planner.rates import collective_s, tiled_part, ways_of
 from fzero.planner.step_trace import fake_nvme, state_bytes
 from fzero.run import build
@@ -39,7 +39,7 @@ TOUCHED = (2.0, 4.0)  # bytes that elementwise operators move for each byte kept
 
 
 class FirstEstimate(NamedTuple):
-    """What is known of a plan before its step is traced.
+    """The first estimate of a plan, before its step is traced.
 
     >>> from fzero.planner.plan import config_for, device_for, resolve_for
     >>> device = device_for("h100")
@@ -138,7 +138,7 @@ def kept_elements(config: RunConfig, tp: int) -> float:
     hidden = hidden_units(c) / tp * (3 if gated else 1 if config.train.compiled else 2)
     # Two halves keep their input and its norm; with sequence parallelism also what is gathered, and its copy.
     stream = c.d_model * (4.0 if split == 1 else 2 / split + 5)
-    stream += 2.0 * c.d_model * (getattr(c, "norms", "in") == "both")  # and what the norms behind them read
+    stream += 2.0 * c.d_model * (getattr(c, "norms", "in") == "both")  # and the reads of the norms after them
     heads = getattr(c, "n_heads", 0)
     if not heads:
         return stream / 2 + hidden

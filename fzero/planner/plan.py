@@ -5,125 +5,28 @@ needed."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fzero.core import gpu as gpu_module
-from fzero.core import pytree, tables
+from fzero.core import tables
+from fzero.core.arguments import checked
 from fzero.core.compile import have_compiler
-from fzero.models import LoRAConfig, ModelConfig
-from fzero.planner import devices, extrapolate, fake_inductor
+from fzero.models import ModelConfig
+from fzero.planner import devices, extrapolate
 from fzero.planner.devices import Device
-from fzero.planner.format import duration, page, size
-from fzero.planner.step_trace import Trace, Transfer
-from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
+from fzero.planner.plan_report import PlanReport, report_of
+from fzero.planner.step_trace import Trace
 from fzero.planner.trace_cache import cached_trace
-from fzero.run import build, machine
-from fzero.run.build import Job
+from fzero.run import machine
 from fzero.run.config import RunConfig
-from fzero.run.config_table import apply_table, from_table, to_table
-from fzero.run.measure.flops import hfu, mfu, token_flop
-from fzero.sharding import AXES, fake_mesh
-from fzero.sharding.slices import local_numel
-from fzero.train.capture import SHARE, why_not
-
-PASSES = ("forward", "backward")
-COMMUNICATED = ("phase", "collective", "axis", "leaf", "dtype", "calls", "elements", "bytes")
+from fzero.run.config_table import apply_table, from_table
+from fzero.run.doctor import usable_device
+from fzero.sharding import fake_mesh
 
 
-class PlanReport(NamedTuple):
-    """The result of `plan`: whether a run fits, its memory, communication and time; `print(report)` shows one page.
-
-    Bytes and FLOPs are exact, as the step has them; times are predicted.
-
-    >>> settings = {"precision.policy": "bf16", "train.compiled": False}
-    >>> report = fzero.plan("mlp-tiny", gpu="a100", settings=settings)
-    >>> report.fits, report.num_params, report.state_bytes["master"]  # float32: 4 bytes a parameter
-    (True, 24640, 98560)
-    """
-
-    config: RunConfig  # with every "auto" resolved for the device
-    mesh: dict[str, int]  # mesh axes larger than 1
-    ranks: int
-    ranks_on_node: int
-    device: Device
-    num_params: int
-    tokens_per_step: int  # of all ranks
-    micro_batches: int  # of each rank
-
-    fits: bool
-    capacity_bytes: int  # available to the tensors of one rank
-    margin_bytes: int  # capacity left at the peak; negative: missing
-    allocator_bytes: int  # assumed loss to fragmentation, not in the capacity
-    binds: str  # "memory" if it does not fit, else the largest part of a step's time
-    memory_binds: str  # the largest component at the peak
-
-    # between steps, on a rank's device: params, master, opt, ema, other, and grads after a backward pass
-    state_bytes: dict[str, int]
-    state_elsewhere: dict[str, int]  # between steps, of a rank: "host" and "nvme"
-    state_bytes_per_rank: int  # params, gradients and optimizer states: the sum of state_bytes
-    peak_bytes_per_rank: int
-    host_peak_bytes: int  # of a rank's tensors in the host's memory, at most
-    host_capacity_bytes: int | None  # available to a rank there; None: unknown, not checked
-    peak: dict[str, Any]  # phase, layer, op, bytes, components, largest: [name, component, bytes] alive there
-    phases: dict[str, int]  # the peak of each phase of the step
-    timeline: list[dict[str, Any]]  # the fullest and last moment of each visit of a part of the model
-
-    comm: list[dict[str, Any]]  # rows of the ledger of one rank
-    comm_bytes_per_axis: dict[str, int]  # sent by one rank in a step
-    traffic: dict[str, dict[str, int]]  # "host" and "nvme": bytes of one rank in a step, "read" and "write"
-
-    flop_per_step: int  # hardware FLOPs of all ranks, with recomputation
-    pass_flop_per_step: int  # those of the forward and backward passes, which HFU counts; without the optimizer's
-    model_flop_per_step: float  # 6 N + 12 L T D a token
-    model_flop_per_step_causal: float  # 6 N + 6 L T D a token
-    step_s: float | None  # None: the device's rates are unknown
-    step_s_range: tuple[float, float] | None  # the least and the most, by the errors of earlier predictions
-    time: dict[str, Any]  # phases, kinds, bound, exposed, hidden, waiting: seconds
-    tokens_per_s: float | None
-    mfu: float | None
-    mfu_causal: float | None
-    hfu: float | None
-
-    price_per_hour: float | None  # of one device
-    exact: str  # how the trace was extrapolated; "" if all layers were run
-    notes: list[str]
-
-    tokens: float | None = None  # the budget, by `for_tokens`
-    days: float | None = None
-    device_hours: float | None = None
-    cost: float | None = None
-
-    def for_tokens(self, tokens: float) -> PlanReport:
-        """This report with a budget of tokens: its days, device hours and cost, as far as rates and price are known."""
-        if self.tokens_per_s is None:
-            return self._replace(tokens=tokens)
-        seconds = tokens / self.tokens_per_s
-        hours = seconds * self.ranks / 3600
-        cost = None if self.price_per_hour is None else hours * self.price_per_hour
-        return self._replace(tokens=tokens, days=seconds / SECONDS_A_DAY, device_hours=hours, cost=cost)
-
-    def too_much(self) -> str:
-        """Say how much memory is missing; "" if the run fits."""
-        if self.margin_bytes < 0:
-            return f"{size(-self.margin_bytes)} too much"
-        if self.fits or self.host_capacity_bytes is None:
-            return ""
-        return f"{size(self.host_peak_bytes - self.host_capacity_bytes)} of a rank too much for the host's memory"
-
-    def to_json(self) -> str:
-        """Format all fields as one JSON object; `config` is the table of a run's config.json."""
-        table = self._asdict() | {"config": to_table(self.config), "device": device_facts(self.device)}
-        return json.dumps(table, indent=1)
-
-    def __str__(self) -> str:
-        return page(self)
-
-
+@checked()
 def plan(
     model: str | ModelConfig | RunConfig | Mapping[str, Any],
     mesh: Mapping[str, int] | None = None,
@@ -191,7 +94,7 @@ def device_for(gpu: str | Device) -> Device:
 
 def unmeasured_here() -> Device:
     """This machine, of whose rates nothing is known: its GPU where a run takes one, else its processor."""
-    memory, device = machine.available_bytes(), machine.usable_device()[0]
+    memory, device = machine.available_bytes(), usable_device()[0]
     link = devices.Level("this machine", "gloo" if device == gpu_module.HOST else "nccl", None, 0.0, 0.0)
     if device == gpu_module.HOST:
         name, reserved = "this machine, not measured", min(450 << 20, memory // 2)
@@ -221,204 +124,8 @@ def resolve_for(config: RunConfig, device: Device) -> RunConfig:
     return machine.resolve_auto(config, device.target)
 
 
-def has_rates(device: Device) -> bool:
-    """Whether times can be predicted for a device."""
-    return device.measured or bool(device.flops)
-
-
 def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int]:
     """The sizes of the mesh's axes; raises ValueError for an unknown axis or a size below 1."""
     sizes = dict(config.mesh if mesh is None else mesh)
     fake_mesh(sizes)
     return sizes
-
-
-def report_of(trace: Trace, device: Device) -> PlanReport:
-    """Simulate a traced step on a device and return its PlanReport."""
-    ranks = math.prod(trace.sizes.values())
-    node = device.on_node(ranks)
-    built = build.build(trace.config, fake_mesh(trace.sizes, trace.rank))
-    state = {**trace.state, "grads": grad_bytes(built)}
-    share = node if device.kind == "cpu" else 1  # the ranks of a machine share its memory
-    capacity, peak = device.capacity_bytes // share, trace.peak.bytes
-    host = device.host_capacity_bytes(node)
-    over, host_over = peak > capacity, host is not None and trace.host_peak > host
-    timing = predict(trace, device) if has_rates(device) else None
-    step_tokens = trace.tokens * built.mesh.data_size
-    full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
-    flop, passes = total_flop(trace), total_flop(trace, PASSES)
-    rate = step_tokens / timing.step_s if timing else None
-    dtype = str(built.policy.compute).removeprefix("torch.")
-    top = device.flops.get(dtype)
-    return PlanReport(
-        config=trace.config,
-        mesh={name: size for name, size in trace.sizes.items() if size > 1},
-        ranks=ranks,
-        ranks_on_node=node,
-        device=device,
-        num_params=trace.num_params,
-        tokens_per_step=step_tokens,
-        micro_batches=build.local_micro_batches(trace.config, built.mesh),
-        fits=not over and not host_over,
-        capacity_bytes=capacity,
-        margin_bytes=capacity - peak,
-        allocator_bytes=int((device.memory_bytes - device.reserved_bytes) * device.margin) // share,
-        binds="memory" if over else "host memory" if host_over else timing.binds if timing else "",
-        memory_binds=max(trace.peak.parts, key=trace.peak.parts.__getitem__),
-        state_bytes=state,
-        state_elsewhere=trace.state_elsewhere,
-        state_bytes_per_rank=sum(state.values()),
-        peak_bytes_per_rank=peak,
-        host_peak_bytes=trace.host_peak,
-        host_capacity_bytes=host,
-        peak=moment_facts(trace.peak) | {"largest": [list(each) for each in trace.alive]},
-        phases=phase_peaks(trace),
-        timeline=[moment_facts(moment) for moment in trace.timeline],
-        comm=[{name: getattr(row, name) for name in COMMUNICATED} for row in trace.ledger],
-        comm_bytes_per_axis=sent_by_axis(trace),
-        traffic=traffic_of(trace),
-        flop_per_step=flop * ranks,
-        pass_flop_per_step=passes * ranks,
-        model_flop_per_step=full,
-        model_flop_per_step_causal=causal,
-        step_s=timing.step_s if timing else None,
-        step_s_range=(timing.step_s * device.step_range[0], timing.step_s * device.step_range[1]) if timing else None,
-        time=time_facts(timing) if timing else {},
-        tokens_per_s=rate,
-        mfu=mfu(full / step_tokens, rate, top * ranks) if rate is not None and top is not None else None,
-        mfu_causal=mfu(causal / step_tokens, rate, top * ranks) if rate is not None and top is not None else None,
-        hfu=hfu(passes, timing.step_s, top) if timing and top is not None else None,
-        price_per_hour=device.price_per_hour,
-        exact=trace.exact,
-        notes=notes_of(trace, device, timing) + capture_notes(trace, device, timing, built),
-    )
-
-
-def grad_bytes(built: Job) -> int:
-    """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states.
-
-    One micro-batch's gradients keep the dtype in which they are computed; sums over several have that of accumulation.
-    """
-    specs, plan = pytree.named_leaves(built.plan.grads), built.plan
-    dtype = built.policy.param if build.local_micro_batches(built.config, built.mesh) == 1 else built.policy.accumulate
-    held = [
-        local_numel(leaf.shape, specs[name], plan.sizes)
-        for name, leaf in pytree.named_leaves(plan.like).items()
-        if name not in plan.frozen and specs[name].memory == "device"
-    ]
-    return sum(held) * dtype.itemsize
-
-
-def turns(trace: Trace) -> list[int]:
-    """The number of times that each event of a trace happens in a step."""
-    times = [1] * len(trace.events)
-    for segment in trace.segments:
-        for i in range(segment.first, segment.last):
-            times[i] *= segment.times
-    return times
-
-
-def total_flop(trace: Trace, phases: Sequence[str] = ()) -> int:
-    """The hardware FLOPs of one rank in a step, or in the given phases."""
-    ops = ((event, n) for event, n in zip(trace.events, turns(trace)) if not isinstance(event, Transfer))
-    return sum(op.flop * n for op, n in ops if not phases or op.phase in phases)
-
-
-def traffic_of(trace: Trace) -> dict[str, dict[str, int]]:
-    """{"host" or "nvme": {"read": bytes, "write": bytes}} of one rank in a step, without unused memories."""
-    out: dict[str, Counter[str]] = {}
-    for event, n in zip(trace.events, turns(trace)):
-        if isinstance(event, Transfer) and event.event == "start" and event.axis not in AXES:
-            out.setdefault(event.axis, Counter())[event.what] += event.bytes * n
-    return {name: {what: sums[what] for what in ("read", "write")} for name, sums in out.items()}
-
-
-def sent_by_axis(trace: Trace) -> dict[str, int]:
-    """The bytes that one rank sends in a step, by axis of the mesh."""
-    sums: Counter[str] = Counter()
-    for row in trace.ledger:
-        sums[row.axis] += row.bytes
-    return dict(sums)
-
-
-def phase_peaks(trace: Trace) -> dict[str, int]:
-    """The most bytes alive in each phase of the step, in the order of the step."""
-    peaks: dict[str, int] = {}
-    for moment in trace.timeline:
-        peaks[moment.phase] = max(peaks.get(moment.phase, 0), moment.bytes)
-    return peaks
-
-
-def moment_facts(moment: Any) -> dict[str, Any]:
-    """A Moment as a table, with its nonzero components."""
-    table = moment._asdict()
-    parts = {name: size for name, size in table.pop("parts").items() if size}
-    return {**table, "components": parts, "parts": parts}
-
-
-def time_facts(timing: Timing) -> dict[str, Any]:
-    """The parts of a predicted step; phases, exposed and waiting add up to step_s."""
-    names = ("phases", "kinds", "parts", "bound", "exposed", "hidden", "waiting", "moving", "binds")
-    return {name: getattr(timing, name) for name in names}
-
-
-def device_facts(device: Device) -> dict[str, Any]:
-    """The table of a device for a report, without its curves."""
-    names = (
-        "name",
-        "kind",
-        "measured",
-        "processors",
-        "memory_bytes",
-        "reserved_bytes",
-        "margin",
-        "flops",
-        "bandwidth_bytes_s",
-        "efficiency",
-        "lost",
-        "step_range",
-        "sources",
-    )
-    return {name: getattr(device, name) for name in names} | {"links": [level._asdict() for level in device.links]}
-
-
-def codes_of(model: LoRAConfig) -> str:
-    """What the note of LoRA says of weights in codes."""
-    kind = getattr(model, "kind", "")
-    return f", the blocks' in {kind} with a scale for each {model.block} elements" if kind else ""
-
-
-def notes_of(trace: Trace, device: Device, timing: Timing | None) -> list[str]:
-    """The notes for the reader of the report."""
-    notes = []
-    if timing is None:
-        notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
-    if trace.exact:
-        notes.append(trace.exact)
-    if isinstance(trace.config.model, LoRAConfig):
-        notes.append(
-            f"LoRA of rank {trace.config.model.rank}: other weights are frozen{codes_of(trace.config.model)} (no "
-            "gradient, no state; 4N of the model's FLOPs); fzero finetune --lora trains it"
-        )
-    if trace.config.train.compiled and fake_inductor.note():
-        notes.append(fake_inductor.note())
-    if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
-        notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
-    return notes
-
-
-def capture_notes(trace: Trace, device: Device, timing: Timing | None, built: Job) -> list[str]:
-    """What train.capture=auto does on a GPU: what it saves, and the memory that it takes."""
-    if trace.config.train.capture == "off" or device.kind != "cuda":
-        return []
-    if refused := why_not(built.plan, built.tx, donate=True):
-        return [f"capture: steps are issued one by one: {refused}"]
-    kept = trace.peak.bytes - sum(trace.state.values())
-    memory = f"its graph keeps {size(kept)}, and a step that is measured or follows a checkpoint takes them once more"
-    if timing is None:
-        return [f"capture: {memory}"]
-    alone, would = predict(trace, device, captured=True).step_s, timing.issue_s >= SHARE * timing.step_s
-    return [
-        f"capture: the host issues a step in {duration(timing.issue_s)} of {duration(timing.step_s)}, as one graph it "
-        f"takes {duration(alone)}; auto {'captures it' if would else 'leaves it as it is'}; {memory}"
-    ]

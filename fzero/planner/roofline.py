@@ -1,4 +1,4 @@
-"""What bounds each part of a planned step: its FLOPs, its bytes, waits, or the host; beside the device's own limits.
+"""The bound of each part of a planned step (its FLOPs, its bytes, waits, or the host), beside the device's limits.
 
 Ref: Williams et al. 2009, "Roofline"."""
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.planner.format import duration, percent, table
-from fzero.planner.plan import PlanReport
+from fzero.planner.plan_report import PlanReport
 
 LEAST = 0.005  # fraction of the step; smaller parts are one row
 
@@ -20,11 +20,11 @@ class Part(NamedTuple):
     seconds: float  # predicted
     peak: float  # fraction of the device's peak that its FLOPs reach in this time
     bandwidth: float  # fraction of the memory's bandwidth that its bytes reach
-    bound: str  # "compute", "memory", or what is waited for
+    bound: str  # "compute", "memory", "transfers" or "host"; "" if not simulated
 
 
 def roofline(report: PlanReport) -> list[Part]:
-    """The parts of a step of a plan, longest first; their seconds add up to the step, of what a plan simulates.
+    """The parts of a step of a plan, longest first; their seconds add up to the simulated part of the step.
 
     Raises ValueError if the plan has no times.
 

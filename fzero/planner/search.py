@@ -17,6 +17,7 @@ from typing import Any
 
 from fzero import models
 from fzero.core import tables
+from fzero.core.arguments import checked
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import extrapolate
@@ -24,7 +25,8 @@ from fzero.planner.candidates import Candidate, Sketch, Sketcher, candidates, la
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
-from fzero.planner.plan import PlanReport, config_for, device_for, has_rates, report_of, resolve_for
+from fzero.planner.plan import config_for, device_for, resolve_for
+from fzero.planner.plan_report import PlanReport, has_rates, report_of
 from fzero.planner.search_result import (
     Found,
     Room,
@@ -44,6 +46,7 @@ ROUND = 4  # candidates to trace between two corrections of the others' estimate
 SMALL = 10**9  # parameters; a search for a smaller model ends before worker processes have started
 
 
+@checked()
 def search(
     model: str | ModelConfig | RunConfig | Mapping[str, Any],
     gpus: int,

@@ -11,7 +11,7 @@ from fzero.comm.mesh_text import mesh_text
 from fzero.planner.candidates import Candidate, Sketch
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, percent, quantity, size, table
-from fzero.planner.plan import PlanReport
+from fzero.planner.plan_report import PlanReport
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 

@@ -27,7 +27,7 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import Target
 from fzero.core.foreign import in_form, read_json
 from fzero.core.kept import package_digest
-from fzero.core.storage import naming
+from fzero.core.storage import naming, user_folder
 from fzero.kernels import chips
 from fzero.planner.operations import Op
 from fzero.planner.step_trace import Segment, Trace, Transfer
@@ -48,8 +48,7 @@ def cache_folder() -> Path | None:
     named = os.environ.get(FOLDER, "")
     if named == "0":
         return None
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else root / "fzero" / "plans"
+    return Path(named) if named else user_folder("XDG_CACHE_HOME") / "plans"
 
 
 def question(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> dict[str, Any]:
@@ -190,7 +189,7 @@ def write_entry(path: Path, text: str) -> None:
 def remove_oldest(folder: Path, most: int = MOST_BYTES) -> None:
     """Remove the entries that were not used for the longest time until all together have at most `most` bytes.
 
-    Parts that another process left behind count, too.
+    Parts that an ended process left count, too.
     """
     found = []
     for path in [*folder.glob("*.json"), *folder.glob("*.part")]:

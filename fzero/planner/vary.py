@@ -12,7 +12,8 @@ from fzero.comm.mesh_text import mesh_text
 from fzero.models import ModelConfig
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, percent, quantity, size, table
-from fzero.planner.plan import PlanReport, device_for, plan
+from fzero.planner.plan import device_for, plan
+from fzero.planner.plan_report import PlanReport
 from fzero.run.config import RunConfig
 
 COLUMNS = ("memory", "of it", "at rest", "sent a step", "step", "tokens/s", "MFU", "binds")

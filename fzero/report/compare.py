@@ -129,7 +129,7 @@ def series_of(points: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, An
 
 
 def work_of(run: RunReport) -> dict[str, Any]:
-    """What runs of one scaling series have in common: the config but for LAYOUT, and the kind of machine."""
+    """The values that the runs of one scaling series share: the config but for LAYOUT, and the kind of machine."""
     machine = subject(run.series["step"], run.attempts).get("machine") or {}
     same = {key: value for key, value in flat(run.config) if not key.startswith(LAYOUT)}
     return same | {"machine.cpu": machine.get("cpu"), "machine.cores": machine.get("cores")}

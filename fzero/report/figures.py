@@ -1,4 +1,4 @@
-"""What all pictures share: colours, axes, and a figure as SVG.
+"""The parts that all pictures share: colours, axes, and a figure as SVG.
 
 The colours are Okabe and Ito's, distinct for colour-blind readers. Adjacent areas and lines also differ in hatch, line
 style or marker, so that a black-and-white print shows the same. `draw_svg` is deterministic. A picture has its own dark

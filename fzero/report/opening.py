@@ -19,7 +19,7 @@ from fzero.report.values import Report, RunReport, digits, perplexity, scale_of,
 
 
 class Outcome(NamedTuple):
-    """What a run reached: at its end, or at the tokens that all compared runs have seen. None: not known."""
+    """The results of a run: at its end, or at the tokens that all compared runs have seen. None: not known."""
 
     tokens: int | None
     train: float | None

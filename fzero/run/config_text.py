@@ -18,7 +18,7 @@ from fzero.run.config_table import first_sizes, to_table
 
 def commented(config: RunConfig) -> str:
     """The TOML text of every value of a config, which `fzero pretrain --config` takes; unset values are left out, and
-    those that do nothing with the chosen optimizer, schedule or policies are behind a "#".
+    those that do nothing with the chosen optimizer, schedule or policies follow a "#".
 
     >>> from fzero.run.config_table import from_table
     >>> [line for line in commented(from_table({"zero": 3})).splitlines() if line.startswith("zero")]
@@ -78,7 +78,7 @@ def kinds_of(value: Any, where: str = "") -> dict[str, type]:
 
 @functools.cache
 def comments_of(kind: type) -> dict[str, str]:
-    """{field: its comment} of a dataclass: behind its line, or on lines of their own above it."""
+    """{field: its comment} of a dataclass: after its line, or on lines of their own above it."""
     source = textwrap.dedent(inspect.getsource(kind))
     lines, found = source.splitlines(), {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import sysconfig
 from collections import deque
@@ -16,6 +15,7 @@ import torch
 import fzero
 from fzero import data
 from fzero.core.gpu import HOST, Copied, copy_in, pinned
+from fzero.core.storage import user_folder
 from fzero.data.reference import read_reference
 from fzero.data.rows import RowStream
 from fzero.data.stream import Batch
@@ -56,7 +56,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         fzero.__version__,
     )
     name = "stdlib-" + hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    target = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fzero" / name
+    target = user_folder("XDG_CACHE_HOME") / name
     if not target.is_dir():
         say(f"preparing Python's standard library as text ({config.tokenizer}), once, in {target}")
         try:

@@ -1,5 +1,5 @@
-"""A DeepSpeed config as a config of a run: what it says of the stage, offload, precision, optimizer, schedule, clipping
-and batch is taken; every other key is named as ignored, or refused as it would change the run.
+"""A DeepSpeed config as a config of a run: its stage, offload, precision, optimizer, schedule, clipping and batch are
+taken; every other key is named as ignored, or refused if it would change the run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fzero.core.arguments import checked
 from fzero.core.foreign import NAMES, nearest, parse_json, read_text_file, short
 from fzero.core.tables import Table, flat, put
 from fzero.run import deepspeed_keys as keys
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class FromDeepSpeed(NamedTuple):
-    """What `read_deepspeed` makes of a DeepSpeed config."""
+    """A DeepSpeed config as `read_deepspeed` returns it."""
 
-    table: Table  # of a RunConfig: what the config says, and nothing else
+    table: Table  # of a RunConfig, with no other value than those that the config sets
     ignored: tuple[str, ...]  # keys that change nothing here
     left: tuple[str, ...]  # keys that are "auto": fzero's own value holds
 
 
+@checked()
 def config_from_deepspeed(
     source: str | Path | Mapping[str, Any], table: Table | None = None, *, ranks: int = 1
 ) -> RunConfig:
@@ -68,7 +70,8 @@ def merged(table: Table, over: Table) -> Table:
 
 
 def read_deepspeed(source: str | Path | Mapping[str, Any], ranks: int = 1) -> FromDeepSpeed:
-    """Return what a DeepSpeed config says, as a table of a RunConfig; arguments and errors as `config_from_deepspeed`.
+    """Return the values that a DeepSpeed config sets, as a table of a RunConfig; arguments and errors as
+    `config_from_deepspeed`.
 
     >>> read_deepspeed({"gradient_clipping": 1.0, "wall_clock_breakdown": True}).ignored
     ('wall_clock_breakdown',)

@@ -15,7 +15,7 @@ class Key(NamedTuple):
 
     name: str  # dotted; "a.*" is every key in the table a
     what: str
-    why: str  # what it becomes, or why it changes nothing, or what to do in its place
+    why: str  # the key that it becomes, why it changes nothing, or what to write instead
     harmless: tuple[Any, ...] = (None, False)
 
 
@@ -102,7 +102,7 @@ KEYS: tuple[Key, ...] = (
     Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `beta2`, `eps`, `weight_decay` (of all leaves), ..."),
     Key("scheduler.params.*", TAKEN, "`optim.lr`, `train.steps`, `optim.schedule.warmup_steps`, `warmup`, ..."),
     *_ignored(
-        "sizes of buckets and what is overlapped are fzero's own; `--prefetch` says what is gathered ahead",
+        "fzero chooses the sizes of buckets and the overlap itself; `--prefetch` sets the layers gathered ahead",
         *(f"{ZERO}.{name}" for name in BUCKETS.split()),
     ),
     *_ignored(

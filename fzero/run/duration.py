@@ -33,7 +33,7 @@ def fitting_steps(job: Job) -> int:
 
 
 def shortened(config: RunConfig, steps: int) -> RunConfig:
-    """A config for so many steps, with the warmup of its recipe."""
+    """A config for this number of steps, with the warmup of its recipe."""
     schedule = recipe(config.preset, config.model, steps=steps).optim.schedule
     optim = replace(config.optim, schedule=replace(config.optim.schedule, warmup_steps=schedule.warmup_steps))
     return replace(config, train=replace(config.train, steps=steps), optim=optim)

@@ -60,7 +60,8 @@ def explained(job: Job, folder: Path, coordinator: Coordinator, at: str = "") ->
 
 
 def explain(job: Job, folder: Path, coordinator: Coordinator, now: gpu.DeviceMemory, asked: int) -> str:
-    """What ran out, what was needed and held, the two nearest settings that would fit, and how to go on.
+    """The line of an error: the memory that ran out, was needed and held, the two nearest settings that would fit, and
+    how to go on.
 
     now: the GPU's memory when it ran out. asked: the bytes that it could not give; 0 if that is not known.
     """
@@ -107,7 +108,7 @@ def advice(fitting: list[tuple[Setting, int]]) -> str:
 
 
 def next_start(job: Job, folder: Path, coordinator: Coordinator, fitting: list[tuple[Setting, int]]) -> str:
-    """What is kept of the run, and the command that goes on from there by the first setting that allows it."""
+    """The newest checkpoint of the run, and the command that goes on from it by the first setting that allows it."""
     if not (folder / run_folder.CONFIG).is_file():
         return "nothing was trained yet"
     place = run_folder.checkpoints_of(folder, job.config)

@@ -22,7 +22,7 @@ from fzero.run.resume import rollback
 
 
 class Due(NamedTuple):
-    """What follows a step besides its row."""
+    """The work that follows a step beside its row."""
 
     evaluate: bool
     digest: bool
@@ -32,7 +32,7 @@ class Due(NamedTuple):
 
 
 def due_after(config: RunConfig, step: int) -> Due:
-    """What is due after step `step`.
+    """The work that is due after step `step`.
 
     >>> due_after(RunConfig(), 20)
     Due(evaluate=False, digest=False, measure=True, check=False, save=False)

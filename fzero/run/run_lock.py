@@ -148,7 +148,9 @@ def _is_silent(folder: Path, owner: dict[str, Any], beat: int, seen: tuple[str, 
 
 
 def identity() -> dict[str, Any]:
-    """What lock.json says of this process. A pid means something on one boot of one host, in one namespace of pids."""
+    """The content of lock.json for this process. A pid means something on one boot of one host, in one namespace of
+    pids.
+    """
     boot = pids = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import itertools
 import math
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,8 @@ from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.comm.tables import BY_RANK
 from fzero.core import gpu
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked, expect_kind
+from fzero.core.foreign import environment_number
 from fzero.core.pytree import nearest
 
 AXES = {
@@ -156,6 +156,7 @@ def _coordinates(sizes: dict[str, int], rank: int) -> dict[str, int]:
     return at
 
 
+@checked("sizes")
 def make_mesh(
     sizes: Mapping[str, int] | None = None,
     *,
@@ -187,7 +188,7 @@ def make_mesh(
     sizes = _check_sizes(sizes)
     wanted = math.prod(sizes.values())
     started = dist.is_available() and dist.is_initialized()
-    world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    world = dist.get_world_size() if started else environment_number("WORLD_SIZE", 1, 1)
     if wanted != world:
         raise ValueError(
             f"mesh {_sizes_text(sizes)} asks for {wanted} process{'es' * (wanted > 1)} and this run has {world}; start "
@@ -200,7 +201,7 @@ def make_mesh(
         return one_process()
     if not started:
         device = gpu.resolve_device(device or "auto")
-        start_processes(gpu.use_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), timeout_s)
+        start_processes(gpu.use_device(device, environment_number("LOCAL_WORLD_SIZE", 1, 1)), timeout_s)
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     used = [name for name in ORDER if sizes[name] > 1]
     with _naming_transport(device, dist.get_rank()):
@@ -232,7 +233,7 @@ def start_processes(device: torch.device, timeout_s: float, **where: Any) -> Non
     kind, timeout = device.type, datetime.timedelta(seconds=timeout_s)
     # NCCL is told its GPU: otherwise it guesses one for a barrier.
     bound = {"device_id": device} if kind == "cuda" else {}
-    with _naming_transport(kind, where.get("rank", int(os.environ.get("RANK", "0")))):
+    with _naming_transport(kind, where.get("rank", environment_number("RANK", 0))):
         dist.init_process_group(BACKENDS[kind], timeout=timeout, **bound, **where)
 
 
@@ -248,7 +249,7 @@ def _naming_transport(kind: str, rank: int) -> Iterator[None]:
 
 
 def _gist(text: str) -> str:
-    """What an error of PyTorch's transports says: NCCL's last error if it names one, else its kind, else the first
+    """The gist of an error of PyTorch's transports: NCCL's last error if it names one, else its kind, else the first
     line."""
     text = re.sub(r"^\[[^]]*\]:? *", "", text.strip())
     kind = re.search(r"^nccl\w+: .*", text, re.MULTILINE)
@@ -266,6 +267,7 @@ def one_process() -> Mesh:
     return Mesh(tuple(Axis(name) for name in AXES))
 
 
+@checked("sizes")
 def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     """The mesh of these axis sizes as process `rank` sees it, without other processes: for plans on fake or meta
     tensors, and for shapes.

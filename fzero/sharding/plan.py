@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero.core import pytree
-from fzero.core.arguments import PLAN, expect_kind, explain_keywords
+from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.describe import describe
@@ -172,6 +172,11 @@ def check_tree(params: Tree) -> None:
         if not isinstance(leaf, torch.Tensor):
             instead = "leave it out, or use ()" if leaf is None else "use torch.as_tensor"
             raise TypeError(f"{at} is a {type(leaf).__name__}, not a tensor; {instead}")
+        if leaf.is_nested or leaf.is_quantized:
+            kind = "nested" if leaf.is_nested else str(leaf.dtype)
+            raise ValueError(
+                f"{at} is {kind}; give a plain tensor, such as .to_padded_tensor(0.0) or .dequantize() of it"
+            )
         if leaf.is_complex():
             raise ValueError(
                 f"{at} is {leaf.dtype}; give torch.view_as_real of it, and use torch.view_as_complex in the loss"
@@ -180,7 +185,7 @@ def check_tree(params: Tree) -> None:
             raise ValueError(f"{at} is {leaf.layout}; give leaf.to_dense()")
 
 
-@explain_keywords(**PLAN)
+@checked("stage model mesh policy frozen offload", **PLAN)
 def zero_plan(
     stage: int,
     model: Any,
@@ -228,6 +233,7 @@ def zero_plan(
     """
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_regex("frozen", frozen)
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)

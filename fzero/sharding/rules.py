@@ -6,12 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import TypeVar
 
+from fzero.core.arguments import checked
 from fzero.core.pytree import nearest
 
 Value = TypeVar("Value")
 Rules = Sequence[tuple[str, Value]]  # (regex searched in the leaf name, value)
 
 
+@checked()
 def match_rules(
     rules: Rules[Value], names: Sequence[str], *, what: str = "rules", partial: bool = False
 ) -> dict[str, Value]:

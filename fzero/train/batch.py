@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.arguments import expect_count, expect_kind
+from fzero.core.arguments import checked, expect_count, expect_kind
 from fzero.sharding import Mesh
 
 DEALT = "fzero_micro_batches"  # the attribute of a tensor that says for how many micro-batches its rows were dealt
@@ -54,7 +54,7 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
 
 
 def instead_of(leaf: Any) -> str:
-    """What to write for a leaf that is no tensor."""
+    """The advice for a leaf that is no tensor."""
     if leaf is None or isinstance(leaf, (str, bytes)):
         return "leave it out: a batch holds tensors"
     return "write dict(...) of it" if isinstance(leaf, Mapping) else "use torch.as_tensor"
@@ -81,6 +81,7 @@ def rows_of(mesh: Mesh, rows: int, micro_batches: int = 1) -> list[int]:
     return [(j * mesh.data_size + mesh.data_rank) * size + i for j in range(micro_batches) for i in range(size)]
 
 
+@checked("mesh micro_batches")
 def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
     """Return this rank's rows of a global batch, for its train step.
 

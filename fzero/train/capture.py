@@ -231,7 +231,7 @@ class CapturedStep:
 
 
 def take_news(step: Step) -> list[str]:
-    """What a step has decided since the last call, a line each; [] for one that is not captured."""
+    """The decisions of a step since the last call, a line each; [] for a step that is not captured."""
     news = getattr(step, "news", [])
     told = [*news]
     news.clear()

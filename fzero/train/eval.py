@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.core.arguments import STEP, expect_kind, explain_keywords
+from fzero.core.arguments import STEP, checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import base
@@ -20,7 +20,7 @@ from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed import StreamedModel, parts_of
 
 
-@explain_keywords(**STEP)
+@checked("model plan execution", **STEP)
 def make_eval_step(
     model: base.Model | LossFn,
     plan: Plan,

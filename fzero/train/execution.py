@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import Remat
+from fzero.core.kinds import expect_fields
 from fzero.kernels.registry import AUTO, Kernels
 
 CAPTURE = ("auto", "off")
@@ -55,5 +56,6 @@ class Execution:
             object.__setattr__(self, "kernels", Kernels.parse(self.kernels))
         expect_count("prefetch", self.prefetch, least=0)
         expect_kind("capture", self.capture, str, 'write capture="auto" or capture="off"')
+        expect_fields(self)
         if self.capture not in CAPTURE:
             raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURE)}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.arguments import STATE, expect_kind, explain_keywords
+from fzero.core.arguments import STATE, checked, expect_device, expect_kind
 from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
@@ -22,7 +22,7 @@ from fzero.train.state_on_disk import init_on_disk, on_disk
 from fzero.train.update.in_memory import own
 
 
-@explain_keywords(**STATE)
+@checked("model tx plan seed", **STATE)
 def init_state(
     model: base.Model | Tree,
     tx: GradientTransformation,
@@ -52,9 +52,17 @@ def init_state(
     """
     expect_kind("plan", plan, Plan, "write init_state(model, tx, zero_plan(stage, model, mesh), seed=0)")
     expect_kind("seed", seed, (int, Tensor), "give an int, or a key: fzero.random.key(0)")
+    if isinstance(seed, Tensor) and (seed.shape != (2,) or seed.dtype != torch.int64):
+        raise ValueError(
+            f"seed has shape {list(seed.shape)} and is {seed.dtype}; give an int, or a key: fzero.random.key(0)"
+        )
+    device = expect_device(device)
     key = seed.to(device) if isinstance(seed, Tensor) else prng.key(seed, device)
     drawn = isinstance(model, base.Model)
     expect_shapes(plan, shapes_of(model))
+    for name, leaf in () if drawn else pytree.named_leaves(model).items():
+        if leaf.is_meta and device.type != "meta":
+            raise ValueError(f"leaf {name!r} of the parameters is on the meta device and has no values; give it some")
     if not drawn:  # a module's parameters have a graph of their own
         model = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf, model)
     tx, policy = bind(tx, shards_of(plan)), plan.policy

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.digest import Started, read_digests, start_digest
 from fzero.core.precision import ScalerState
 from fzero.models import base
@@ -54,6 +55,7 @@ class Digests:
         grads.clear()
 
 
+@checked()
 def make_check(
     model: base.Model | LossFn,
     tx: GradientTransformation,

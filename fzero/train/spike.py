@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.kinds import expect_fields
+
 LOSS = "loss"  # the name of the statistics in `state.extra`
 
 
@@ -42,6 +44,7 @@ class Spike:
     warmup: int = 100
 
     def __post_init__(self) -> None:
+        expect_fields(self)
         if not (self.sigmas > 0 and self.window >= 1 and self.warmup >= 1):
             raise ValueError(f"spike: {self} needs sigmas above 0, and window and warmup of at least 1")
 
@@ -60,6 +63,9 @@ class Skip:
 
     nonfinite: bool = True
     spike: Spike | None = None
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
 
 
 class LossStats(NamedTuple):

@@ -90,7 +90,7 @@ def compare(
 
 
 def values_of(block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx) -> dict[str, Tensor]:
-    """What a block returns, and the gradients of a sum of it with fixed weights, by name."""
+    """The results of a block, and the gradients of their sum with fixed weights, by name."""
 
     def run(leaves: dict[str, Tensor], x: Any) -> Any:
         return block(pytree.nest({name.split("/", 1)[1]: leaf for name, leaf in leaves.items()}), x, ctx)

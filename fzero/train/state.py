@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu, pytree
+from fzero.core.arguments import checked
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
@@ -44,6 +45,7 @@ class TrainState(NamedTuple):
     extra: dict[str, Tree]  # "loss": its running statistics
 
 
+@checked()
 def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
     """Return a TrainState with a Spec in place of each tensor: how the state is sharded over the ranks.
 
@@ -142,7 +144,7 @@ MARK = "fzero_donated"  # the attribute of a donated state's step
 
 
 class Donated(Tensor):
-    """What a donated state holds in place of its leaves: whatever is asked of it raises."""
+    """The stand-in for the leaves of a donated state: every use of it raises."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:

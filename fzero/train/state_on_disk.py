@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather
 from fzero.comm.tables import barrier
 from fzero.core import gpu, prng, pytree
+from fzero.core.arguments import checked
 from fzero.core.device import fake_device_of
 from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
@@ -176,6 +177,7 @@ def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     nvme.store.commit(int(small["step"]), values, partial(barrier, mesh))
 
 
+@checked()
 def reopen_state(
     tx: GradientTransformation, plan: Plan, nvme: Nvme, *, device: torch.device | str = "cpu"
 ) -> TrainState:

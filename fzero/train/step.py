@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu, pytree
-from fzero.core.arguments import STEP, explain_keywords
+from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
 from fzero.core.pytree import Tree
@@ -71,7 +71,7 @@ class Metrics(NamedTuple):
     put_right: Tensor | tuple[()] = ()
 
 
-@explain_keywords(**STEP)
+@checked("model tx plan micro_batches execution skip", **STEP)
 def make_train_step(
     model: base.Model | LossFn,
     tx: GradientTransformation,
@@ -189,7 +189,7 @@ def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None
 
 
 class Seed(NamedTuple):
-    """What the gradient of a sum of losses is multiplied by, and what makes it that of the mean again."""
+    """The scale of a sum of losses before its gradient is taken, and the factor that makes it that of the mean."""
 
     scale: Tensor  # the loss scale, 0-dim
     # A constant brings the sum to the size of a mean before it is scaled: float16 gradients need that room.

@@ -23,6 +23,7 @@ from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
 from fzero.core.vjp_pair import VjpPair
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.models import base
+from fzero.models.batch import check_batch
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 
     @property
     def groups(self) -> list[Group]:
-        """What is fetched together: each layer, or all of its leaves."""
+        """The leaves that are fetched together: each layer, or all of its leaves."""
         return [Group(self.name, self.leaves, i if self.depth else None) for i in range(self.depth or 1)]
 
 
@@ -229,7 +230,7 @@ class StreamedModel(NamedTuple):
 
         key: the step's `layer_keys`. Without one `first` is 0, so that training and evaluation share a compiled block.
         """
-        base.check_batch(self.model, batch, self.ctx)
+        check_batch(self.model.config, batch, base.sequence_parts(self.ctx))
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
         return base.prepare(self.model, batch, self.ctx._replace(first=row, **key))
 

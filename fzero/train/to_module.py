@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.core import pytree
-from fzero.core.arguments import expect_kind
+from fzero.core.arguments import checked, expect_kind
 from fzero.models.base import Model
 from fzero.models.lora import LORA, LoRAConfig, product_of
 from fzero.models.module_layers import CannotSplit, Stacks, choices
@@ -22,6 +22,7 @@ from fzero.train.state import TrainState, expect_alive
 
 
 @torch.no_grad()
+@checked("state module")
 def to_module(
     state: TrainState,
     module: nn.Module,

@@ -15,13 +15,16 @@ from torch import Tensor
 from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.checkpoint.convert.transformers_weights import weights_of
 from fzero.comm.tables import barrier
-from fzero.models.base import Batch, Model
+from fzero.core.arguments import checked
+from fzero.models.base import Model
+from fzero.models.batch import Batch
 from fzero.models.from_module import expect_trainable, held_by, model_of
 from fzero.sharding import Plan
 from fzero.train.state import TrainState
 from fzero.train.to_module import stacks_of, whole_values
 
 
+@checked()
 def from_huggingface(
     source: Any,
     *,
@@ -73,6 +76,7 @@ def from_huggingface(
     )
 
 
+@checked()
 def to_huggingface(
     state: TrainState,
     source: Any,

@@ -1,4 +1,4 @@
-"""What the layers of a model of `transformers` differ in, by the entries of its config.json, and back.
+"""The kinds of layers of a model of `transformers`, by the entries of its config.json, and back.
 
 `Family.layers` says which entries an architecture has: "" none; "window" one sliding_window for all layers; "qwen",
 "gemma2" and "gemma3" layer_types, whose defaults differ, and sliding_window; "smollm3" those, and layers without

@@ -163,7 +163,7 @@ def register_experts() -> None:
 
 
 def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What a module of experts returns for tokens x [N, D]: each is computed by its k experts, ids and weights [N, k],
+    """The result of a module of experts for tokens x [N, D]: each is computed by its k experts, ids and weights [N, k],
     whose rows are grouped by expert.
     """
     transposed = experts.is_transposed

@@ -14,7 +14,7 @@ from fzero.run.measure.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 
 
 class Shape(NamedTuple):
-    """Of a call: q [B, T, H, K], and k and v of as many heads."""
+    """The shape of a call: q [B, T, H, K], and k and v with the same number of heads."""
 
     batch: int
     queries: int

@@ -22,13 +22,12 @@ from fzero.core.tables import flat
 from fzero.run import run_folder
 from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
+from fzero.run.debug.comparison import describe_difference, recorded_digests
 from fzero.run.debug.replay import (
     ReplayedStep,
     checkpoints_in,
-    describe_difference,
     open_job,
     recorded_config,
-    recorded_digests,
     replay_steps,
     same_bits,
     state_at,

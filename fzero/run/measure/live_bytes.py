@@ -40,7 +40,7 @@ def device_of(x: Tensor) -> torch.device:
 
 
 def answer_device(x: Tensor) -> torch.device:
-    """What C++ is told when it asks for the device of a tensor: a subclass that is not fake knows it itself."""
+    """The device of a tensor for C++; a subclass that is not fake answers for itself."""
     return x.fake_device if isinstance(x, FakeTensor) else DEVICE(x)
 
 

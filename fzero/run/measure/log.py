@@ -34,7 +34,7 @@ class Made(NamedTuple):
 
     step: int  # the run's step number, from 1 on
     names: tuple[str, ...]  # of its numbers
-    numbers: Copied  # float64 [names], on their way to the host; behind the step's end
+    numbers: Copied  # float64 [names], on their way to the host, copied after the step's end
     moments: tuple[Any, Any]  # of the clock: the step's begin and its end
     data_s: float  # waiting for the batch
     measured: dict[str, Any]  # fields of the row that are known already
@@ -222,6 +222,6 @@ def metrics_writer(
 
 
 def close_flushed(file: IO[str]) -> None:
-    """Close a file that was flushed after every write: what is left could not be written, which was said then."""
+    """Close a file that was flushed after every write: the rest could not be written, which was reported then."""
     with contextlib.suppress(OSError):
         file.close()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.foreign import read_text_file
 from fzero.core.pytree import nearest
 from fzero.core.storage import naming, write_text
@@ -47,6 +48,7 @@ def numbers(values: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
+@checked("names")
 def open_loggers(
     names: Sequence[str],
     folder: str | Path,

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run: a line every few steps, or a bar."""
+"""The display of a run on a terminal: a line every few steps, or a bar."""
 
 from __future__ import annotations
 

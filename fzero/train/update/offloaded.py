@@ -128,7 +128,7 @@ class Update:
 
     @functools.cached_property
     def small(self) -> dict[str, Tensor]:
-        """What is not of a parameter, where the update is: leaves of the state, "factor" and "skipped"."""
+        """The values that belong to no parameter, where the update is: leaves of the state, "factor" and "skipped"."""
         return dict(zip(self._small, self._fetch_small.wait())) if self._fetch_small is not None else self._small
 
     def begin_store(self) -> None:

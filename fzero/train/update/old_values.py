@@ -1,4 +1,5 @@
-"""What an update in the backward pass writes over, kept in the host's memory until it is known to be right."""
+"""The values that an update in the backward pass overwrites, kept in the host's memory until the update is known to be
+right."""
 
 from __future__ import annotations
 

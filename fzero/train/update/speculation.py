@@ -7,8 +7,9 @@ while steps are clipped their factors cannot be foreseen, and they are updated a
 How a wrong guess is put right: by the old values, given back from copies in the host's memory, and the same update
 again from the gradients, which are kept as for an update at the end. Undoing the arithmetic would not give back the
 bits; a second buffer to swap with takes the same memory, and lets nothing but whole leaves be right or wrong. The
-copies are one more of what is updated of layers in memory (12 bytes a parameter, for master weights and two moments in
-float32); rows on a disk need none, as their old version is there until the step is committed.
+copies take as much memory as the values that an update writes of layers in memory (12 bytes a parameter, for master
+weights and two moments in float32); rows on a disk need none, as their old version is there until the step is
+committed.
 Ref: Lian et al. 2025, "SuperOffload", arXiv:2509.21271, section 4.5 (speculation-then-validation).
 """
 
@@ -46,7 +47,8 @@ def expect_speculation(plan: Plan, slots: int) -> None:
 
 
 class Speculation:
-    """What lasts from step to step: the memory of old values, and whether the last update was one without clipping.
+    """The part that lasts from step to step: the memory of old values, and whether the last update was one without
+    clipping.
 
     It changes no bit of a state, only when its layers are updated. An example is `make_train_step`.
     """
