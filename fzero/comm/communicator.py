@@ -87,6 +87,9 @@ class Communicator:
             self.others = self.others[
                 :1
             ]  # nothing is sent: one other rank represents all, and its buffers the memory of a real collective
+        # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
+        # programs, so that of a whole process's calls each would count others.
+        self.calls = 0
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -198,16 +201,18 @@ class Communicator:
                 f"{list(x.shape)}"
             )
         self.agreement.number += 1
+        self.calls += 1
         phase = self.ledger.phase_name
         dtype = str(x.dtype).removeprefix("torch.")
-        call = Call(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.agreement.number)
+        order = self.agreement.number
+        call = Call(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.calls, order)
         self.agreement.last = call
         if self.agreement.checking:
             self.agreement.compare(call, self.ranks[self.rank - 1])
         sent = sent_elements(collective, elements, self.size)
         self.ledger.add(collective, self.axis, leaf, x.dtype, sent)
         for watch in self.ledger.watches:
-            watch.start(call.number, collective, self.axis, leaf, sent * x.dtype.itemsize)
+            watch.start(call.order, collective, self.axis, leaf, sent * x.dtype.itemsize)
         return call
 
     @contextlib.contextmanager
@@ -215,11 +220,11 @@ class Communicator:
         """A context for waiting for a collective: notify the watchers, and let errors name the call."""
         self.agreement.waiting = call
         for watch in self.ledger.watches:
-            watch.wait(call.number)
+            watch.wait(call.order)
         yield
         self.agreement.waiting = None
         for watch in self.ledger.watches:
-            watch.done(call.number)
+            watch.done(call.order)
 
     def _refuse_same(self, call: Call, x: Tensor) -> None:
         """Raise ValueError on all ranks if `x` has the same bits on all of them: a sum would only multiply it by their

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fzero.sharding.mesh import DATA
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
@@ -17,7 +16,7 @@ Moves = tuple[tuple[str, str], ...]  # (operation, axis)
 
 def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
     """The communication of a leaf's gradient: (after each micro-batch, once after the last)."""
-    owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
+    owed = [axis for axis in compute.owed if sizes[axis] > 1]
     now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
     end = [
         ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis)

@@ -21,7 +21,7 @@ from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
-from fzero.sharding.mesh import DATA, Mesh
+from fzero.sharding.mesh import Mesh
 from fzero.sharding.rules import match_rules
 from fzero.sharding.slices import check_dims, local_numel, shard_dim
 from fzero.sharding.spec import Spec
@@ -295,14 +295,14 @@ def stage_specs(
     """
 
     def row(sharded: bool) -> dict[str, Spec]:
-        return {name: shards[name] if sharded else Spec(s.dims, memory=s.memory) for name, s in compute.items()}
+        return {name: shards[name] if sharded else replace(s, partial=frozenset()) for name, s in compute.items()}
 
     canonical = reduce == "canonical"
     params, grads, opt = map(row, (ZERO[stage][0], canonical or (ZERO[stage][1] and reduce == "fast"), ZERO[stage][2]))
     if not canonical:
         for name, kept in grads.items():
-            owed = {axis for axis in (*DATA, *compute[name].partial) if axis not in kept.axes and sizes[axis] > 1}
-            grads[name] = Spec(kept.dims, frozenset(owed), kept.memory)
+            owed = {axis for axis in compute[name].owed if axis not in kept.axes and sizes[axis] > 1}
+            grads[name] = replace(kept, partial=frozenset(owed))
     return params, grads, opt
 
 
@@ -321,7 +321,7 @@ def shard_over_dp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[
     dim, dims = shard_dim(name), list(spec.dims)
     if dim < len(shape) and shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])) == 0:
         dims[dim] = (*dims[dim], "dp")
-    return Spec(tuple(dims), memory=spec.memory)
+    return replace(spec, dims=tuple(dims), partial=frozenset())
 
 
 def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
@@ -362,7 +362,7 @@ def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Sp
 
 def with_owed(spec: Spec, axes: set[str]) -> Spec:
     """The spec with a sum owed over those of `axes` that do not shard it."""
-    return Spec(spec.dims, spec.partial | {a for a in axes if a not in spec.axes}, spec.memory)
+    return replace(spec, partial=spec.partial | {a for a in axes if a not in spec.axes})
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:
