@@ -65,7 +65,7 @@ def play(s: Schedule, cost: Cost, wire: Wire = 0.0) -> Played:
 
     found = simulate(rows, needs(s), time, delay)
     if found.stuck:
-        raise ValueError(f"schedule {s.name} {stuck_text(s, found.stuck)}")
+        raise ValueError(f"schedule {s.name}: {stuck_text(s, found.stuck)}")
     start, end = (tuple(tuple(of[act] for act in row) for row in s.rows) for of in (found.start, found.end))
     step = max(found.end.values(), default=0.0)
     busy = [sum(time(group) for group in row) for row in rows]

@@ -26,6 +26,7 @@ class Act(NamedTuple):
 
     kind: F forward, B backward; or in place of B first I, the gradient by inputs, which the stage before waits for, and
     later W, the gradient by weights. G and D: the stage's parameters are gathered, and dropped (`with_gathers`).
+    part: the micro-batch; of G and D which gather of the stage it is, counted from 0.
 
     >>> print(Act("F", part=3, stage=1))
     1F3
