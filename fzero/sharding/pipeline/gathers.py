@@ -13,13 +13,13 @@ USES = ("F", "B", "I")  # W needs activations and gradients, and no parameters
 
 
 def with_gathers(s: Schedule, room: int) -> Schedule:
-    """The schedule with gathers and drops of parameters: G before an act of the stage and D after one, counted by stage.
+    """The schedule with gathers and drops of parameters: G before an act of the stage, D after one, counted by stage.
 
     Between G and D the parameters of a stage are whole. An act outside of them streams its layers: it gathers each one
     before its use and drops it after. At most `room` stages of a rank are whole at a time. What stays is chosen by
     Belady's rule, which knows the row to come: what is wanted again the latest goes, or is streamed, so that no other
-    choice gathers less. With room for all stages of a rank each is gathered once; with 0 all acts stream. A pair between
-    whose acts a G or D falls is a pair no longer.
+    choice gathers less. With room for all stages of a rank each is gathered once; with 0 all acts stream. A pair
+    between whose acts a G or D falls is a pair no longer.
 
     Ref: Belady 1966, IBM Systems Journal 5(2), with the choice not to keep what was fetched.
 
@@ -35,7 +35,12 @@ def with_gathers(s: Schedule, room: int) -> Schedule:
 
 
 def count_gathers(s: Schedule) -> tuple[int, ...]:
-    """By rank, how often the parameters of a stage are gathered in a step: by a G, or by an act that streams them."""
+    """By rank, how often the parameters of a stage are gathered in a step: by a G, or by an act that streams them.
+
+    >>> from fzero.sharding import pipeline
+    >>> count_gathers(pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=8))
+    (16, 16)
+    """
     return tuple(_count(row) for row in s.rows)
 
 

@@ -20,6 +20,13 @@ class Played(NamedTuple):
     start, end: by rank, of the acts of its row. idle: by rank, the time of the step in which it does nothing. peak: by
     rank, the most chunks in flight, each a micro-batch in a stage whose forward has begun and whose backward, with that
     by weights, has not ended.
+
+    >>> from fzero.sharding import pipeline
+    >>> s = pipeline.schedule("gpipe", pipeline.layout([1.0] * 4, 2), parts=1)
+    >>> pipeline.play(s, {"F": 1.0, "B": 2.0})
+    Played(start=((0.0, 4.0), (1.0, 2.0)), end=((1.0, 6.0), (2.0, 4.0)), idle=(3.0, 3.0), peak=(1, 1))
+    >>> pipeline.play(s, {"F": 1.0, "B": 2.0}).step
+    6.0
     """
 
     start: tuple[tuple[float, ...], ...]
