@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -62,7 +63,7 @@ def _acts(s: Schedule) -> Faults:
                 yield rank, f"rank {rank}: {act} is of kind {act.kind!r}; the kinds are {', '.join(KINDS)}"
             elif not 0 <= act.stage < len(s.stages.ranks):
                 yield rank, f"rank {rank}: {act} is of stage {act.stage}; the stages are 0 to {len(s.stages.ranks) - 1}"
-            elif not 0 <= act.part < s.parts:
+            elif not 0 <= act.part < (math.inf if act.kind in "GD" else s.parts):
                 yield rank, f"rank {rank}: {act} is of micro-batch {act.part}; they are 0 to {s.parts - 1}"
             elif s.stages.ranks[act.stage] != rank:
                 yield rank, f"rank {rank} has {act}, and stage {act.stage} is on rank {s.stages.ranks[act.stage]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 from fzero.core.arguments import expect_count
@@ -11,12 +13,13 @@ USES = ("F", "B", "I")  # W needs activations and gradients, and no parameters
 
 
 def with_gathers(s: Schedule, room: int) -> Schedule:
-    """The schedule with gathers and drops of parameters: G before an act and D after one, which has the same stage.
+    """The schedule with gathers and drops of parameters: G before an act of the stage, D after one, counted by stage.
 
     Between G and D the parameters of a stage are whole. An act outside of them streams its layers: it gathers each one
     before its use and drops it after. At most `room` stages of a rank are whole at a time. What stays is chosen by
     Belady's rule, which knows the row to come: what is wanted again the latest goes, or is streamed, so that no other
-    choice gathers less. With room for all stages of a rank each is gathered once; with 0 all acts stream.
+    choice gathers less. With room for all stages of a rank each is gathered once; with 0 all acts stream. A pair
+    between whose acts a G or D falls is a pair no longer.
 
     Ref: Belady 1966, IBM Systems Journal 5(2), with the choice not to keep what was fetched.
 
@@ -26,11 +29,18 @@ def with_gathers(s: Schedule, room: int) -> Schedule:
     [64, 17, 2]
     """
     expect_count("room", room, least=0)
-    return s._replace(rows=tuple(_gather(row, room) for row in s.rows))
+    rows = tuple(_gather(row, room) for row in s.rows)
+    following = {pair for row in rows for pair in itertools.pairwise(row)}
+    return s._replace(rows=rows, pairs=tuple(pair for pair in s.pairs if pair in following))
 
 
 def count_gathers(s: Schedule) -> tuple[int, ...]:
-    """By rank, how often the parameters of a stage are gathered in a step: by a G, or by an act that streams them."""
+    """By rank, how often the parameters of a stage are gathered in a step: by a G, or by an act that streams them.
+
+    >>> from fzero.sharding import pipeline
+    >>> count_gathers(pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=8))
+    (16, 16)
+    """
     return tuple(_count(row) for row in s.rows)
 
 
@@ -63,11 +73,16 @@ def _gather(row: Sequence[Act], room: int) -> tuple[Act, ...]:
             if len(held) > room:
                 spans.append(held.pop(max(held, key=lambda one: again[held[one][1]])))
     spans += held.values()
-    gathered = {first: row[first] for first, last in spans if first < last}
-    dropped = {last: row[last] for first, last in spans if first < last}
+    spans = [(first, last) for first, last in spans if first < last]  # the others stream
+    first, last = ({span[end] for span in spans} for end in (0, 1))
     found: list[Act] = []
+    count: Counter[int] = Counter()
     for i, act in enumerate(row):
-        found += [act._replace(kind="G")] * (i in gathered)
+        stage = act.stage
+        if i in first:
+            found.append(Act("G", count[stage], stage))
         found.append(act)
-        found += [act._replace(kind="D")] * (i in dropped)
+        if i in last:
+            found.append(Act("D", count[stage], stage))
+            count[stage] += 1
     return tuple(found)

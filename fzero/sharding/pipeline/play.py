@@ -20,6 +20,13 @@ class Played(NamedTuple):
     start, end: by rank, of the acts of its row. idle: by rank, the time of the step in which it does nothing. peak: by
     rank, the most chunks in flight, each a micro-batch in a stage whose forward has begun and whose backward, with that
     by weights, has not ended.
+
+    >>> from fzero.sharding import pipeline
+    >>> s = pipeline.schedule("gpipe", pipeline.layout([1.0] * 4, 2), parts=1)
+    >>> pipeline.play(s, {"F": 1.0, "B": 2.0})
+    Played(start=((0.0, 4.0), (1.0, 2.0)), end=((1.0, 6.0), (2.0, 4.0)), idle=(3.0, 3.0), peak=(1, 1))
+    >>> pipeline.play(s, {"F": 1.0, "B": 2.0}).step
+    6.0
     """
 
     start: tuple[tuple[float, ...], ...]
@@ -65,7 +72,7 @@ def play(s: Schedule, cost: Cost, wire: Wire = 0.0) -> Played:
 
     found = simulate(rows, needs(s), time, delay)
     if found.stuck:
-        raise ValueError(f"schedule {s.name} {stuck_text(s, found.stuck)}")
+        raise ValueError(f"schedule {s.name}: {stuck_text(s, found.stuck)}")
     start, end = (tuple(tuple(of[act] for act in row) for row in s.rows) for of in (found.start, found.end))
     step = max(found.end.values(), default=0.0)
     busy = [sum(time(group) for group in row) for row in rows]

@@ -26,6 +26,7 @@ class Act(NamedTuple):
 
     kind: F forward, B backward; or in place of B first I, the gradient by inputs, which the stage before waits for, and
     later W, the gradient by weights. G and D: the stage's parameters are gathered, and dropped (`with_gathers`).
+    part: the micro-batch; of G and D which gather of the stage it is, counted from 0.
 
     >>> print(Act("F", part=3, stage=1))
     1F3
@@ -89,7 +90,13 @@ class Schedule(NamedTuple):
 
 
 def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
-    """By act, the acts that must have ended before it can start."""
+    """By act, the acts that must have ended before it can start.
+
+    >>> from fzero.sharding import pipeline
+    >>> s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=1)
+    >>> [str(act) for act in needs(s)[Act("B", 0, 0)]]
+    ['0F0', '1B0']
+    """
     there, last = {act for row in s.rows for act in row}, len(s.stages.ranks) - 1
     found: dict[Act, tuple[Act, ...]] = {}
     for act in there:

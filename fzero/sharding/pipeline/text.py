@@ -10,6 +10,7 @@ from fzero.sharding.pipeline.stages import split_layers
 from fzero.sharding.pipeline.table import KINDS, Act, Schedule, Stages
 
 ACT = re.compile(r"(\d{1,6})([A-Z])(\d{1,6})", re.ASCII)
+OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")  # as torch writes a pair
 LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 RANK = re.compile(r"rank\s+(\d{1,6})\s*:(.*)", re.ASCII)
 
@@ -85,7 +86,8 @@ def _read_row(line: str, number: int, rank: int) -> tuple[tuple[Act, ...], list[
         raise ValueError(f"line {number}: the row of rank {headed[1]} where that of rank {rank} is due")
     row: list[Act] = []
     first: list[int] = []
-    for field in (headed[2] if headed else line).replace(",", " ").split():
+    acts = OVERLAP.sub(r"\1&\2", headed[2] if headed else line)
+    for field in acts.replace(",", " ").split():
         words = field.split("&")
         first += range(len(row), len(row) + len(words) - 1)
         for word in words:

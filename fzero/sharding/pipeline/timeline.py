@@ -40,5 +40,6 @@ def _line(row: Sequence[tuple[int, int, str]], ticks: int, cell: int) -> str:
     line = [" "] * (ticks * cell)
     for start, end, label in row:
         if end > start:
-            line[start * cell : end * cell] = f"{label:─<{(end - start) * cell - 1}} "
+            bar = label if end == start + 1 else f"{label:─<{(end - start) * cell - 1}}"
+            line[start * cell : end * cell] = f"{bar:<{(end - start) * cell}}"
     return "".join(line)
