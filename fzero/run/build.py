@@ -103,6 +103,7 @@ def build(
         reduce=config.reduce,
         sequence=config.sequence,
         offload=config.offload,
+        pipeline=config.pipeline,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     t = config.train
