@@ -234,14 +234,14 @@ def run_row(
             losses.append(headed[at].loss)
             if ready is not None:
                 ready(losses[-1])
-            x_grads = model.head_backward(head, headed.pop(at), seed, sink, act.part == last)
-        else:
-            with phase("backward"):
+        with phase("backward"):
+            if head is not None:
+                x_grads = model.head_backward(head, headed.pop(at), seed, sink, act.part == last)
+            else:
                 x_grads = between.take(*at, False, signatures).leaves
-            one.ahead.expect(one.order(), "backward")
-        x_grads = model.backward(one, x_grads, sink, act.part == last)
-        if act.stage:
-            with phase("backward"):
+                one.ahead.expect(one.order(), "backward")
+            x_grads = model.backward(one, x_grads, sink, act.part == last)
+            if act.stage:
                 between.give(*at, x_grads, False, signatures[act.part])
         del one, x_grads
     between.close()

@@ -277,7 +277,7 @@ class StreamedModel(NamedTuple):
         """The gradients of total * seed for the leaves of x that a head took; those of its parameters go to `reducer`.
 
         last: the micro-batch is the final one."""
-        with torch.no_grad(), self.plan.mesh.ledger.phase("backward"):
+        with torch.no_grad():
             self.plan.mesh.ledger.at(head.name, None)
             grads = headed.pair.backward(headed.kept, [seed.to(headed.loss.total.dtype), *headed.rest])
             x_grads = grads[len(grads) - headed.inputs :]
@@ -288,7 +288,7 @@ class StreamedModel(NamedTuple):
     def backward(self, held: Held, x_grads: list[Tensor], reducer: GradientReducer, last: bool) -> list[Tensor]:
         """The gradients of the leaves of x that a stage took, from those of the ones that it gave; those of its
         parameters go to `reducer`."""
-        with torch.no_grad(), self.plan.mesh.ledger.phase("backward"):
+        with torch.no_grad():
             while held.passed:
                 x_grads = self.run_backward(held.passed.pop(), x_grads, held.ahead, reducer, last)
         return x_grads
