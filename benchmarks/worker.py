@@ -23,6 +23,8 @@ MODULES = {
     "fzero": "fzero_step",
     "eager": "torch_module",
     "compile": "torch_module",
+    "module": "fzero_module",
+    "module-STAGE": "fzero_module",
     "jax": "jax_step",
     "fzero-STAGE": "fzero_zero",
     "ddp": "ddp",

@@ -45,6 +45,7 @@ NOTES = {
     "fzero": (
         "the block compiled once; bf16: bf16 parameters and gradients, fp32 master weights and states, reduced in fp32"
     ),
+    "module": "torch's own module through fzero.from_module, its blocks compiled once; bf16 as fzero",
     "ddp": "bf16 is autocast over fp32 parameters; gradients are reduced in fp32",
     "fsdp2": (
         "bf16: shards and states are fp32, gathered and computed in bf16, reduced in bf16 or with +fp32-reduce in fp32"

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.planner.plan import plan as plan
     from fzero.planner.search import search as search
     from fzero.run.deepspeed import config_from_deepspeed as config_from_deepspeed
+    from fzero.run.measure.loggers import open_loggers as open_loggers
     from fzero.sharding import Mesh as Mesh
     from fzero.sharding import Pipeline as Pipeline
     from fzero.sharding import Plan as Plan
@@ -109,6 +110,7 @@ _HOME = {
     "make_mesh": "sharding",
     "make_train_step": "train.step",
     "one_process": "sharding",
+    "open_loggers": "run.measure.loggers",
     "plan": "planner.plan",
     "PlanReport": "planner.plan",
     "search": "planner.search",

@@ -14,7 +14,7 @@ from fzero.core import precision, pytree
 
 POLICIES = {"bf16": precision.bf16, "fp32": precision.fp32}
 PARTS = 4  # micro-batches of the global batch, on every mesh
-STEPS = 8
+STEPS = 4
 
 
 def digest(state, log):

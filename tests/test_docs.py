@@ -21,6 +21,8 @@ SLOW = (
     "bench",
     "checkpoints",
     "fault",
+    "finetune",
+    "frameworks",
     "guard",
     "measure",
     "migrate",

@@ -68,6 +68,38 @@ def test_two_ranks_print_what_one_process_prints(name, tmp_path):
     assert one and two[:count] == pytest.approx(one[:count], abs=2e-4)
 
 
+def test_a_module_of_ones_own_takes_twelve_lines_at_stage_3_on_any_number_of_ranks():
+    """Counted are the lines outside of the module and its loss that name fzero or what it made, but those that print,
+    and those that look at the end."""
+    path = ROOT / "examples" / "own_module_zero3.py"
+    text, made, lines = path.read_text(), {"fzero"}, set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Assign) and "fzero." in ast.unparse(node.value):
+            made |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            continue
+        for name in ast.walk(node):
+            imports = isinstance(name, ast.Import) and name.names[0].name == "fzero"
+            uses = isinstance(name, ast.Name) and name.id in made and not within_print(node, name)
+            if imports or uses:
+                lines.add(name.lineno)
+    shown = [line for i, line in enumerate(text.splitlines(), 1) if i in lines]
+    assert {"state", "step", "plan", "model", "mesh", "tx"} <= made and "import fzero" in shown
+    assert len(shown) <= 12, "\n".join(shown)
+
+
+def within_print(node, name):
+    """Whether a name only serves what is printed: within a call of print, or the condition of one."""
+    shows = [
+        one
+        for one in ast.walk(node)
+        if (isinstance(one, ast.Call) and ast.unparse(one.func) == "print")
+        or (isinstance(one, ast.If) and all(ast.unparse(part).startswith("print(") for part in one.body))
+    ]
+    return any(name in ast.walk(one) for one in shows)
+
+
 def test_the_readme_lists_them_all():
     assert set(re.findall(r"\(examples/(\w+)\.py\)", (ROOT / "README.md").read_text())) == {
         path.stem for path in EXAMPLES

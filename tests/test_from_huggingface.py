@@ -3,6 +3,7 @@ bit."""
 
 import functools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -135,14 +136,23 @@ def test_what_their_plan_gathers_is_left_whole_and_a_norm_over_split_features_is
 
 
 @pytest.mark.parametrize("name", [pytest.param("Qwen3-MoE", marks=slow), "Llama"])
-def test_a_folder_in_files_is_read_and_written_bit_by_bit(name, tmp_path):
+def test_a_folder_in_files_is_read_and_written_bit_by_bit(name, tmp_path, monkeypatch):
     module = begun(name).to(torch.bfloat16)
     module.save_pretrained(tmp_path / "theirs", max_shard_size="8KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
     model, tx = fzero.from_huggingface(tmp_path / "theirs"), optim.sgd(0.1)
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy="bf16")
     state = fzero.init_state(model, tx, plan, seed=0)
+    write, files = type(module).save_pretrained, []
+
+    def watched(self, folder, state_dict, **options):
+        files.extend(leaf.untyped_storage().filename for name, leaf in state_dict.items() if name.endswith("weight"))
+        write(self, folder, state_dict=state_dict, **options)
+
+    monkeypatch.setattr(type(module), "save_pretrained", watched)
     fzero.to_huggingface(state, tmp_path / "theirs", tmp_path / "ours", plan)
+    assert files and all(files) and not any(map(os.path.exists, files))  # on the disk, and without a name
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours"}
     again = class_of(module.config, "")[0].from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
     assert_same(dict(again.state_dict()), dict(module.state_dict()))
     assert again.config.use_cache and not (tmp_path / "ours.partial").exists()

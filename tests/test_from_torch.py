@@ -4,11 +4,15 @@ import pytest
 import ranks
 import torch
 import zero_cases
-from close import assert_close
+from close import assert_close, assert_same
 
 import fzero
-from fzero import optim
+from fzero import checkpoint, optim
+from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
+from fzero.offload import DiskTensor, Nvme
+from fzero.sharding import Spec
+from fzero.train.state import meta_state, state_specs
 
 T = torch.optim
 CLASSES = {
@@ -108,6 +112,126 @@ OWN = {
     "own": heavy_ball(0.1, 0.9),
     "clipped RMSprop": optim.chain(optim.clip_by_global_norm(0.5), optim.from_torch(T.RMSprop, 1e-2, momentum=0.9)),
 }
+
+
+def in_layers(sizes):
+    """heavy_ball, which notes the elements that each call of its update is given."""
+    plain = heavy_ball(0.1, 0.9)
+
+    def update(grads, state, params):
+        sizes.append(sum(g.numel() for g in pytree.leaves(grads)))
+        return plain.update(grads, state, params)
+
+    return plain._replace(update=update)
+
+
+def drawn(seed):
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"blocks/w": (5, 3, 4), "blocks/b": (5, 3), "embed": (7, 4)}
+    return pytree.nest({name: torch.randn(shape, generator=g).double() for name, shape in shapes.items()})
+
+
+def counted():
+    """A transformation whose state has a count, and two moments that begin as one tensor, as the parameters."""
+
+    def update(grads, state, params):
+        step, (m, start) = state["step"] + 1, state["of"]
+        m = pytree.map(lambda m, g: 0.9 * m + g, m, grads)
+        pull = pytree.map(lambda m, p, s: -0.1 / step * m - 0.01 * (p - s), m, params, start)
+        return pull, {"step": step, "of": (m, start)}
+
+    def init(params):
+        return {"step": torch.zeros((), dtype=torch.int64), "of": (params, params)}
+
+    return optim.GradientTransformation(init, update, lambda specs: {"step": Spec(), "of": (specs, specs)})
+
+
+@pytest.mark.parametrize("make", [lambda: heavy_ball(0.1, 0.9), counted], ids=["moments", "a count"])
+def test_init_update_and_spec_give_an_update_in_place_with_the_bits_of_the_pure_one(make):
+    tx, pure = make(), drawn(0)
+    placed = pytree.map(torch.clone, pure)
+    held = pytree.leaves(placed)
+    pure_state, state = tx.init(pure), tx.init(placed)
+    for step in range(4):
+        updates, pure_state = tx.update(drawn(step + 1), pure_state, pure)
+        pure = optim.apply_updates(pure, updates)
+        placed, state = optim.apply_in_place(tx, drawn(step + 1), state, placed)
+    assert_same(placed, pure)
+    assert_same(state, pure_state)
+    assert all(a is b for a, b in zip(pytree.leaves(placed), held))
+
+
+def test_its_temporaries_have_the_size_of_a_layer():
+    sizes, params = [], drawn(0)
+    tx = in_layers(sizes)
+    state = tx.init(params)
+    held = pytree.leaves(state)
+    _, after = optim.apply_in_place(tx, drawn(1), state, params)
+    assert sizes == [12] * 5 + [3] * 5 + [28]
+    assert all(a is b for a, b in zip(pytree.leaves(after), held))
+
+
+def by_order(tx, grads, state, params):
+    updates, new = tx.update(grads, pytree.unflatten(state, pytree.flatten(params)[1]), params)
+    return updates, pytree.leaves(new)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tx: tx._replace(unit="tree"),
+        lambda tx: tx._replace(needs="tree"),
+        lambda tx: tx._replace(  # a state that is told apart by its order alone
+            init=lambda params: pytree.leaves(tx.init(params)),
+            update=lambda g, s, p: by_order(tx, g, s, p),
+        ),
+    ],
+    ids=["unit", "needs", "no names"],
+)
+def test_what_sees_the_whole_tree_is_given_it(change):
+    sizes, params = [], drawn(0)
+    tx = change(in_layers(sizes))
+    placed, _ = optim.apply_in_place(tx, drawn(1), tx.init(params), pytree.map(torch.clone, params))
+    assert sizes == [60 + 15 + 28]
+    plain = heavy_ball(0.1, 0.9)
+    assert_same(placed, optim.apply_updates(params, plain.update(drawn(1), plain.init(params), params)[0]))
+
+
+def offloaded(mesh, name, offload, folder, stop):
+    """The state after three steps at stage 3, of which the last were made from a checkpoint by another state."""
+    zero_cases.OPTIMIZERS.update(OWN)
+    model, tx = zero_cases.model_of("llama", dropout=0.0), zero_cases.OPTIMIZERS[name]
+    plan = fzero.zero_plan(3, model, mesh, policy=zero_cases.FP64, offload=offload)
+    states = []
+    for part, steps in enumerate((range(stop), range(stop, 3))):
+        nvme = Nvme(folder / f"{part}") if "nvme" in offload else None
+        step = fzero.make_train_step(model, tx, plan, nvme=nvme)
+        if part == 0:
+            state = fzero.init_state(model, tx, plan, seed=3, nvme=nvme)
+        else:
+            like, specs = meta_state(plan, tx), state_specs(plan, tx)
+            state = restore_state(states[0], like, specs, plan, nvme)
+        for i in steps:
+            state, _ = step(state, fzero.local_batch(zero_cases.batch_for(i, 24), mesh))
+        if part == 0:
+            states.append(checkpoint.save(folder / "saved", state, step=stop, specs=state_specs(plan, tx), mesh=mesh))
+    in_memory = pytree.map(lambda x: x.tensor() if isinstance(x, DiskTensor) else x, state)
+    return zero_cases.whole(in_memory, state_specs(plan, tx), mesh)
+
+
+SLOW = (("own", "params=nvme,opt=nvme"), ("clipped RMSprop", "opt=host"))
+OFFLOADED = [(name, offload) for name in OWN for offload in ("", "opt=host", "params=nvme,opt=nvme")]
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.exhaustive) for case in OFFLOADED],
+)
+def test_offloaded_and_resumed_it_is_one_process(name, offload, tmp_path):
+    expected, _ = trained(fzero.one_process(), [(("llama", name, 0, 2), {"steps": 3})])[0]
+    for state in ranks.run(2, offloaded, name, offload, tmp_path, 2):
+        assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+        assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
 
 
 def trained(mesh, cases):

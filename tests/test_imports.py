@@ -65,6 +65,12 @@ def used(path):
     return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "fzero"}
 
 
+def refusal_of_all(path):
+    """Why a file may not import the package itself, which loads anything that is asked of it; "" if it may, as for its
+    version alone."""
+    return "" if used(path) <= {"__version__"} else "import from fzero's modules, not from the package"
+
+
 def refusal(mine, other):
     """Why a file of folder `mine` may not import from folder `other`; "" if it may."""
     for name in (mine, other):
@@ -98,18 +104,18 @@ def test_what_points_upward_or_sideways_is_refused():
     assert "no floor" in refusal("engine", "core")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_one_way(path):
+def wrong_imports(path):
+    """A line for each import of a file that points elsewhere than down."""
     mine = module_of(path).split(".")[1]
     for name, line in imported(path):
         head, *rest = name.split(".")
-        if head == "fzero":
-            if not rest:  # the package itself, which loads anything that is asked of it: for its version alone
-                assert used(path) <= {"__version__"}, (
-                    f"{path.name}:{line}: import from fzero's modules, not from the package"
-                )
-                continue
-            assert not (why := refusal(mine, rest[0])), f"{path.relative_to(ROOT)}:{line}: {why}"
+        if head == "fzero" and (why := refusal(mine, rest[0]) if rest else refusal_of_all(path)):
+            yield f"{path.relative_to(ROOT)}:{line}: {why}"
+
+
+def test_imports_point_one_way():
+    wrong = [line for path in FILES for line in wrong_imports(path)]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_cycles():
@@ -145,13 +151,15 @@ def test_no_file_bears_the_name_of_a_standard_library_module():
     assert not (names - {"__main__"}) & set(sys.stdlib_module_names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_pytree_imports_torch_pytrees(path):
+def uses_torch_pytrees(path):
     users = [name for name, _ in imported(path) if "pytree" in name and not name.startswith("fzero.")]
     names = [node for node in nodes_of(path) if isinstance(node, ast.Attribute) and node.attr == "_pytree"]
     named = [node for node in nodes_of(path) if isinstance(node, ast.alias) and node.name.endswith("pytree")]
-    mine = path == ROOT / "core" / "pytree.py"
-    assert mine or (not users and not names and all(node.name == "pytree" for node in named))
+    return bool(users or names or any(node.name != "pytree" for node in named))
+
+
+def test_only_pytree_imports_torch_pytrees():
+    assert [str(path.relative_to(ROOT)) for path in FILES if uses_torch_pytrees(path)] == ["core/pytree.py"]
 
 
 def after_import(module):
@@ -166,6 +174,14 @@ def after_import(module):
 def test_import_waits_for_no_heavy_library(module):
     heavy = {"torch", "numpy", "tokenizers", "matplotlib", "tensorstore", "transformers", "jax", "safetensors"}
     assert not heavy & set(after_import(module))
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_no_library_that_its_first_step_does_not_use():
+    """Where blocks were compiled by an earlier run: sympy is what torch's compiler and DTensor bring."""
+    found = set(after_import("fzero.run.loop, fzero.run.pretrain"))
+    assert "torch" in found
+    assert not {"sympy", "networkx", "matplotlib", "tensorstore", "transformers", "jinja2", "jax"} & found
 
 
 def test_every_public_name_loads():

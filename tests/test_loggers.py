@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+import fzero
 from fzero import models
 from fzero.core.compile import tell_of_compiling
 from fzero.core.tables import check_type
@@ -16,7 +17,8 @@ from fzero.run.attempt import Options
 from fzero.run.from_python import train_run
 from fzero.run.measure import loggers
 from fzero.run.measure.progress import show_progress
-from fzero.sharding import one_process
+from fzero.sharding import fake_mesh, one_process
+from fzero.train.step import Metrics
 
 
 def row(step, **values):
@@ -37,10 +39,10 @@ def rows_of(folder):
 def test_a_resumed_run_makes_its_last_rows_again(tmp_path):
     with loggers.open_loggers(["csv"], tmp_path) as log:
         for step in (1, 2, 3):
-            log(row(step))
+            log(step, row(step))
     with loggers.open_loggers(["csv"], tmp_path, first=2) as log:
-        log(row(3, loss=7.0))
-        log(row(4))
+        log(3, row(3, loss=7.0))
+        log(4, row(4))
     found = rows_of(tmp_path)
     assert [int(each["step"]) for each in found] == [1, 2, 3, 4]
     assert [each["loss"] for each in found] == ["2.0", "1.0", "7.0", "0.5"]
@@ -49,11 +51,11 @@ def test_a_resumed_run_makes_its_last_rows_again(tmp_path):
 def test_a_column_that_comes_later_is_kept(tmp_path):
     """As val_loss, which only rows of evaluations have; also in the next attempt."""
     with loggers.open_loggers(["csv"], tmp_path) as log:
-        log(row(1))
-        log(row(2, val_loss=3.5))
-        log(row(3))
+        log(1, row(1))
+        log(2, row(2, val_loss=3.5))
+        log(3, row(3))
     with loggers.open_loggers(["csv"], tmp_path, first=3) as log:
-        log(row(4, val_loss=2.5, val_loss_ema=2.25))
+        log(4, row(4, val_loss=2.5, val_loss_ema=2.25))
     found = rows_of(tmp_path)
     assert [each["val_loss"] for each in found] == ["", "3.5", "", "2.5"]
     assert [each["val_loss_ema"] for each in found] == ["", "", "", "2.25"] and found[0]["loss"] == "2.0"
@@ -70,8 +72,41 @@ def test_wandb_gets_the_numbers_and_the_config(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(init=lambda **options: got.append(options) or run, __spec__=object())
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with loggers.open_loggers(["wandb"], tmp_path, config={"zero": 3}) as log:
-        log({"step": 1, "loss": 2.0, "phases": {"forward": 1.0}})
+        log(1, {"step": 1, "loss": 2.0, "phases": {"forward": 1.0}})
     assert got[0]["config"] == {"zero": 3} and got[1:] == [(1, {"loss": 2.0}), "end"]
+
+
+def test_one_function_takes_the_metrics_of_a_step_to_all_loggers_on_the_first_rank(tmp_path, monkeypatch):
+    got = []
+
+    class Board:
+        def __init__(self, folder, purge_step):
+            got.append((folder, purge_step))
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            got.append("end")
+
+        def add_scalar(self, name, value, step):
+            got.append((name, value, step))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
+    metrics = Metrics(
+        torch.tensor(2.0), torch.tensor(8), torch.tensor(0.5), torch.tensor(False), torch.ones(()), {"z": 1.5}
+    )
+    for rank in (0, 1):
+        mesh = fake_mesh({"dp": 2}, rank=rank)
+        with fzero.open_loggers(["csv", "tensorboard"], str(tmp_path / f"{rank}"), first=6, mesh=mesh) as log:
+            log(torch.tensor(7), metrics)
+            log(8, {"loss": torch.ones(1), "names": ["a"], "many": torch.ones(2)})
+    assert got[0] == (str(tmp_path / "0" / "tensorboard"), 7) and got[-1] == "end" and len(got) == 9
+    assert ("extra/z", 1.5, 7) in got and ("skipped", False, 7) in got and ("loss", 1.0, 8) in got
+    found = rows_of(tmp_path / "0")
+    assert [(each["step"], each["loss"], each["num_tokens"]) for each in found] == [("7", "2.0", "8"), ("8", "1.0", "")]
+    assert not (tmp_path / "1").exists()
 
 
 @pytest.mark.parametrize(

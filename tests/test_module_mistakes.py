@@ -190,6 +190,10 @@ def other_arguments(self, x):
     return self.after(x)
 
 
+def shaped_by_values(self, x):
+    return self.linear(x[x[:, 0] > 0]).sum() + x
+
+
 def same_again(self, x):
     return self.after(self.layers[0](self.before(x)))
 
@@ -221,6 +225,10 @@ WHOLE = {
     "a branch on values": (
         lambda: net(layer_of(branches)),
         r"test_module_mistakes\.py:\d+ \(if x\.sum\(\) > 0:\): without values it raises",
+    ),
+    "a shape that depends on values": (
+        lambda: net(layer_of(shaped_by_values)),
+        r"test_module_mistakes\.py:\d+ \(return self\.linear\(x\[x\[:, 0\] > 0\]\).*\): without values it raises",
     ),
     "layers of two kinds": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 1))).double(),

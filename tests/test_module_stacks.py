@@ -11,8 +11,11 @@ from law_cases import FP64
 from torch import nn
 
 import fzero
-from fzero import optim
+from fzero import checkpoint, optim
+from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
+from fzero.offload import Nvme
+from fzero.train.state import meta_state, state_specs
 
 slow = pytest.mark.slow
 D, STEPS = 6, 3
@@ -154,3 +157,84 @@ def test_a_buffer_that_no_state_dict_has_keeps_its_dtype(saved):
     fzero.make_train_step(model, tx, plan)(fzero.init_state(model, tx, plan, seed=0), {"x": torch.ones(2, 4)})
     assert set(seen) == {torch.bfloat16 if saved else torch.float32}
     assert pytree.leaves(plan.like)
+
+
+# ---- three stacks, everything on a disk, tensor parallelism, and on from a checkpoint on another mesh ----
+
+
+class Wide(nn.Module):
+    def __init__(self, slope):
+        super().__init__()
+        self.slope, self.up, self.down = slope, nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.leaky_relu(self.up(x), self.slope))
+
+
+class Three(nn.Module):
+    """Three lists of layers, with a norm and a scale between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.norm = nn.Linear(2, D), nn.Linear(D, 1), nn.LayerNorm(D)
+        self.first = nn.ModuleList(Wide(0.1) for _ in range(2))
+        self.second = nn.ModuleList(Wide(0.2) for _ in range(3))
+        self.third = nn.ModuleList(Wide(0.1 * (i % 2)) for i in range(2))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, a):
+        x = self.embed(a)
+        for layer in self.first:
+            x = layer(x)
+        x = self.norm(x)
+        for layer in self.second:
+            x = layer(x)
+        x = x * self.scale
+        for layer in self.third:
+            x = layer(x)
+        return self.head(x)
+
+
+def three_loss(call, batch):
+    return (call(batch["a"]).mean(1) - 1).square().sum(), len(batch["a"])
+
+
+def three_steps(mesh, folder, offload, steps, begin="", end=""):
+    """(losses of these steps of stage 3, the module's parameters), from the checkpoint `begin` on; the last state is
+    saved in `end`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        module = Three().double()
+    example = {"a": batch_of(0)["a"]}
+    model = fzero.from_module(module, three_loss, batch=example, tp={"^up$": "columns", "^down$": "rows"})
+    assert list(model.block) == ["blocks_0", "blocks_1", "blocks_2"]
+    plan, tx = fzero.zero_plan(3, model, mesh, policy=FP64, offload=offload), optim.adamw(0.02, eps=1e-5)
+    nvme = Nvme(folder / f"{mesh.size}", buffer_bytes=1 << 20) if offload else None
+    specs = state_specs(plan, tx)
+    if begin:
+        state = restore_state(begin, meta_state(plan, tx), specs, plan, nvme)
+    else:
+        state = fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+    step, losses, path = fzero.make_train_step(model, tx, plan, nvme=nvme), [], None
+    for i in steps:
+        state, metrics = step(state, fzero.local_batch({"a": batch_of(i)["a"]}, mesh))
+        losses.append(float(metrics.loss))
+    if end:
+        path = checkpoint.save(folder / end, state, step=int(state.step), specs=specs, mesh=mesh)
+    fzero.to_module(state, module, plan)
+    return losses, {name: p.detach() for name, p in module.named_parameters()}, path
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param({"dp": 2}, marks=slow, id="dp 2"), pytest.param({"tp": 2}, marks=pytest.mark.exhaustive, id="tp 2")],
+)
+def test_three_stacks_on_a_disk_under_tp_at_stage_3_go_on_on_another_mesh(sizes, tmp_path):
+    whole, parameters, _ = three_steps(fzero.one_process(), tmp_path, "", range(6))
+    everything = "params=nvme,grads=nvme,opt=nvme"
+    begun = ranks.run(4, three_steps, tmp_path, everything, range(3), "", "saved", mesh={"dp": 2, "tp": 2})
+    losses, _, path = begun[0]
+    assert_close(losses, whole[:3], rtol=1e-10)
+    for losses, found, _ in ranks.run(2, three_steps, tmp_path, everything, range(3, 6), path, mesh=sizes):
+        assert_close(losses, whole[3:], rtol=1e-10)
+        assert_close(found, parameters, rtol=1e-10, atol=1e-12)

@@ -36,7 +36,7 @@ from fzero.offload import scratch as scratch_module
 from fzero.offload.disk_io import serves_direct
 from fzero.offload.store_folder import StoreRanks, release_store
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
-from fzero.offload.update_units import RowBlock, begin_ahead, cut_units, params_of_leaves
+from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopen_state
@@ -903,7 +903,7 @@ def test_a_slice_of_what_belongs_to_a_leaf_row_by_row():
 
 def test_owners_are_found_by_the_longest_path():
     names = ["params/a/w", "opt/0/m/a/w", "opt/0/count", "opt/m/w", "opt_state/average/a/w"]
-    assert list(params_of_leaves(names, ["a/w", "w"]).values()) == ["a/w", "a/w", None, "w", "a/w"]
+    assert list(pytree.owners(names, ["a/w", "w"]).values()) == ["a/w", "a/w", None, "w", "a/w"]
 
 
 def test_ahead_begins_some_items_before_their_turn():

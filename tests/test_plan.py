@@ -143,7 +143,7 @@ def test_a_nodes_host_memory_is_memory_too(plan):
 
 def test_this_machine_without_a_measurement_has_memory_and_no_times(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    found = fzero.plan(SMALL, gpu="here")
+    found = fzero.plan(SMALL, gpu="here", settings={"train.compiled": False})
     assert found.step_s is None and found.mfu is None and found.peak_bytes_per_rank > 0 and found.flop_per_step > 0
     assert "fzero bench" in str(found) and json.loads(found.to_json())["step_s"] is None
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import ZARR
 from fzero.core import pytree, torch_private
 from fzero.core.gpu import HOST
@@ -54,6 +55,10 @@ def check_state(state: Tree, specs: Tree | None, step: int, mesh: Mesh) -> dict[
     if fault:
         raise ValueError(f"checkpoint: {fault}; rename it, as leaves are files under their names")
     for name, leaf in named.items():
+        if name.startswith(EXTRAS):
+            raise ValueError(
+                f"checkpoint: the state has a part called {EXTRAS[:-1]}, where values beside a state are; rename it"
+            )
         fault = kind_fault(leaf)
         if fault:
             raise ValueError(f"checkpoint: {f'leaf {name!r}' if name else 'the state'} {fault}")

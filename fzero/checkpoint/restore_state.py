@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
+from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, read_boxes
 from fzero.checkpoint.restore_tree import list_some
@@ -125,7 +126,7 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
             made |= {name, found}
         elif not name.startswith(FRESH):
             missing.append(name)
-    extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER))]
+    extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER, EXTRAS))]
     problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if problems:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")

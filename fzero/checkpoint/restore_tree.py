@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import Index
 from fzero.checkpoint.manifest import Folder, Leaf
 from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
@@ -33,7 +34,7 @@ def restore(
     """The tree saved in the checkpoint at `path`, in the containers of `like`: this rank's shards by `specs` on `mesh`.
 
     A rank reads the chunks that contain its slices, and compares each with its checksum. `like` and the checkpoint must
-    have the same leaves, apart from those that `under`, `keep` and `drop` select.
+    have the same leaves, apart from those that `under`, `keep` and `drop` select, and `extras` (see `read_extra`).
 
     like: a tree of tensors with the names, shapes (of this rank's shards) and dtypes to expect; leaves are returned on
     its devices, and on the CPU for the meta device.
@@ -71,6 +72,7 @@ def restore(
     wanted_leaves = {full(name): leaf for name, leaf in leaves.items() if name not in kept}
     there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
     passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
+    passed |= {name for name in there if name.startswith(EXTRAS)}
     shards: dict[str, tuple[Tensor, list[Box]]] = {}
     windows: dict[str, tuple[list[Window], Index]] = {}  # and the shape of this rank's part
     for name in wanted_leaves.keys() & there.keys():

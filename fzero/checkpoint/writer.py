@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 
 from fzero.checkpoint import directory, manifest
 from fzero.checkpoint.directory import step_folder
+from fzero.checkpoint.extras import pack_extras
 from fzero.checkpoint.layout import Slab
 from fzero.checkpoint.leaf_source import box_reader, check_state
 from fzero.checkpoint.manifest import Folder, Leaf, join
@@ -107,17 +108,28 @@ class Writer:
 
     # ---- the caller's functions ----
 
-    def save(self, state: Tree, *, step: int, config: Any = None, specs: Tree | None = None) -> None:
+    def save(
+        self,
+        state: Tree,
+        *,
+        step: int,
+        config: Any = None,
+        specs: Tree | None = None,
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
         """Begin the checkpoint of `step`; the state may change once this returns.
 
         A checkpoint of the same step is replaced.
         It first waits for the save before, if that is under way, and raises its error.
         state: a tree of tensors (this rank's shards), leaves on a disk, or `Lazy` leaves. specs: the tree of Specs;
         None on one process.
-        config: any JSON value, kept in the manifest.
+        config: any JSON value, kept in the manifest. extras: values of this rank beside the state, see `save` of
+        fzero.checkpoint.
+        Communicates: with extras, their bytes, over all ranks.
         Raises ValueError naming the leaf that cannot be stored (its name, kind or dtype), and SaveFailed.
         """
         named = check_state(state, specs, step, self.mesh)
+        named |= {name: (leaf, Spec()) for name, leaf in pack_extras(extras or {}, self.mesh).items()}
         try:
             config = json.loads(json.dumps(config, allow_nan=False))
         except (TypeError, ValueError) as error:

@@ -3,28 +3,82 @@
 A tree is nested dicts, lists, tuples and NamedTuples; everything else (None too) is a leaf. A leaf is named by the path
 to it: `params["blocks"]["attn"]["w_q"]` is `"blocks/attn/w_q"`. This is the only file that imports torch.utils._pytree,
 so that trees here and trees under torch.func are flattened alike.
+
+The four kinds are walked here, since torch's functions ask of every leaf whether its class is a NamedTuple's, most of
+a small step's time. Nodes of other kinds that torch knows (OrderedDict, registered classes) are left to it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from fzero.core.foreign import nearest
 from fzero.core.torch_private import torch_pytree as _pytree
 
 Tree = Any
 TreeDef = _pytree.TreeSpec
+_LEAF: TreeDef = _pytree.tree_flatten(None)[1]
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))  # classes of most leaves
+_NODES = _pytree.SUPPORTED_NODES  # the classes of nodes that are known by now, but for those of NamedTuples
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_named(kind: type) -> bool:
+    """Whether a class is a NamedTuple's."""
+    return _pytree.is_namedtuple_class(kind)
 
 
 def leaves(tree: Tree) -> list[Any]:
     """The leaves of `tree`, in flatten order."""
-    return _pytree.tree_leaves(tree)
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Tree, found: list[Any]) -> None:
+    kind = type(tree)
+    if kind in _PLAIN:
+        found.append(tree)
+    elif kind is dict:
+        for value in tree.values():
+            _collect(value, found)
+    elif kind is list or kind is tuple or _is_named(kind):
+        for value in tree:
+            _collect(value, found)
+    elif kind in _NODES:
+        found += _pytree.tree_leaves(tree)
+    else:
+        found.append(tree)
 
 
 def flatten(tree: Tree) -> tuple[list[Any], TreeDef]:
     """The leaves of `tree` and the structure that `unflatten` needs."""
-    return _pytree.tree_flatten(tree)
+    found: list[Any] = []
+    return found, _structure(tree, found)
+
+
+def _structure(tree: Tree, found: list[Any]) -> TreeDef:
+    """The structure of `tree`, whose leaves are appended to `found`."""
+    kind = type(tree)
+    if kind in _PLAIN:
+        found.append(tree)
+        return _LEAF
+    if kind is dict:
+        return TreeDef(dict, list(tree), [_structure(value, found) for value in tree.values()])
+    if kind is list or kind is tuple:
+        return TreeDef(kind, None, [_structure(value, found) for value in tree])
+    if _is_named(kind):
+        return TreeDef(_pytree.namedtuple, kind, [_structure(value, found) for value in tree])
+    if kind in _NODES:
+        inner, treedef = _pytree.tree_flatten(tree)
+        found += inner
+        return treedef
+    found.append(tree)
+    return _LEAF
 
 
 def unflatten(leaves: Iterable[Any], treedef: TreeDef) -> Tree:
@@ -34,7 +88,46 @@ def unflatten(leaves: Iterable[Any], treedef: TreeDef) -> Tree:
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """Return a tree of `fn(leaf, *leaves of rest)`; raises ValueError if `rest` has another structure."""
-    return _pytree.tree_map(fn, tree, *rest)
+    if not rest:
+        return _map(fn, tree)
+    columns: list[list[Any]] = [[] for _ in rest]
+    if not all(_beside(tree, other, column) for other, column in zip(rest, columns)):
+        return _pytree.tree_map(fn, tree, *rest)  # which says where they differ
+    others = zip(*columns)
+    return _map(lambda leaf: fn(leaf, *next(others)), tree)
+
+
+def _map(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    kind = type(tree)
+    if kind in _PLAIN:
+        return fn(tree)
+    if kind is dict:
+        return {key: _map(fn, value) for key, value in tree.items()}
+    if kind is list:
+        return [_map(fn, value) for value in tree]
+    if kind is tuple:
+        return tuple([_map(fn, value) for value in tree])
+    if _is_named(kind):
+        return kind(*[_map(fn, value) for value in tree])
+    return _pytree.tree_map(fn, tree) if kind in _NODES else fn(tree)
+
+
+def _beside(tree: Tree, other: Tree, found: list[Any]) -> bool:
+    """Append to `found` what `other` has in the places of the leaves of `tree`; false where their nodes are not of one
+    kind and size, or are left to torch."""
+    kind = type(tree)
+    if kind in _PLAIN or not (kind in _NODES or _is_named(kind)):
+        found.append(other)
+        return True
+    if type(other) is not kind:
+        return False
+    if kind is dict:
+        return len(tree) == len(other) and all(
+            key in other and _beside(value, other[key], found) for key, value in tree.items()
+        )
+    if kind is list or kind is tuple or _is_named(kind):
+        return len(tree) == len(other) and all(_beside(value, beside, found) for value, beside in zip(tree, other))
+    return False
 
 
 def _key_name(key: Any) -> str:
@@ -47,12 +140,29 @@ def _key_name(key: Any) -> str:
 def named_leaves(tree: Tree) -> dict[str, Any]:
     """Return `{name: leaf}` in flatten order; raises ValueError if two leaves have the same name."""
     named: dict[str, Any] = {}
-    for path, leaf in _pytree.tree_flatten_with_path(tree)[0]:
-        name = "/".join(_key_name(k) for k in path)
-        if name in named:
-            raise ValueError(f"two leaves of the tree are called {name!r}; rename one")
-        named[name] = leaf
+    _name(tree, "", named)
     return named
+
+
+def _name(tree: Tree, path: str, named: dict[str, Any]) -> None:
+    """Enter the leaves of a node. path: what leads to it, each key after a slash."""
+    kind = type(tree)
+    if kind is dict:
+        for key, value in tree.items():
+            _name(value, f"{path}/{key}", named)
+    elif kind is list or kind is tuple:
+        for i, value in enumerate(tree):
+            _name(value, f"{path}/{i}", named)
+    elif kind not in _PLAIN and _is_named(kind):
+        for key, value in zip(kind._fields, tree):
+            _name(value, f"{path}/{key}", named)
+    else:
+        inner = _pytree.tree_flatten_with_path(tree)[0] if kind in _NODES else [((), tree)]
+        for keys, leaf in inner:
+            name = "".join((path, *(f"/{_key_name(key)}" for key in keys)))[1:]
+            if name in named:
+                raise ValueError(f"two leaves of the tree are called {name!r}; rename one")
+            named[name] = leaf
 
 
 def names(tree: Tree) -> list[str]:
@@ -62,7 +172,8 @@ def names(tree: Tree) -> list[str]:
 
 def map_named(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """A tree of `fn(name, leaf, *leaves of rest)`."""
-    return map(fn, unflatten(names(tree), flatten(tree)[1]), tree, *rest)
+    ordered = iter(names(tree))
+    return map(lambda leaf, *others: fn(next(ordered), leaf, *others), tree, *rest)
 
 
 def from_named(named: dict[str, Any], like: Tree) -> Tree:
@@ -82,7 +193,8 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
         if extra:
             faults.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
         raise ValueError(f"the leaves do not match the tree: {'; '.join(faults)}")
-    return unflatten([named[n] for n in wanted], flatten(like)[1])
+    ordered = iter(wanted)
+    return map(lambda _: named[next(ordered)], like)
 
 
 def nest(named: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +207,20 @@ def nest(named: dict[str, Any]) -> dict[str, Any]:
             at = at.setdefault(key, {})
         at[last] = leaf
     return tree
+
+
+def owners(names: Iterable[str], params: Iterable[str]) -> dict[str, str | None]:
+    """{name of a leaf of a state: name of its parameter}; None for a leaf of no parameter, such as a count of steps.
+
+    A leaf is a parameter's if its name ends with it: `opt_state/m/blocks/w` is of `blocks/w`.
+    """
+    known = set(params)
+    found: dict[str, str | None] = {}
+    for name in names:
+        parts = name.split("/")
+        tails = ("/".join(parts[i:]) for i in range(1, len(parts)))
+        found[name] = next((tail for tail in tails if tail in known), None)
+    return found
 
 
 def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:

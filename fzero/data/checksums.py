@@ -76,16 +76,20 @@ class ChunkSums:
         # Most calls find nothing to do. This costs two microseconds, a thousandth of a small batch's reading.
         if not self.count or (size <= CHUNK and 1 not in self.near[begin // CHUNK].tobytes()):
             return
-        for offset in (*range(0, size, CHUNK), size - 1):  # every chunk that these bytes touch has one of them
-            for chunk in set(((begin + offset) // CHUNK).tolist()):
+        for start in begin.tolist():
+            for chunk in range(start // CHUNK, (start + size - 1) // CHUNK + 1):
                 if self.left[chunk]:
-                    if not self._matches(chunk):
-                        raise ValueError(f"{line(self, chunk)}; {FIX}")
-                    self.left[chunk] = 0
-                    self.count -= 1
-                    self.near[chunk] = self.left[chunk + 1]
-                    if chunk:
-                        self.near[chunk - 1] = self.left[chunk - 1]
+                    self._compare(chunk)
+
+    def _compare(self, chunk: int) -> None:
+        """Compare a chunk for the first time."""
+        if not self._matches(chunk):
+            raise ValueError(f"{line(self, chunk)}; {FIX}")
+        self.left[chunk] = 0
+        self.count -= 1
+        self.near[chunk] = self.left[chunk + 1]
+        if chunk:
+            self.near[chunk - 1] = self.left[chunk - 1]
 
     def damaged(self) -> list[int]:
         """The numbers of all chunks that do not match."""

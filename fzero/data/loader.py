@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import expect_count
+
+STATE = ("loader", "epoch", "batches", "samples", "ranks")  # the entries of a `Batches.state_dict`
 
 
-def from_loader(loader: Iterable[Any], cursor: int | Tensor = 0) -> Iterator[Any]:
+def from_loader(
+    loader: Iterable[Any], cursor: int | Tensor = 0, *, ranks: int = 1, saved: Mapping[str, Any] | None = None
+) -> Batches:
     """The batches of `loader`, epoch after epoch without end, from sample `cursor` on.
 
     loader: a `torch.utils.data.DataLoader`, or anything that can be iterated again and gives trees of tensors whose
-    first dimension counts samples. The order of an epoch must depend on its number alone: before each one, the loader's
-    sampler (or the loader) has its `set_epoch` called with the number, if there is one. cursor: samples consumed, such
-    as `state.data_cursor`; whole epochs before it are counted, and not read again.
+    first dimension counts samples. Before each epoch its sampler, its dataset and itself have `set_epoch` called with
+    the number of the epoch, where there is one. cursor: samples consumed, such as `state.data_cursor`. ranks: the data
+    ranks whose loaders give rows of their own, `mesh.data_size`; 1 where the loader of every rank gives the global
+    batch, of which `local_batch` takes the rank's rows.
 
-    Raises ValueError for a negative cursor, one inside a batch, and a loader that is empty or can be read only once.
+    The loader is brought there in one of two ways. Without `saved` batches are passed over: whole epochs before the
+    cursor are counted, and not read again, so the order of an epoch must depend on its number alone. With `saved`, what
+    `state_dict()` of the batches returned after that sample, by the loader's own state: no sample is read again. The
+    loader then has `state_dict` and `load_state_dict`: torchdata's StatefulDataLoader, an IterableDataset of Hugging
+    Face's datasets, or yours. Save it as one of the `extras` of a checkpoint.
+
+    Raises ValueError for a negative cursor, one inside a batch, a loader that is empty or can be read only once, and a
+    state of another sample or number of ranks.
 
     >>> import torch
     >>> batches = from_loader(torch.utils.data.DataLoader(torch.arange(6), batch_size=2), cursor=8)
@@ -26,47 +40,147 @@ def from_loader(loader: Iterable[Any], cursor: int | Tensor = 0) -> Iterator[Any
     [[2, 3], [4, 5], [0, 1]]
     """
     cursor = int(cursor)
+    expect_count("ranks", ranks)
     if cursor < 0:
         raise ValueError(f"cursor={cursor}: it counts the samples consumed; give 0 or more")
+    if cursor % ranks:
+        raise ValueError(f"cursor={cursor}: it counts the samples of all {ranks} ranks, and they do not divide it")
     if isinstance(loader, Iterator):
         raise ValueError(
             f"loader is a {type(loader).__name__}, which can be read once; give a DataLoader or a list of batches"
         )
-    return _epochs(loader, cursor)
+    if saved is not None:
+        expect_stateful(loader)
+        expect_saved(saved, cursor, ranks)
+    return Batches(loader, cursor // ranks, ranks, saved)
 
 
-def _epochs(loader: Iterable[Any], left: int) -> Iterator[Any]:
-    # left: samples to pass over
-    epoch = 0
-    while True:
-        _set_epoch(loader, epoch)
-        seen = 0
-        for batch in loader:
-            rows = _rows(batch)
-            seen += rows
-            if left >= rows:
-                left -= rows
-            elif left:
-                raise ValueError(
-                    f"the cursor lies {left} samples inside a batch of {rows}; a loader resumes between batches: "
-                    "give the batch size of the run that made the cursor"
-                )
-            else:
-                yield batch
-        if not seen:
-            raise ValueError("loader gives no batch; an epoch needs at least one")
-        epoch += 1 + left // seen
-        left %= seen
+class Batches:
+    """The batches that `from_loader` returns: an iterator without end."""
+
+    def __init__(self, loader: Any, samples: int, ranks: int, saved: Mapping[str, Any] | None) -> None:
+        self.loader, self.samples, self.ranks = loader, samples, ranks
+        self.epoch, self.batches = (0, 0) if saved is None else (saved["epoch"], saved["batches"])
+        set_epoch(loader, self.epoch)
+        if saved is not None:
+            loader.load_state_dict(copy.deepcopy(saved["loader"]))
+        self._given = self._epochs(samples if saved is None else 0, saved is not None)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch that was given, for `saved` of from_loader.
+
+        Raises ValueError for a loader that has no state of its own.
+
+        >>> batches = from_loader([])
+        >>> batches.state_dict()
+        Traceback (most recent call last):
+        ValueError: a list has no state_dict, ...
+        """
+        expect_stateful(self.loader)
+        own = copy.deepcopy(self.loader.state_dict())
+        return {
+            "loader": own,
+            "epoch": self.epoch,
+            "batches": self.batches,  # of this epoch
+            "samples": self.samples,
+            "ranks": self.ranks,
+        }
+
+    def _epochs(self, left: int, resumed: bool) -> Iterator[Any]:
+        # left: samples to pass over. resumed: the first epoch may be over.
+        while True:
+            seen = 0
+            for batch in self.loader:
+                rows = rows_of(batch)
+                if not seen:
+                    expect_epoch(self.loader, self.epoch)
+                    if resumed and self.batches == length_of(self.loader):
+                        raise ValueError(
+                            f"a {type(self.loader).__name__} begins its epoch again where its state is the end of it, "
+                            "so that samples would come twice; resume by counting: from_loader without saved"
+                        )
+                seen += rows
+                self.batches += 1
+                if left >= rows:
+                    left -= rows
+                elif left:
+                    raise ValueError(
+                        f"the cursor lies {left} samples inside a batch of {rows}; a loader resumes between batches: "
+                        "give the batch size of the run that made the cursor"
+                    )
+                else:
+                    self.samples += rows
+                    yield batch
+            if not seen and not resumed:
+                raise ValueError("loader gives no batch; an epoch needs at least one")
+            passed = left // seen if seen else 0
+            left -= passed * seen
+            self.epoch += 1 + passed
+            self.batches, resumed = 0, False
+            set_epoch(self.loader, self.epoch)
 
 
-def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    for owner in (getattr(loader, "sampler", None), loader):
-        if (set_epoch := getattr(owner, "set_epoch", None)) is not None:
-            set_epoch(epoch)
-            return
+def expect_stateful(loader: Any) -> None:
+    """Raise ValueError for a loader without a state of its own."""
+    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
+        raise ValueError(
+            f"a {type(loader).__name__} has no state_dict, load_state_dict; write from_loader(loader, "
+            "state.data_cursor), or give a loader that has them, such as torchdata's StatefulDataLoader"
+        )
 
 
-def _rows(batch: Any) -> int:
+def expect_saved(saved: Any, cursor: int, ranks: int) -> None:
+    """Raise ValueError unless `saved` is the state of batches after sample `cursor`."""
+    if not isinstance(saved, Mapping) or sorted(saved) != sorted(STATE):
+        raise ValueError(
+            f"saved is {sorted(saved) if isinstance(saved, Mapping) else f'a {type(saved).__name__}'}; give what "
+            "state_dict() of from_loader's batches returned"
+        )
+    if saved["ranks"] != ranks:
+        raise ValueError(
+            f"the loader's state is of {saved['ranks']} ranks with rows of their own and ranks={ranks}; resume on as "
+            "many, or give every rank a loader of the global batches and take its rows with local_batch"
+        )
+    if saved["samples"] * ranks != cursor:
+        raise ValueError(
+            f"the loader's state is after sample {saved['samples'] * ranks} and cursor={cursor}; give the two of one "
+            "checkpoint"
+        )
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, its sampler and its dataset the number of an epoch, where they take it."""
+    for owner in (getattr(loader, "sampler", None), getattr(loader, "dataset", None), loader):
+        if (tell := getattr(owner, "set_epoch", None)) is not None:
+            tell(epoch)
+
+
+def length_of(loader: Any) -> int | None:
+    """The batches of an epoch, where a loader knows them."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def expect_epoch(loader: Any, epoch: int) -> None:
+    """Raise ValueError if a loader that has begun an epoch has set its sampler to another one."""
+    sampler: Any = getattr(loader, "sampler", None)
+    if hasattr(sampler, "set_epoch") and getattr(sampler, "epoch", epoch) != epoch:
+        raise ValueError(
+            f"a {type(loader).__name__} set its sampler to epoch {sampler.epoch} and this is epoch {epoch}: it counts "
+            "epochs itself, from where this process began; give from_loader the DataLoader without it"
+        )
+
+
+def rows_of(batch: Any) -> int:
+    """The samples of a batch; raises ValueError for tensors that do not agree in them."""
     sizes = {len(x) for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()}
     if len(sizes) != 1 or sizes == {0}:
         raise ValueError(

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
@@ -54,6 +57,10 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
     the leaves that `LORA` does not match. If a mesh axis shards a dim of w, the factor that has this dim is sharded in
     the same way; the other factor is whole on all ranks, and its gradient is summed over that axis.
 
+    Of a model made from a module (see from_module, from_huggingface) the weights are as torch has them, [L, out, in],
+    `<name>_lora_a` is [L, rank, in] and `<name>_lora_b` [L, out, rank], as peft has them; `targets` says which, such as
+    `targets=r"[qv]_proj/weight$"`. An nn.Linear adds its product to its outputs; to another weight b a is added.
+
     Raises ValueError if `targets` matches no leaf of the blocks or one that is not [L, in, out], for a rank outside [1,
     min(in, out)], and for an alpha that is not a positive number. Differs from the paper, which does not state the
     deviation of a: with 1/√in, x a is as large as x.
@@ -67,7 +74,8 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
     names = _targets(targets, shapes, rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
-    config = LoRAConfig(model.config, rank, float(alpha), targets)
+    config, start = LoRAConfig(model.config, rank, float(alpha), targets), model.start
+    model = model._replace(start={})  # the functions below hold no weights
 
     def init(make: MakeLeaf) -> Tree:
         def beside(node: Tree, path: str) -> Tree:
@@ -76,15 +84,17 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
                 name = f"{path}/{key}"
                 out[key] = beside(value, name) if isinstance(value, dict) else value
                 if name in names:
-                    layers, size_in, size_out = shapes[name]
-                    out[f"{key}_lora_a"] = make(f"{name}_lora_a", (layers, size_in, rank), 1.0 / math.sqrt(size_in))
-                    out[f"{key}_lora_b"] = make(f"{name}_lora_b", (layers, rank, size_out), 0.0)
+                    (a, b), std = _factor_shapes(model, shapes[name], rank)
+                    out[f"{key}_lora_a"] = make(f"{name}_lora_a", a, std)
+                    out[f"{key}_lora_b"] = make(f"{name}_lora_b", b, 0.0)
             return out
 
         tree = model.init(make)
         return {part: beside(node, part) if is_stacked(f"{part}/") else node for part, node in tree.items()}
 
     def adapted(block: Block) -> Block:
+        if model.foreign:
+            return lambda params, x, ctx: block(_with_scale(params, config), x, ctx)
         return lambda params, x, ctx: block(_with_factors(params, config), x, ctx)
 
     def rules(mesh: Mesh) -> Rules[str]:
@@ -93,12 +103,13 @@ def lora(model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(at
         of_factors = [
             (f"^{re.escape(name)}_lora_{factor}$", text)
             for name in names
-            for factor, text in zip("ab", _factor_specs(texts.get(name) or texts[f"{name}/{CODES}"]))
+            for factor, text in zip("ab", _factor_specs(texts.get(name) or texts[f"{name}/{CODES}"], model.foreign))
         ]
         return (*of_factors, *base)
 
     # A gathered weight is more than the operand of one product.
-    return model._replace(config=config, init=init, block=map_blocks(model, adapted), rules=rules, linear="")
+    blocks = map_blocks(model, adapted)
+    return model._replace(config=config, init=init, block=blocks, rules=rules, linear="", start=start)
 
 
 def merge(model: Model, params: Tree) -> Tree:
@@ -119,6 +130,9 @@ def merge(model: Model, params: Tree) -> Tree:
             "that lora returned"
         )
     config = model.config
+    if model.foreign:
+        named = pytree.named_leaves(params)
+        return pytree.nest({name: product_of(named, name, model) for name in named if re.search(LORA, name) is None})
     in_blocks = {part: _with_factors(node, config) for part, node in params.items() if is_stacked(f"{part}/")}
     if kind := getattr(config, "kind", ""):
         in_blocks = weights_of(in_blocks, kind, config.block)
@@ -138,6 +152,32 @@ def _with_factors(node: Tree, config: LoRAConfig) -> Tree:
     return out
 
 
+def _with_scale(node: Tree, config: LoRAConfig) -> Tree:
+    """The tree with each factor b times alpha / rank."""
+    scale = config.alpha / config.rank
+    return pytree.map_named(lambda name, leaf: leaf * scale if name.endswith("_lora_b") else leaf, node)
+
+
+def product_of(named: Mapping[str, Any], name: str, model: Model | None) -> Any:
+    """The weight [..., out, in] called `name` of a model made from a module, with alpha / rank times the product of its
+    factors, if it has any; summed in float32 or wider, and rounded once.
+    """
+    w = named[name]
+    if model is None or f"{name}_lora_a" not in named:
+        return w
+    wide, scale = torch.promote_types(w.dtype, torch.float32), model.config.alpha / model.config.rank
+    a, b = (named[f"{name}_lora_{factor}"].to(wide) for factor in "ab")
+    return (w + scale * (b @ a)).to(w.dtype)
+
+
+def _factor_shapes(model: Model, shape: tuple[int, ...], rank: int) -> tuple[list[tuple[int, ...]], float]:
+    """([shape of a, shape of b], the standard deviation of a) beside a weight."""
+    layers, first, second = shape
+    if model.foreign:
+        return [(layers, rank, second), (layers, first, rank)], 1.0 / math.sqrt(second)
+    return [(layers, first, rank), (layers, rank, second)], 1.0 / math.sqrt(first)
+
+
 def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> list[str]:
     """The names of the leaves that get factors."""
     names = block_weights("lora", targets, shapes)
@@ -150,11 +190,15 @@ def _targets(targets: str, shapes: dict[str, tuple[int, ...]], rank: int) -> lis
     return names
 
 
-def _factor_specs(text: str) -> tuple[str, str]:
-    """The spec texts of the factors of a leaf: from "[L, D, H/tp]" follow "[L, D, R] +tp" and "[L, R, H/tp]"."""
+def _factor_specs(text: str, foreign: bool = False) -> tuple[str, str]:
+    """The spec texts of the factors of a leaf: from "[L, D, H/tp]" follow "[L, D, R] +tp" and "[L, R, H/tp]"; of a
+    module's, "[L, R, H/tp]" and "[L, D, R]", whose gradients owe no sum.
+    """
     spec = Spec.parse(text)
     layers, size_in, size_out = (dim.strip() for dim in text[text.index("[") + 1 : text.index("]")].split(","))
     memory = "" if spec.memory == "device" else f" @{spec.memory}"
+    if foreign:
+        return f"[{layers}, R, {size_out}]{memory}", f"[{layers}, {size_in}, R]{memory}"
 
     def owed(dim: int) -> str:
         return "".join(f" +{axis}" for axis in sorted({*spec.partial, *spec.dims[dim]})) + memory

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,6 +52,13 @@ class Parts:
         self.held.pop(id(x), None)
 
 
+class Factors(NamedTuple):
+    """What LoRA adds to a weight [out, in] of a linear layer: b a."""
+
+    a: Tensor  # [R, in]
+    b: Tensor  # [out, R], times LoRA's scale
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a copied module."""
@@ -60,15 +67,17 @@ class Call:
     rows: int  # samples in the batch
     times: Counter[str] = field(default_factory=Counter)  # that each dropout was called
     parts: Parts = field(default_factory=Parts)
+    factors: dict[str, Factors] = field(default_factory=dict)  # by the name of a linear layer
+    used: set[str] = field(default_factory=set)  # the linear layers with factors that were called
 
 
 CALL: ContextVar[Call] = ContextVar("CALL")
 
 
 @contextlib.contextmanager
-def calling(ctx: Ctx, rows: int) -> Iterator[Call]:
-    """The Ctx of the calls of copied modules within."""
-    call = Call(ctx, rows)
+def calling(ctx: Ctx, rows: int, factors: dict[str, Factors] | None = None) -> Iterator[Call]:
+    """The Ctx of the calls of copied modules within. factors: LoRA's, by the name of a linear layer."""
+    call = Call(ctx, rows, factors=factors or {})
     token = CALL.set(call)
     try:
         yield call
@@ -170,18 +179,61 @@ def split_linears(
         for stack, some in linears.items():
             for name in [name for name in some if re.search(pattern, name)]:
                 for layer in templates[stack] if way == "rows" else ():
-                    linear = cast(nn.Linear, layer.get_submodule(name))
-                    vars(linear)["forward"] = partial(rows, name, linear)
+                    one = cast(nn.Linear, layer.get_submodule(name))
+                    vars(one)["forward"] = partial(rows, name, one)
                 leaves = [leaf for leaf, _ in some[name].named_parameters()]
                 specs[stack] |= {f"{name}.{leaf}".lstrip("."): TP[way][leaf] for leaf in leaves}
     return specs
 
 
-def rows(name: str, linear: nn.Linear, x: Tensor) -> Tensor:
+def key_linears(layer: nn.Module) -> set[str]:
+    """Have the linear layers of a copied layer add the factors that a call has for them; returns their names."""
+    found = {name: one for name, one in layer.named_modules() if type(one) is nn.Linear}
+    for name, one in found.items():
+        vars(one)["forward"] = partial(linear, name, one)
+    return set(found)
+
+
+def linear(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+    """The outputs of a linear layer, with LoRA's product where the call has factors for it."""
+    if name not in CALL.get().factors:
+        return F.linear(x, layer.weight, layer.bias)
+    y = product(name, layer, x)
+    return y if layer.bias is None else y + layer.bias
+
+
+def product(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+    """x wᵀ, or x (w + b a)ᵀ, of which b a is never made."""
+    call = CALL.get()
+    y = F.linear(x, layer.weight)
+    if name not in call.factors:
+        return y
+    call.used.add(name)
+    a, b = call.factors[name]
+    return y + F.linear(F.linear(x, a), b)
+
+
+def expect_called(call: Call) -> None:
+    """Raise ValueError if a linear layer that has factors was not called, so that they would never be trained."""
+    for name in call.factors:
+        if name not in call.used:
+            raise ValueError(
+                f"lora: the layer's code uses {name}.weight without a call of {name}, so that nothing is added to it; "
+                "leave it out of targets"
+            )
+
+
+def split_factors(specs: Mapping[str, str], name: str, factors: Factors) -> list[Tensor]:
+    """The factors of a linear layer that tp splits with its weight: a with its inputs, b with its outputs."""
+    text = specs.get(f"{name}.weight", "")
+    return [factors.a] if text == TP["rows"]["weight"] else [factors.b] if text else []
+
+
+def rows(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
     """The outputs of a linear layer, summed over the ranks' inputs."""
     call = CALL.get()
     if call.ctx.mesh["tp"].size == 1:
-        return F.linear(x, linear.weight, linear.bias)
-    y = leave(F.linear(x, linear.weight), call.ctx, f"blocks/{name}")
+        return linear(name, layer, x)
+    y = leave(product(name, layer, x), call.ctx, f"blocks/{name}")
     call.parts.remove(y)
-    return y if linear.bias is None else y + linear.bias
+    return y if layer.bias is None else y + layer.bias

@@ -19,7 +19,17 @@ from fzero.core.pytree import Tree
 from fzero.core.stack import Blocks
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.loss_of import loss_of
-from fzero.models.module_calls import CALL, Regions, calling, key_dropouts, split_linears
+from fzero.models.module_calls import (
+    CALL,
+    Factors,
+    Regions,
+    calling,
+    expect_called,
+    key_dropouts,
+    key_linears,
+    split_factors,
+    split_linears,
+)
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, function_of, split
 from fzero.sharding import Mesh, Rules
@@ -46,6 +56,14 @@ class Prepared(NamedTuple):
     stacked: dict[str, dict[str, Tensor]]  # of each stack's layers, [L, ...], or [1, ...] where all have the same
 
 
+class LayerLeaves(NamedTuple):
+    """What a layer is called with beside x."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    factors: dict[str, Factors]  # LoRA's, by the name of a linear layer
+
+
 class Layered:
     """The functions of the Model of a module with layers.
 
@@ -58,6 +76,7 @@ class Layered:
         self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
         every = [layer for some in self.templates.values() for layer in some]
         self.dropout = max(map(key_dropouts, [self.skeleton, *every]))
+        self.linears = {stack: key_linears(layer) for stack, some in self.templates.items() for layer in some}
         self.specs = split_linears(self.templates, tp, found)
         # Shapes alone: the Model's `start` has the values, and nothing else holds them.
         self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
@@ -94,7 +113,7 @@ class Layered:
         one_stack = self.functions("blocks") if "blocks" in self.stacks else None
         return Model(
             config=ModuleConfig(self.name, sum(len(layers.names) for layers in self.stacks.values()), self.dropout),
-            init=lambda make: init(start, make),
+            init=partial(init, {name: one.shape for name, one in start.items()}),
             embed=self.embed,
             block=one_stack or {stack: self.functions(stack) for stack in self.stacks},
             join={stack: partial(self.join, stack) for stack in list(self.stacks)[1:]},
@@ -158,8 +177,9 @@ class Layered:
         args, kwargs = self.splits[prepared.split].arguments_of(kind, x, prepared.beside)
         stacked = prepared.stacked[kind.stack]
         buffers = {name: layer_buffer(leaf, ctx.layer, first) for name, leaf in stacked.items()}
+        leaves = self.leaves_of(kind, dotted(params, ctx.dtype), buffers)
         try:
-            out = self.call_layer(kind, dotted(params, ctx.dtype), buffers, args, kwargs, ctx, prepared.rows)
+            out = self.call_layer(kind, leaves, args, kwargs, ctx, prepared.rows)
         except RuntimeError as error:
             tp = ctx.mesh["tp"].size
             if tp == 1:
@@ -170,25 +190,34 @@ class Layered:
             ) from error
         return (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
 
-    def call_layer(
-        self,
-        kind: Kind,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        args: Any,
-        kwargs: Any,
-        ctx: Ctx,
-        rows: int,
-    ) -> Any:
-        """What the layer of a kind with these parameters and buffers returns."""
-        template, leaves = self.templates[kind.stack][kind.number], {**params, **buffers}
-        with calling(ctx, rows) as call:
+    def leaves_of(self, kind: Kind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> LayerLeaves:
+        """A layer's parameters and buffers, with LoRA's factors apart; those of other weights than its linear layers'
+        are added here.
+        """
+        factors = {}
+        for name in [name.removesuffix("_lora_a") for name in params if name.endswith("_lora_a")]:
+            pair = Factors(params.pop(f"{name}_lora_a"), params.pop(f"{name}_lora_b"))
+            owner, _, leaf = name.rpartition(".")
+            if leaf == "weight" and owner in self.linears[kind.stack]:
+                factors[owner] = pair
+            else:
+                params[name] = params[name] + pair.b @ pair.a
+        return LayerLeaves(params, buffers, factors)
+
+    def call_layer(self, kind: Kind, leaves: LayerLeaves, args: Any, kwargs: Any, ctx: Ctx, rows: int) -> Any:
+        """What the layer of a kind with these leaves returns."""
+        template, given = self.templates[kind.stack][kind.number], {**leaves.params, **leaves.buffers}
+        with calling(ctx, rows, leaves.factors) as call:
             if ctx.mesh["tp"].size == 1:
-                return torch.func.functional_call(template, leaves, args, kwargs)
+                out = torch.func.functional_call(template, given, args, kwargs)
+                expect_called(call)
+                return out
             specs = self.specs[kind.stack]
-            call.parts.add([params[name] for name, text in specs.items() if "/tp" in text])
+            call.parts.add([leaves.params[name] for name, text in specs.items() if "/tp" in text])
+            call.parts.add([part for n, pair in leaves.factors.items() for part in split_factors(specs, n, pair)])
             with Regions(call):
-                out = torch.func.functional_call(template, leaves, args, kwargs)
+                out = torch.func.functional_call(template, given, args, kwargs)
+            expect_called(call)
             if any(leaf in call.parts for leaf in pytree.leaves(out)):
                 raise ValueError(
                     "tp: what a layer returns is a rank's part; after linear layers of kind 'columns' one of kind "
@@ -245,7 +274,7 @@ class Layered:
             watch.keep(f"the buffer {name} of a layer", leaf)
         watch.recorded = False  # a layer is not run as a graph
         try:
-            return self.call_layer(kind, params, buffers, args, kwargs, ctx, call.rows)
+            return self.call_layer(kind, LayerLeaves(params, buffers, {}), args, kwargs, ctx, call.rows)
         finally:
             watch.recorded = True
 
@@ -339,7 +368,8 @@ def dotted(params: Tree, dtype: torch.dtype) -> dict[str, Tensor]:
     for name, leaf in named.items():
         if not isinstance(leaf, Tensor):
             raise ValueError(
-                f"{name} is a {type(leaf).__name__} and a module takes tensors; models.lora is for fzero's own models"
+                f"{name} is a {type(leaf).__name__} and a module takes tensors; models.quantized is for fzero's own "
+                "models"
             )
     return {name.replace("/", "."): leaf.to(dtype) for name, leaf in named.items()}
 
@@ -349,9 +379,9 @@ def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
     return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
 
 
-def init(start: Mapping[str, Start], make: MakeLeaf) -> Tree:
-    """The parameter tree: every leaf begins with what is given."""
-    made = {name: make(name, one.shape, 0.0) for name, one in start.items()}
+def init(shapes: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:
+    """The parameter tree: every leaf begins with what the model's `start` has of it."""
+    made = {name: make(name, shape, 0.0) for name, shape in shapes.items()}
     parts = pytree.nest(made)
     return (
         {"embed": {}} | {name: part for name, part in parts.items() if name != "head"} | {"head": parts.get("head", {})}
@@ -371,6 +401,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     buffers = Constants(values, module.state_dict(keep_vars=True))
     parameters = dict(body.named_parameters())
     start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
+    shapes = {name: one.shape for name, one in start.items()}
     seen: set[Any] = set()  # shapes of batches whose program was watched
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
@@ -387,20 +418,20 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
 
     return Model(
         config=ModuleConfig(type(module).__name__, 0, dropout),
-        init=lambda make: init(start, make),
+        init=partial(init, shapes),
         embed=lambda params, batch, ctx: (),
         block={},
         head=head,
         logits=no_logits,
-        rules=lambda mesh: whole_rules(start, mesh),
+        rules=partial(whole_rules, shapes),
         prepare=prepare,
         start=start,
         frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
     )
 
 
-def whole_rules(start: Mapping[str, Start], mesh: Mesh) -> Rules[str]:
+def whole_rules(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Rules[str]:
     """The sharding rules of a module that is not split: nothing is over tp."""
     if mesh["tp"].size > 1:
         raise ValueError(f"tp={mesh['tp'].size}: this module is trained whole, and tp splits layers; use dp")
-    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(one.shape))}]") for n, one in start.items()]
+    return [(f"^{re.escape(n)}$", f"[{', '.join('·' * len(shape))}]") for n, shape in shapes.items()]

@@ -106,17 +106,6 @@ def _numel(part: RowBlock, shape: tuple[int, ...]) -> int:
     return (part.rows[1] - part.rows[0]) * math.prod(chunk[1:])
 
 
-def params_of_leaves(names: list[str], params: list[str]) -> dict[str, str | None]:
-    """{name of a leaf of a state: name of its parameter}; None for a leaf of no parameter, such as a count of steps."""
-    known = set(params)
-    found: dict[str, str | None] = {}
-    for name in names:
-        parts = name.split("/")
-        tails = ("/".join(parts[i:]) for i in range(1, len(parts)))
-        found[name] = next((tail for tail in tails if tail in known), None)
-    return found
-
-
 class BlockRead(NamedTuple):
     """The rows of a row block where they rest: in a leaf in memory, or in the buffer of a read from a disk."""
 

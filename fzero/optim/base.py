@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
+from fzero.optim.in_units import add_in_units
 
 Schedule = Callable[[Tensor | int], Tensor]
 
@@ -71,7 +72,9 @@ class GradientTransformation(NamedTuple):
         ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
         way, and `bind` does it by hand.
 
-    Only the first three are needed to write one:
+    Only the first three are needed to write one. Where its state has the names of the parameters (as a tree of moments
+    made by `pytree.map`), `update` is then called with one leaf, or a layer of it, at a time, and its result added in
+    place; an offloaded state is streamed through it.
 
     >>> half = GradientTransformation(
     ...     init=lambda params: (),
@@ -126,7 +129,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
     """Return `(params, state)` after one step of `tx`, overwriting the buffers of all three trees.
 
-    It calls `tx.apply` if there is one, else `tx.donate` or `tx.update` and adds in place.
+    It calls `tx.apply` if there is one, else `tx.donate` and adds in place; else `tx.update`, one leaf or layer at a
+    time where `tx.unit` and the names in its state allow it.
 
     >>> tx, params = sgd(0.5), {"w": torch.tensor([1.0, 2.0])}
     >>> new, state = apply_in_place(tx, {"w": torch.ones(2)}, tx.init(params), params)
@@ -135,6 +139,11 @@ def apply_in_place(tx: GradientTransformation, grads: Tree, state: Tree, params:
     """
     if tx.apply is not None:
         return tx.apply(grads, state, params)
+    if tx.donate is None and "tree" not in (tx.unit, tx.needs):
+        # A state may begin with one tensor for two leaves, or with the parameters themselves.
+        done = add_in_units(tx.update, grads, distinct((params, state))[1], params)
+        if done is not None:
+            return done
     updates, state = (tx.donate or tx.update)(grads, state, params)
     return pytree.map(lambda p, u: p.add_(u), params, updates), state
 

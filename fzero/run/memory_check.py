@@ -25,7 +25,6 @@ from fzero.models.presets import family_of
 from fzero.models.sizes import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
-from fzero.offload.update_units import params_of_leaves
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -87,7 +86,7 @@ def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
     train/update/speculation.py)."""
     kept = ("master", "opt_state") if job.policy.has_master else ("params", "opt_state")
     stacked = [name for name in job.plan.leaves if is_stacked(name) and name not in job.plan.frozen]
-    owner = params_of_leaves([name for name in leaves if name.split("/")[0] in kept], stacked)
+    owner = pytree.owners([name for name in leaves if name.split("/")[0] in kept], stacked)
     return sum(leaves[name][1] for name, of in owner.items() if of is not None and leaves[name][0] != "nvme")
 
 

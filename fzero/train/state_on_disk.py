@@ -18,7 +18,7 @@ from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
-from fzero.offload.update_units import RowBlock, params_of_leaves
+from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
@@ -35,7 +35,7 @@ def on_disk(plan: Plan) -> bool:
 
 def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
     """{leaf of the state: its parameter, or None}."""
-    return params_of_leaves(pytree.names(state), pytree.names(plan.like))
+    return pytree.owners(pytree.names(state), pytree.names(plan.like))
 
 
 def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
@@ -169,7 +169,7 @@ def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     if nvme is None or nvme.store is None:
         return
     leaves = pytree.named_leaves(state)
-    owner = params_of_leaves(list(leaves), pytree.names(state.params))
+    owner = pytree.owners(list(leaves), pytree.names(state.params))
     names = [name for name in leaves if owner[name] is None]
     small = dict(zip(names, gpu.start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from fzero.core import pytree
 from fzero.core.arguments import expect_kind
+from fzero.models.base import Model
+from fzero.models.lora import LORA, LoRAConfig, product_of
 from fzero.models.module_layers import CannotSplit, Stacks, choices
 from fzero.offload import DiskTensor
 from fzero.sharding import Plan, Spec
@@ -20,12 +23,18 @@ from fzero.train.state import TrainState, expect_alive
 
 @torch.no_grad()
 def to_module(
-    state: TrainState, module: nn.Module, plan: Plan | None = None, *, layers: str | Sequence[str] | None = None
+    state: TrainState,
+    module: nn.Module,
+    plan: Plan | None = None,
+    *,
+    layers: str | Sequence[str] | None = None,
+    model: Model | None = None,
 ) -> nn.Module:
     """Write the parameters of a state into the module that its Model was made from (see from_module), and return it.
 
     module: that one, or another of the same class and sizes. plan: the plan of the state, where ranks hold shards of
-    it; every rank then gets all weights. layers: as it was given to from_module.
+    it; every rank then gets all weights. layers: as it was given to from_module. model: the one that `models.lora`
+    returned, of a state with its factors, whose products are added to the weights.
 
     Master weights are taken where the state has them, so that a module in float32 gets every bit; else the value is
     converted to the dtype of the module's parameter. Buffers stay as they are.
@@ -46,7 +55,7 @@ def to_module(
     expect_alive(state.step)
     parameters = dict(module.named_parameters())
     left = dict.fromkeys(parameters)
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers)):
+    for name, value in whole_values(state, plan, stacks_of(state, module, layers), model):
         if name not in parameters:
             raise ValueError(f"the state has {name!r} and the module has not{pytree.nearest(name, parameters)}")
         shape, wanted = list(value.shape), list(parameters[name].shape)
@@ -79,20 +88,38 @@ def stacks_of(state: TrainState, module: nn.Module, layers: str | Sequence[str] 
     return found[counts.index(depths)]
 
 
-def whole_values(state: TrainState, plan: Plan | None, stacks: Stacks) -> Iterator[tuple[str, Tensor]]:
-    """(name of a parameter of the module, its value) for all leaves of a state, layer by layer."""
-    masters = pytree.named_leaves(state.master)
-    for leaf, rest in pytree.named_leaves(state.params).items():
-        held = masters.get(leaf, rest)
-        spec = Spec()
+def whole_values(
+    state: TrainState, plan: Plan | None, stacks: Stacks, model: Model | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name of a parameter of the module, its value) for all leaves of a state, layer by layer.
+
+    model: of LoRA, whose products are added. Raises ValueError for factors without it.
+    """
+    leaves, masters = pytree.named_leaves(state.params), pytree.named_leaves(state.master)
+    with_lora = [leaf for leaf in leaves if re.search(LORA, leaf)]
+    if with_lora and (model is None or not isinstance(model.config, LoRAConfig)):
+        raise ValueError(f"the state has {with_lora[0]}, a factor of LoRA; give model=, what models.lora returned")
+
+    def value_of(leaf: str, layer: int | None) -> Tensor:
+        held, spec = masters.get(leaf, leaves[leaf]), Spec()
         if plan is not None:
             spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
+        spec = spec if layer is None else Spec(spec.dims[1:])
+        return gathered(read(held, layer), spec, plan, leaf)
+
+    def adapted(leaf: str, layer: int | None) -> Tensor:
+        names = [name for name in (leaf, f"{leaf}_lora_a", f"{leaf}_lora_b") if name in leaves]
+        return product_of({name: value_of(name, layer) for name in names}, leaf, model)
+
+    for leaf in leaves:
         part, name = leaf.replace("/", ".").split(".", 1)
+        if leaf in with_lora:
+            continue
         if not is_stacked(leaf):
-            yield name, gathered(read(held), spec, plan, leaf)
+            yield name, adapted(leaf, None)
             continue
         for i, layer in enumerate(stacks[part].names):
-            yield f"{layer}.{name}", gathered(read(held, i), Spec(spec.dims[1:]), plan, leaf)
+            yield f"{layer}.{name}", adapted(leaf, i)
 
 
 def read(leaf: Any, layer: int | None = None) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.convert.dcp import METADATA, open_dcp
 from fzero.checkpoint.convert.deepspeed import FP32, ZERO, find_universal, is_plain_deepspeed, open_universal
 from fzero.checkpoint.convert.huggingface_read import leaves_of, read_hf_config, tensors_of
 from fzero.checkpoint.convert.safetensors import Entry
@@ -38,6 +37,9 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
     config: the config.json of transformers with its sizes; None takes the one in the folder. dtype: of the leaves; None
     keeps the stored one. Raises ValueError of one line for an unknown folder, for a missing config, and naming a tensor
     that is missing, unexpected, or of another shape or dtype. A damaged tensor is found only when it is read."""
+    # Not above: torch's reader imports sympy and DTensor, most of a second of any run, which imports this file.
+    from fzero.checkpoint.convert.dcp import METADATA, open_dcp
+
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder}: {'is not a folder' if folder.exists() else 'no such folder'}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.checkpoint.convert.transformers_weights import weights_of
@@ -79,13 +81,15 @@ def to_huggingface(
     *,
     task: str = "",
     layers: str | Sequence[str] | None = None,
+    model: Model | None = None,
 ) -> Path:
     """Write the parameters of a state into a new folder that transformers loads bit by bit, and return its path.
 
     source, task, layers: those that from_huggingface was given. plan: the plan of the state, where ranks hold shards of
     it; every rank must call this, and the first one writes. Names and layouts are those of save_pretrained; master
-    weights are taken where the state has them. The first rank holds all weights on the host meanwhile. The folder
-    appears when it is complete.
+    weights are taken where the state has them. model: the one that `models.lora` returned, of a state with its factors,
+    whose products are added to the weights. The first rank keeps the weights in a nameless file beside the folder
+    meanwhile, and holds one of its files of 5 GB at most in memory. The folder appears when it is complete.
 
     Communicates: see to_module, and a barrier. Raises ValueError if the folder exists, and for a state of another
     model.
@@ -102,11 +106,11 @@ def to_huggingface(
     first = plan is None or plan.mesh.rank == 0
     parameters = dict(module.named_parameters())
     values = {name: leaf for name, leaf in module.state_dict().items() if not leaf.is_meta}
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers)):
+    for name, value in whole_values(state, plan, stacks_of(state, module, layers), model):
         if name not in parameters or value.shape != parameters[name].shape:
             raise ValueError(f"{name} {list(value.shape)} is no parameter of {type(module).__name__} by the source")
         if first:
-            values[name] = value.detach().to("cpu", copy=True)
+            values[name] = on_disk(value.detach(), target.parent)
     if first:
         dtypes = {values[name].dtype for name in parameters}
         module.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
@@ -116,6 +120,16 @@ def to_huggingface(
     return target
 
 
+def on_disk(value: Tensor, folder: Path) -> Tensor:
+    """A copy of a tensor in a file without a name: the host's memory need not hold it, and nobody removes it."""
+    if not value.numel():
+        return value.cpu()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+    return held.copy_(value)
+
+
 def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     """Write a folder by transformers' own save_pretrained; it appears when it is complete."""
     if hasattr(module.config, "use_cache"):
@@ -123,7 +137,7 @@ def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     partly = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partly, ignore_errors=True)
     try:
-        module.save_pretrained(partly, state_dict=values)
+        module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
         partly.rename(target)
     except BaseException:
         shutil.rmtree(partly, ignore_errors=True)

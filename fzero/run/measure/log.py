@@ -22,7 +22,7 @@ from fzero.run import run_folder
 from fzero.run.build import Job
 from fzero.run.measure import norms
 from fzero.run.measure.flops import TokenFlop
-from fzero.run.measure.loggers import Log, open_loggers
+from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock, Stretch
 from fzero.train.state import TrainState
@@ -197,7 +197,11 @@ def process_peak_bytes() -> int:
 
 @contextlib.contextmanager
 def metrics_writer(
-    folder: Path, first: int, show: Log, loggers: Sequence[str], config: Mapping[str, Any]
+    folder: Path,
+    first: int,
+    show: Callable[[Mapping[str, Any]], None],
+    loggers: Sequence[str],
+    config: Mapping[str, Any],
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A context of a function that writes a step's row to metrics.jsonl, the terminal and the loggers."""
     path = folder / run_folder.METRICS
@@ -211,7 +215,7 @@ def metrics_writer(
             with naming(path):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-            log(row)
+            log(row["step"], row)
             show(row)
 
         yield record

@@ -11,11 +11,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from fzero.core import pytree
 from fzero.core.foreign import read_text_file
 from fzero.core.pytree import nearest
 from fzero.core.storage import naming, write_text
+from fzero.sharding import Mesh
 
-Log = Callable[[Mapping[str, Any]], None]  # takes the row of a step: its "step", and values by name
+Log = Callable[[int, Any], None]  # takes the number of a step, and its values
 LOGGERS = ("tensorboard", "wandb", "csv")
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
@@ -31,31 +35,42 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ValueError(f"train.loggers has {name!r} and its package is not installed: pip install fzero[{name}]")
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row besides its step, as loggers draw them.
+def numbers(values: Any) -> dict[str, float]:
+    """The numbers among the values of a step, as loggers draw them; a tensor of one element is waited for.
 
     >>> numbers({"step": 3, "loss": 1.5, "skipped": False, "phases": {"forward": 0.1}})
     {'loss': 1.5, 'skipped': False}
     """
+    row = values if isinstance(values, Mapping) else pytree.named_leaves(values)
+    row = {name: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for name, x in row.items()}
     return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
 
 
 @contextlib.contextmanager
 def open_loggers(
-    names: Sequence[str], folder: Path, *, first: int = 0, config: Mapping[str, Any] | None = None
+    names: Sequence[str],
+    folder: str | Path,
+    *,
+    first: int = 0,
+    config: Mapping[str, Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> Iterator[Log]:
-    """A context of a function that gives a step's row to all loggers of these names.
+    """A context of a function `log(step, values)` that gives the numbers of a step to all loggers of these names.
 
-    names: of LOGGERS; "auto" is TensorBoard if it is installed. folder: of the run; TensorBoard writes `tensorboard/`,
-    wandb `wandb/` and csv `metrics.csv` there. first: the step before the first row; later rows of an earlier attempt
-    are dropped. config: shown by wandb beside the run.
+    names: "tensorboard", "wandb", "csv"; "auto" is TensorBoard if it is installed. folder: of the run; TensorBoard
+    writes `tensorboard/`, wandb `wandb/` and csv `metrics.csv` there. first: the step before the first one that is
+    logged, such as `int(state.step)` of a resumed state; later rows of an earlier attempt are dropped. config: shown by
+    wandb beside the run. mesh: its first rank logs, and what the others log is dropped; None: this process logs.
+
+    step: a whole number. values: a dict of numbers and tensors of one element, or the Metrics of a step. The function
+    may also be the `log` of Options: see docs/recipes.md.
     Raises ValueError for an unknown name, and for one whose package is not installed.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> with open_loggers(["csv"], folder) as log:
     ...     for step in (1, 2):
-    ...         log({"step": step, "loss": 1.0 / step})
+    ...         log(step, {"loss": 1.0 / step})
     >>> print((folder / "metrics.csv").read_text().strip())
     step,loss
     1,1.0
@@ -64,12 +79,17 @@ def open_loggers(
     check_loggers(names)
     found = importlib.util.find_spec("tensorboard") is not None
     wanted = dict.fromkeys(one for name in names for one in (("tensorboard",) * found if name == "auto" else (name,)))
+    if mesh is not None and mesh.rank != 0:
+        wanted = {}
     with ExitStack() as stack:
-        logs = [stack.enter_context(OPENERS[name](folder, first, config or {})) for name in wanted]
+        if wanted:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        logs = [stack.enter_context(OPENERS[name](Path(folder), first, config or {})) for name in wanted]
 
-        def log(row: Mapping[str, Any]) -> None:
+        def log(step: int, values: Any) -> None:
+            row = numbers(values) if logs else {}
             for each in logs:
-                each(row)
+                each(int(step), row)
 
         yield log
 
@@ -80,9 +100,9 @@ def _tensorboard(folder: Path, first: int, config: Mapping[str, Any]) -> Iterato
 
     with SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) as board:
 
-        def log(row: Mapping[str, Any]) -> None:
-            for name, value in numbers(row).items():
-                board.add_scalar(name, value, row["step"])
+        def log(step: int, row: Mapping[str, float]) -> None:
+            for name, value in row.items():
+                board.add_scalar(name, value, step)
 
         yield log
 
@@ -94,7 +114,7 @@ def _wandb(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]
     # A resumed attempt continues the run of its folder; steps that wandb has already are passed over by it.
     run = wandb.init(dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=dict(config))
     try:
-        yield lambda row: run.log(numbers(row), step=row["step"])
+        yield lambda step, row: run.log(row, step=step)
     finally:
         run.finish()
 
@@ -111,8 +131,8 @@ def _csv(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
     if rows:
         write_rows(path, columns, [row for row in rows if int(row["step"]) <= first])
 
-    def log(row: Mapping[str, Any]) -> None:
-        values = {"step": row["step"], **numbers(row)}
+    def log(step: int, row: Mapping[str, float]) -> None:
+        values = {"step": step, **row}
         if new := [name for name in values if name not in columns]:
             rows = list(csv.DictReader(read_text_file(path).splitlines())) if path.is_file() else []
             columns.extend(new)

@@ -30,12 +30,12 @@ from fzero.offload.update_units import (
     begin_ahead,
     begin_unit,
     cut_units,
-    params_of_leaves,
     read_block,
 )
 from fzero.optim import GradientTransformation, apply_in_place
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
+from fzero.optim.in_units import columns_of
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.update.in_memory import Gradients, on_host, split_names
@@ -344,14 +344,6 @@ class Update:
         self.settle()
         body = pytree.map_named(lambda column, leaf: self.shared.get(column, leaf), self.body)
         return self.state._replace(opt_state=self.how.parts.whole(self.state.opt_state, body))
-
-
-def columns_of(body: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str, str | None]]:
-    """({name: leaf of an optimizer's state}, {name: its parameter, None for a leaf of none})."""
-    columns = pytree.named_leaves(body)
-    # Names of the body's leaves have no path prefix if the body is itself a parameter tree.
-    owner = params_of_leaves([f"/{name}" for name in columns], params)
-    return columns, {name.removeprefix("/"): owner for name, owner in owner.items()}
 
 
 def emit(targets: Tree, copies: Mapping[str, Tensor]) -> Tree:

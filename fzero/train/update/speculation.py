@@ -22,10 +22,11 @@ from fzero.core import pytree
 from fzero.core.gpu import Copied
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import OFF, begin_ahead
+from fzero.optim.in_units import columns_of
 from fzero.sharding import Plan
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import Gradients
-from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update, columns_of
+from fzero.train.update.offloaded import AHEAD, StreamedUpdate, Update
 from fzero.train.update.old_values import OldValues
 
 

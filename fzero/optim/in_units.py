@@ -1,0 +1,68 @@
+"""An update in place by a transformation that only has the pure form: one leaf, or layer of a leaf, at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.sharding.slices import is_stacked
+
+
+def columns_of(state: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """({name: leaf of an optimizer's state}, {name: its parameter, None for a leaf of none})."""
+    columns = pytree.named_leaves(state)
+    # Names of the state's leaves have no path prefix if the state is itself a parameter tree.
+    owner = pytree.owners([f"/{name}" for name in columns], params)
+    return columns, {name.removeprefix("/"): of for name, of in owner.items()}
+
+
+@torch.no_grad()
+def add_in_units(
+    update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], grads: Tree, state: Tree, params: Tree
+) -> tuple[Tree, Tree] | None:
+    """(params, state) after `update` and the addition, in their buffers; temporaries have the size of one layer.
+
+    `update` is called with trees of one leaf, or one layer [1, ...] of a stacked one. None, with nothing changed, where
+    the state's leaves cannot be told apart by the names of parameters: what is of none must be a single number.
+    """
+    leaves, g_of = pytree.named_leaves(params), pytree.named_leaves(grads)
+    columns, owner = columns_of(state, list(leaves))
+    shared = [name for name, of in owner.items() if of is None]
+    if any(columns[name].dim() for name in shared) or (shared and not all(p.dim() for p in leaves.values())):
+        return None
+    names = pytree.map_named(lambda name, _: name, params), pytree.map_named(lambda name, _: name, state)
+    parts = {}
+    for leaf in leaves:
+        like = pytree.prune(names[0], lambda name, leaf=leaf: name == leaf)
+        held = pytree.prune(names[1], lambda name, leaf=leaf: owner[name] in (None, leaf))
+        if pytree.leaves(like) != [leaf] or any(owner[name] not in (None, leaf) for name in pytree.leaves(held)):
+            return None  # a tuple of leaves, of which none can be left out
+        parts[leaf] = like, held
+    after: dict[str, Tensor] = {}
+    for leaf, (like, held) in parts.items():
+        own = [columns[name] for name in pytree.leaves(held) if owner[name] is not None]
+        p, layers = leaves[leaf], 0
+        if is_stacked(leaf) and p.dim() and all(x.shape[:1] == p.shape[:1] for x in own):
+            layers = p.shape[0]
+        for layer in range(layers) if layers else [None]:
+
+            def cut(x: Tensor, layer: int | None = layer) -> Tensor:
+                return x if layer is None else x[layer : layer + 1]
+
+            def part_of(name: str, cut: Callable[[Tensor], Tensor] = cut) -> Tensor:
+                return columns[name] if owner[name] is None else cut(columns[name])
+
+            before = pytree.from_named({leaf: cut(g_of[leaf])}, like), pytree.map(part_of, held)
+            updates, new = update(*before, pytree.from_named({leaf: cut(p)}, like))
+            cut(p).add_(pytree.leaves(updates)[0])
+            for name, value in zip(pytree.leaves(held), pytree.leaves(new)):
+                if owner[name] is None:
+                    after[name] = value
+                else:
+                    part_of(name).copy_(value)
+    return params, pytree.map_named(lambda name, x: after.get(name, x), state)
