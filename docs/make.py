@@ -12,7 +12,7 @@ import pdoc
 import fzero
 
 # The modules of fzero that have a page beside its own. core.prng is fzero.random, core.pytree is fzero.pytree.
-PAGES = ("optim", "models", "sharding", "checkpoint", "data", "core.pytree", "core.prng")
+PAGES = ("optim", "models", "sharding", "sharding.pipeline", "checkpoint", "data", "core.pytree", "core.prng")
 
 
 def make(folder: Path) -> None:
@@ -25,8 +25,9 @@ def make(folder: Path) -> None:
         warnings.simplefilter("error")  # a name that does not resolve would be left out
         # The fields of a NamedTuple are shown with their types as the source has them.
         warnings.filterwarnings("ignore", "Error parsing type annotation")
-        pages = [f"fzero.{name}" for name in PAGES]
-        pdoc.pdoc("fzero", "!fzero[.]", *pages, *(f"!{page}[.]" for page in pages), output_directory=folder)
+        # Each with nothing below it; what has a page of its own below another one is named after that one.
+        pages = [part for name in PAGES for part in (f"fzero.{name}", f"!fzero.{name}[.]")]
+        pdoc.pdoc("fzero", "!fzero[.]", *pages, output_directory=folder)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.run.deepspeed import config_from_deepspeed as config_from_deepspeed
     from fzero.run.measure.loggers import open_loggers as open_loggers
     from fzero.sharding import Mesh as Mesh
+    from fzero.sharding import Pipeline as Pipeline
     from fzero.sharding import Plan as Plan
     from fzero.sharding import Spec as Spec
     from fzero.sharding import fake_mesh as fake_mesh
@@ -91,6 +92,7 @@ _HOME = {
     "Mesh": "sharding",
     "Metrics": "train.step",
     "Model": "models",
+    "Pipeline": "sharding",
     "Plan": "sharding",
     "Policy": "core.precision",
     "Remat": "core.autodiff",

@@ -96,7 +96,7 @@ def chain(tmp_path, monkeypatch):
 
 
 def test_to_the_gradient(chain):
-    found = chain(StreamedModel, "backward")
+    found = chain(StreamedModel, "forward")
     assert found == listed("From `fzero pretrain` to the gradient")
     assert len(found) <= 8
 

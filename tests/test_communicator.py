@@ -247,6 +247,20 @@ def test_the_calls_for_nccl(ordered):
     ranks.run(4, native, [draw(8, 5, seed=i) for i in range(4)], ordered)
 
 
+def different_programs(mesh):
+    """The ranks of pp make unlike numbers of calls over dp before they meet."""
+    rows, pp = [torch.ones(3) for _ in range(1 + 2 * mesh["pp"].rank)], mesh["pp"]
+    with mesh.checked():
+        for row in rows:
+            psum(row * mesh["dp"].rank, mesh["dp"])
+        return psum(torch.full((2,), float(mesh.rank)), pp, leaf="met").tolist()
+
+
+def test_the_ranks_of_pp_may_make_unlike_numbers_of_calls():
+    """Messages are numbered by axis: numbered by process, those of one call would have other numbers on each rank."""
+    assert ranks.run(4, different_programs, mesh={"pp": 2, "dp": 2}) == [[2.0, 2.0], [4.0, 4.0]] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("ordered", (False, True))

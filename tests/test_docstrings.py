@@ -17,7 +17,10 @@ def public_names():
     found = {}
     for module in (
         fzero,
-        *(importlib.import_module(f"fzero.{m}") for m in ("optim", "models", "sharding", "checkpoint")),
+        *(
+            importlib.import_module(f"fzero.{m}")
+            for m in ("optim", "models", "sharding", "sharding.pipeline", "checkpoint")
+        ),
     ):
         for name in module.__all__:
             value = getattr(module, name)

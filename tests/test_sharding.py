@@ -9,6 +9,7 @@ import torch
 from fzero.core import pytree
 from fzero.core.precision import bf16
 from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
+from fzero.sharding.slices import local_shape, local_windows, narrow_box, narrow_to, whole_shape
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------
 
@@ -260,3 +261,37 @@ def test_a_printed_plan_says_what_stage_3_and_canonical_sums_communicate():
     assert "canonical sums" in str(plan)
     frozen = zero_plan(3, PARAMS, AT_4, frozen="^embed/")
     assert "frozen" in next(line for line in str(frozen).splitlines() if line.startswith("embed/tokens"))
+
+
+ROWS = (((0, 1, 2), (3,)), ((0, 3), (1, 2)), ((), (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_windows_of_all_ranks_make_up_a_leaf_of_layers(rows):
+    """Also of ranks with unlike numbers of layers, and of layers that are no neighbours."""
+    spec, whole = Spec(("pp", ("tp", "dp")), rows=rows), torch.arange(4 * 8 * 3).reshape(4, 8, 3)
+    assert Spec.parse(str(spec)) == spec
+    found = torch.full_like(whole, -1)
+    for rank in range(8):
+        mesh = fake_mesh({"pp": 2, "dp": 2, "tp": 2}, rank)
+        shard = narrow_to(whole, spec, mesh)
+        assert shard.shape == local_shape(whole.shape, spec, mesh) and whole_shape(shard.shape, spec, mesh) == (4, 8, 3)
+        for window in local_windows(whole.shape, spec, mesh):
+            place = narrow_box(found, window.start, window.size)
+            assert (place == -1).all()
+            place.copy_(window.of(shard))
+    assert torch.equal(found, whole)
+
+
+def test_a_spec_whose_rows_are_no_partition_is_refused():
+    mesh = fake_mesh({"pp": 2})
+    for rows in (((0, 1), (1, 2, 3)), ((0, 1), (2,)), ((0, 1, 2, 3),)):
+        with pytest.raises(ValueError, match="does not give each of 4 layers to one of pp=2 ranks"):
+            local_shape((4, 8), Spec(("pp",), rows=rows), mesh)
+    with pytest.raises(ValueError, match="rows are those of pp"):
+        Spec(("dp",), rows=((0,), (1,)))
+
+
+def test_a_gradient_is_owed_over_the_axes_that_do_not_shard_its_leaf():
+    assert Spec(("pp", "ep")).owed == ("dp", "rp", "cp")
+    assert Spec((), frozenset({"tp"})).owed == ("dp", "rp", "ep", "cp", "pp", "tp")

@@ -157,6 +157,11 @@ class RankParts(NamedTuple):
     layout: ChunkLayout
     parts: list[Index]
     start: Index  # of the rank's shard in the leaf
+    rows: Index = ()  # of a leaf whose layers are on several ranks of pp, each a part or more: the rank's layers
+
+    def begins(self, part: Index) -> Index:
+        """Where the rank's shard would begin in the leaf if its layers were as close together as those of this part."""
+        return (part[0] - self.rows.index(part[0]), *self.start[1:]) if self.rows else self.start
 
 
 def lay_out(
@@ -176,9 +181,14 @@ def lay_out(
     the leaf.
     most: the largest bytes of a part, if it can be cut.
     """
-    part, grid, start, own = list(local), [1] * len(local), [0] * len(local), [range(1)] * len(local)
-    used = set()
+    part, grid, start = list(local), [1] * len(local), [0] * len(local)
+    own: list[Sequence[int]] = [range(1)] * len(local)
+    used, rows = set(), spec.rows[mesh["pp"].rank] if spec.rows else ()
     for dim, axes in enumerate(spec.dims):
+        if spec.rows and dim == 0:
+            used.update(axes)
+            part[0], grid[0], own[0] = 1, sum(map(len, spec.rows)), rows
+            continue
         for name in axes:
             used.add(name)
             grid[dim] *= mesh[name].size
@@ -194,7 +204,7 @@ def lay_out(
     def cut(dim: int, by: int) -> None:
         part[dim] //= by
         grid[dim] *= by
-        own[dim] = range(own[dim].start * by, own[dim].stop * by)
+        own[dim] = range(own[dim][0] * by, (own[dim][-1] + 1) * by)
 
     def size() -> int:
         return math.prod(part) * dtype.itemsize
@@ -206,12 +216,12 @@ def lay_out(
             mine = number % copies == copy
         else:
             cut(dim, copies)
-            own[dim] = range(own[dim].start + copy, own[dim].start + copy + 1)
+            own[dim] = range(own[dim][0] + copy, own[dim][0] + copy + 1)
     for dim in range(len(part)):
         while most is not None and size() > most and part[dim] > 1:
             cut(dim, smallest_factor(part[dim]))
     layout = ChunkLayout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
-    return RankParts(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start))
+    return RankParts(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start), rows)
 
 
 class Slab(NamedTuple):

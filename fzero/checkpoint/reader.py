@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from fzero.checkpoint.part_storage import PartReader, as_integers, as_tensor, em
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.storage import Damaged
+from fzero.sharding.slices import Window
 
 RUN = 4 << 20  # most bytes of neighbouring chunks to read at a time
 THREADS = 4
@@ -90,6 +91,16 @@ class CheckpointReader:
                 f"{self.path}: {name} has shape {list(leaf.shape)}, and no slice of {list(size)} from {list(start)} on"
             )
         return Box(name, start, size, empty_tensor(size, leaf.dtype) if out is None else out)
+
+    def shard(
+        self, name: str, windows: Sequence[Window], size: Sequence[int], out: Tensor | None = None
+    ) -> tuple[Tensor, list[Box]]:
+        """(a tensor of this size, the slices to read into it) for the windows of a leaf that a rank holds."""
+        if len(windows) == 1:
+            box = self.box(name, windows[0].start, windows[0].size, out)
+            return box.out, [box]
+        out = empty_tensor(tuple(size), self.leaves[name].dtype) if out is None else out
+        return out, [self.box(name, window.start, window.size, window.of(out)) for window in windows]
 
     def close(self) -> None:
         self.files.close()

@@ -20,7 +20,7 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.slices import local_slice, whole_shape
+from fzero.sharding.slices import Window, local_slice, local_windows, whole_shape
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
@@ -66,7 +66,7 @@ def _restore_from(
     fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
-    def slice_of(name: str, leaf: Tensor) -> tuple[Any, Any]:
+    def slice_of(name: str, leaf: Tensor) -> tuple[list[Window], Any]:
         there = held.leaves[source[name]].shape
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
         if whole != there:
@@ -74,18 +74,22 @@ def _restore_from(
                 f"{held.path}: {name} has shape {list(there)} there and {list(whole)} in this run; it is of "
                 "another model"
             )
-        return local_slice(there, spec_of[name], mesh)
+        return local_windows(there, spec_of[name], mesh), tuple(leaf.shape)
 
     slices = {name: slice_of(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 
     def read(name: str, leaf: Tensor, layer: int | None = None) -> Tensor:
         if name not in source:
             return fresh[name]
-        start, size = slices[name]
+        windows, size = slices[name]
         if layer is not None:
-            start, size = (start[0] + layer, *start[1:]), (1, *size[1:])
-        value = held.read(source[name], start, size).to(leaf.dtype)
-        return value if layer is None else value[0]
+            (window,) = windows  # with pp nothing rests on a disk
+            start, size = (window.start[0] + layer, *window.start[1:]), (1, *size[1:])
+            return held.read(source[name], start, size).to(leaf.dtype)[0]
+        out, boxes = held.shard(source[name], windows, size)
+        with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
+            read_boxes(held, boxes, pool)
+        return out.to(leaf.dtype)
 
     if on_disk(plan):
         return put_on_disk(read, like, specs, plan, nvme, device)
@@ -94,9 +98,9 @@ def _restore_from(
     out: dict[str, Tensor] = {}
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
         for names in [direct] if device == HOST else [[name] for name in direct]:
-            boxes = {name: held.box(source[name], *slices[name]) for name in names}
-            read_boxes(held, list(boxes.values()), pool)
-            out |= {name: put_on(device, box.out, spec_of[name]) for name, box in boxes.items()}
+            shards = {name: held.shard(source[name], *slices[name]) for name in names}
+            read_boxes(held, [box for _, boxes in shards.values() for box in boxes], pool)
+            out |= {name: put_on(device, value, spec_of[name]) for name, (value, _) in shards.items()}
     out |= {name: put_on(device, read(name, leaf), spec_of[name]) for name, leaf in named.items() if name not in out}
     return in_host_memory(pytree.from_named(out, like), specs)
 

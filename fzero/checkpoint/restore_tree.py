@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.slices import local_slice, ranks_per_dim
+from fzero.sharding.slices import Window, local_shape, local_windows, ranks_per_dim
 from fzero.train.state import expect_alive
 
 
@@ -79,22 +79,24 @@ def restore(
     there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
     passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
     passed |= {name for name in there if name.startswith(EXTRAS)}
-    boxes: dict[str, Box] = {}
-    windows: dict[str, tuple[Index, Index]] = {}
+    shards: dict[str, tuple[Tensor, list[Box]]] = {}
+    windows: dict[str, tuple[list[Window], Index]] = {}  # and the shape of this rank's part
     for name in wanted_leaves.keys() & there.keys():
         spec = spec_of.get(short(name), Spec())
         shape = there[name].shape
         fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
-        windows[name] = local_slice(shape, spec, mesh) if fits else ((), shape)
+        fits = sum(map(len, spec.rows)) == shape[0] if spec.rows else fits
+        whole = [Window((0,) * len(shape), shape)]
+        windows[name] = (local_windows(shape, spec, mesh), local_shape(shape, spec, mesh)) if fits else (whole, shape)
     check_leaves(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
     try:
         for name in wanted_leaves:
-            boxes[name] = held.box(name, *windows[name], outs.get(short(name)))
+            shards[name] = held.shard(name, *windows[name], outs.get(short(name)))
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
-            read_boxes(held, list(boxes.values()), pool)
+            read_boxes(held, [box for _, boxes in shards.values() for box in boxes], pool)
     finally:
         held.close()
-    done = {short(name): box.out for name, box in boxes.items()}
+    done = {short(name): out for name, (out, _) in shards.items()}
     for name, leaf in leaves.items():
         if name in kept:
             done[name] = leaf
@@ -127,7 +129,7 @@ def restore_leaves(path: Folder, select: Callable[[str], bool]) -> dict[str, Ten
 
 
 def check_leaves(
-    path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[Index, Index]]
+    path: Folder, wanted: dict[str, Any], held: dict[str, Leaf], windows: dict[str, tuple[list[Window], Index]]
 ) -> None:
     """Raise ValueError naming the leaves that are missing, extra, or of another shape or dtype."""
     missing = [name for name in wanted if name not in held]

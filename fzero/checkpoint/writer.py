@@ -259,7 +259,7 @@ class Writer:
                         if save.error is None:
                             raise
                         return  # a thread has failed; `poll` raises its error
-                    held = [part.fill(raw, slab, give, mine.start, reading)]
+                    held = [part.fill(raw, slab, give, mine.begins(index), reading)]
                     del raw  # the memory is the writing thread's to give back
                     save.tasks.append(self.pool.submit(self._write, save, part, slab, held))
             del give  # frees the leaf before the next one is made

@@ -33,6 +33,9 @@ SHORTHANDS = {
     "zero": "zero",
     "reduce": "reduce",
     "sequence": "sequence",
+    "schedule": "pipeline.schedule",
+    "chunks": "pipeline.chunks",
+    "layout": "pipeline.layout",
     "prefetch": "prefetch",
     "offload": "offload",
     "nvme": "nvme.folder",
@@ -92,7 +95,7 @@ VALUES = (
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
         "--mesh",
-        help="The sizes of the axes dp, rp and tp. For example dp=2,tp=2. Default: dp over all processes of torchrun.",
+        help="The sizes of the axes dp, rp, tp, pp. For example dp=2,tp=2. Default: dp over all processes of torchrun.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
     click.option(
@@ -100,6 +103,9 @@ VALUES = (
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
+    click.option("--schedule", help="The order of a pipeline's passes, with pp: gpipe, 1f1b or interleaved."),
+    click.option("--chunks", type=int, help="The stages of a rank of pp, for --schedule interleaved."),
+    click.option("--layout", help="The layers of each stage, such as 8,9,9,6. Default: as even as they go."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
     click.option(
         "--offload",

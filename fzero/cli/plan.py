@@ -19,7 +19,7 @@ from fzero.core.importing import without_collection
 from fzero.planner import launch
 
 # Of a config.
-TABLES = ("model", "data", "optim", "precision", "train", "mesh", "nvme", "guard", "reshard", "objective")
+TABLES = ("model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective")
 
 
 @click.command()

@@ -38,7 +38,8 @@ class Call(NamedTuple):
     phase: str
     dtype: str
     shape: list[int]
-    number: int  # among all collectives of the mesh, from 1
+    number: int  # among all collectives of the axis, from 1
+    order: int = 0  # among all collectives of the process, from 1; the ranks of pp need not agree on it
 
     def __str__(self) -> str:
         of = f" of {self.leaf}" if self.leaf else ""
@@ -60,7 +61,7 @@ class Agreement:
 
     def __init__(self, store: dist.Store | None, rank: int, timeout_s: float) -> None:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
-        self.number = 0  # collectives so far; the same on all ranks at the same point of the program
+        self.number = 0  # collectives so far; the same at the same point of the program on all ranks of one stage
         self.checking = False
         # Read from another thread by run/ranks/watchdog.py, which looks for ranks that hang.
         self.last: Call | None = None  # the last collective that this rank began
@@ -90,7 +91,7 @@ class Agreement:
         store.set(f"{self.rank}/{call.axis}/{call.number}", text)
         store.set(f"{self.rank}/last", text)
         other = self._arrival(store, call, left)
-        if other != call:
+        if other._replace(order=call.order) != call:
             at = "; ".join(
                 f"rank {rank} is at {what.signature}" for rank, what in sorted([(self.rank, call), (left, other)])
             )
@@ -112,8 +113,8 @@ class Agreement:
                 return self._read(store, key)
             try:
                 last = self._read(store, f"{left}/last") if store.check([f"{left}/last"]) else None
-                if last is not None and last.number >= call.number:
-                    # That rank has reached this number: its key exists by now, or its collective was over another axis.
+                if last is not None and call.axis != "pp" and last.order >= call.order:
+                    # That rank has reached this place: its key exists by now, or its collective was over another axis.
                     return self._read(store, key) if store.check([key]) else last
             except RuntimeError:
                 raise self.error(call, "the store, which rank 0 keeps, does not answer") from None

@@ -42,6 +42,7 @@ SMALL_BYTES = 4 << 20
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 T = TypeVar("T")
+ONE_SIDED = ("gather_to", "scatter_from")  # whose ranks send unlike amounts
 
 
 _COMMUNICATORS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -102,6 +103,9 @@ class Communicator:
             self.others = self.others[
                 :1
             ]  # nothing is sent: one other rank represents all, and its buffers the memory of a real collective
+        # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
+        # programs, so that of a whole process's calls each would count others.
+        self.calls = 0
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -192,6 +196,55 @@ class Communicator:
         receives = {} if source is None else {source: out}
         return self._exchange(call, {d: x for d in targets}, receives, lambda: out)
 
+    def start_message(self, x: Tensor, peer: int, label: str, *, sends: bool) -> Future[Tensor]:
+        """Start to send x to rank `peer` of the axis, or to receive it from there into x; both ends give one label."""
+        self.agreement.number += 1
+        phase, dtype = self.ledger.phase_name, str(x.dtype).removeprefix("torch.")
+        order = self.agreement.number
+        call = Call("message", self.axis, self.size, label, phase, dtype, list(x.shape), 0, order)
+        self.agreement.last = call
+        sent = x.numel() if sends else 0
+        if sends:
+            self.ledger.add("message", self.axis, label.split()[0], x.dtype, sent)
+        for watch in self.ledger.watches:
+            watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
+        return self._exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
+
+    def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
+        """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets` of the axis, and None on the others."""
+        call = self._begin("gather_to", x, leaf, 0)
+        x, out = x.contiguous(), None
+        self._count(call, x, len([j for j in targets if j != self.rank]))
+        receives: dict[int, Tensor] = {}
+        if self.rank in targets:
+            out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+            parts = out.view(self.size, *x.shape)
+            parts[self.rank].copy_(x)
+            receives = {j: parts[j] for j in self.others}
+        return self._exchange(call, {j: x for j in self.others if j in targets}, receives, lambda: out)
+
+    def start_scatter_from(
+        self, x: Tensor | None, source: int, out: Tensor, leaf: str = "", *, cut: bool = True
+    ) -> Future[Tensor]:
+        """Start to write this rank's part of `x`, which rank `source` of the axis has, into `out` of its shape.
+
+        cut: the part is one of N along the first dim; False: it is all of x.
+        """
+        call = self._begin("scatter_from", out, leaf, 0)
+        if self.rank != source:
+            return self._exchange(call, {}, {source: out}, lambda: out)
+        assert x is not None  # the source has it
+        pieces = x.contiguous().view(self.size, *out.shape) if cut else x.contiguous().expand(self.size, *out.shape)
+        self._count(call, out, self.size - 1)
+        sending = self._exchange(call, {j: pieces[j] for j in self.others}, {}, lambda: out)
+        out.copy_(pieces[self.rank])
+        return sending
+
+    def _count(self, call: Call, x: Tensor, times: int) -> None:
+        """Enter in the ledger what this rank alone sends in a collective: x, so many times."""
+        if times:
+            self.ledger.add(call.collective, self.axis, call.leaf, x.dtype, times * x.numel())
+
     def sends(self, perm: Sequence[tuple[int, int]]) -> bool:
         """Whether this rank sends to another one in `perm`."""
         return any(s == self.rank and d != s for s, d in perm)
@@ -213,16 +266,19 @@ class Communicator:
                 f"{list(x.shape)}"
             )
         self.agreement.number += 1
+        self.calls += 1
         phase = self.ledger.phase_name
         dtype = str(x.dtype).removeprefix("torch.")
-        call = Call(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.agreement.number)
+        order = self.agreement.number
+        call = Call(collective, self.axis, self.size, leaf, phase, dtype, list(x.shape), self.calls, order)
         self.agreement.last = call
         if self.agreement.checking:
             self.agreement.compare(call, self.ranks[self.rank - 1])
         sent = sent_elements(collective, elements, self.size)
-        self.ledger.add(collective, self.axis, leaf, x.dtype, sent)
+        if collective not in ONE_SIDED:
+            self.ledger.add(collective, self.axis, leaf, x.dtype, sent)
         for watch in self.ledger.watches:
-            watch.start(call.number, collective, self.axis, leaf, sent * x.dtype.itemsize)
+            watch.start(call.order, collective, self.axis, leaf, sent * x.dtype.itemsize)
         return call
 
     @contextlib.contextmanager
@@ -230,11 +286,11 @@ class Communicator:
         """A context for waiting for a collective: notify the watchers, and let errors name the call."""
         self.agreement.waiting = call
         for watch in self.ledger.watches:
-            watch.wait(call.number)
+            watch.wait(call.order)
         yield
         self.agreement.waiting = None
         for watch in self.ledger.watches:
-            watch.done(call.number)
+            watch.done(call.order)
 
     def _refuse_same(self, call: Call, x: Tensor) -> None:
         """Raise ValueError on all ranks if `x` has the same bits on all of them: a sum would only multiply it by their

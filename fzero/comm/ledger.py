@@ -40,7 +40,7 @@ class Watcher(Protocol):
         """The program reaches a part of the model: "embed", "blocks" with the number of a layer, or "head"."""
 
     def start(self, number: int, collective: str, axis: str, leaf: str, sent_bytes: int) -> None:
-        """A collective is started; `number` identifies it within this process."""
+        """A collective is started; `number`, from 1, identifies it within this process."""
 
     def wait(self, number: int) -> None:
         """The program waits for the result of a collective."""

@@ -230,11 +230,15 @@ def init_params(
     def make(
         name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
     ) -> Tensor:
-        start, size = slices.local_slice(shape, specs.get(name, Spec()), mesh)
-        if name in model.start:
-            return then(name, model.start[name].box(start, size, dtype or of_params, device))
-        box = tuple(shape), start, size
-        return then(name, draw.draw_leaf(prng.fold_in(key, name), box, mean, std, dtype or of_params, device))
+        spec, kind, parts = specs.get(name, Spec()), dtype or of_params, []
+        for window in slices.local_windows(shape, spec, mesh):
+            if name in model.start:
+                parts.append(model.start[name].box(window.start, window.size, kind, device))
+            else:
+                box = tuple(shape), window.start, window.size
+                parts.append(draw.draw_leaf(prng.fold_in(key, name), box, mean, std, kind, device))
+        none = torch.empty(slices.local_shape(shape, spec, mesh), dtype=kind, device=device) if not parts else None
+        return then(name, torch.cat(parts) if len(parts) > 1 else parts[0] if none is None else none)
 
     return model.init(make)
 

@@ -126,8 +126,8 @@ def scale_by_rules(rules: Rules[float | Sequence[float]]) -> GradientTransformat
                 if isinstance(factor, (int, float)):
                     found[name] = factor
                     continue
-                if p.dim() == 0 or len(factor) != p.shape[0] * shards.parts(name, (0,)):
-                    shape = tuple(size * shards.parts(name, (dim,)) for dim, size in enumerate(p.shape))
+                shape = shards.shape(name, tuple(p.shape))
+                if not shape or len(factor) != shape[0]:
                     raise ValueError(
                         f"scale_by_rules: {name} has shape {shape} and is given {len(factor)} factors; "
                         "give one per layer of its leading dim"

@@ -67,7 +67,7 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 def _coded(owner: str, kept: Storage, name: str, p: Tensor) -> bool:
     """Whether the moments of this leaf are in 8 bits; raises ValueError if blocks would straddle shards."""
-    whole = kept.shards.window(name, tuple(p.shape))[1]
+    whole = kept.shards.shape(name, tuple(p.shape))
     if torch.Size(whole).numel() < SMALL or p.dim() <= shard_dim(name) + 1:
         return False
     if whole[-1] != p.shape[-1] and p.shape[-1] % kept.block:

@@ -96,6 +96,8 @@ def _set_sums(named: dict[str, Any], used: dict[str, tuple[str, ...]], dtype: to
         ):
             return grad_norm([named[name] for name in names], impl="triton")[0].square()
         found = [square for name in names for _, square in _squared(named[name], shard_dim(name) == 1, _piece_square)]
+        if not found:  # no layer of these leaves is on this rank
+            return torch.zeros((), dtype=dtype)
         return torch.stack([square.to(found[0].device, dtype) for square in found]).sum()
 
     return {names[0]: total(names)[None] for names in members.values()}
@@ -138,9 +140,15 @@ def _row_squares(piece: Tensor) -> Tensor:
     return torch.cat(sums)
 
 
-def _row_sums(named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> dict[str, Tensor]:
-    """{name of each leaf: this rank's part of the sums of squares of its rows}, by name."""
-    return {name: _own_rows(named[name], shard_dim(name), axes[name]) for name in sorted(named)}
+Layers = tuple[Sequence[int], tuple[int, ...]]  # the numbers of a rank's layers, and the shape of the whole leaf
+
+
+def _row_sums(
+    named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...]], layers: dict[str, Layers]
+) -> dict[str, Tensor]:
+    """{name of each leaf: this rank's part of the sums of squares of its rows}, by name; of leaves in `layers`, whose
+    layers are on several ranks, the sums [rows x layers] of the rows of each layer."""
+    return {name: _own_rows(named[name], shard_dim(name), axes[name], layers.get(name)) for name in sorted(named)}
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -153,16 +161,25 @@ def _fold(x: Tensor) -> Tensor:
     return x.sum(-1)  # of one element, or of none
 
 
-def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...]) -> Tensor:
+def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...], here: Layers | None) -> Tensor:
     """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other
-    ranks."""
+    ranks. here: see `_row_sums`."""
     over = axes[dim] if x.dim() > dim else ()  # without such a dim there is one row
     layers: dict[int, list[Tensor]] = {}
     for layer, rows in _squared(x, dim == 1, _row_squares):
         layers.setdefault(layer, []).append(rows)
-    mine = _fold(torch.stack([torch.cat(sums) for sums in layers.values()], -1))
-    start = 0
+    ranks, start = math.prod(axis.size for axis in over), 0
     for axis in over:
         start = start * axis.size + axis.rank
-    size, ranks = mine.shape[0], math.prod(axis.size for axis in over)
-    return torch.nn.functional.pad(mine, (start * size, (ranks - 1 - start) * size))
+    sums = [torch.cat(found) for found in layers.values()]
+    if here is None:
+        mine = _fold(torch.stack(sums, -1))
+    else:
+        numbers, shape = here
+        rows = shape[dim] // ranks if len(shape) > dim else 1
+        mine = torch.zeros(rows, shape[0], dtype=torch.float64, device=sums[0].device if sums else None)
+        for number, found in zip(numbers, sums):
+            mine[:, number] = found
+    size = mine.shape[0]
+    pads = (start * size, (ranks - 1 - start) * size)
+    return torch.nn.functional.pad(mine, pads if here is None else (0, 0, *pads)).flatten()

@@ -22,6 +22,7 @@ from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer
 from fzero.optim.norm import (
+    Layers,
     Squared,
     _fold,
     _piece_square,
@@ -34,8 +35,9 @@ from fzero.optim.norm import (
 )
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
+from fzero.sharding.redistribute import gather_layers
 from fzero.sharding.slices import check_dims, local_slice, narrow_part, shard_dim
-from fzero.sharding.spec import Spec
+from fzero.sharding.spec import Rows, Spec
 
 # Up to this many elements, sum over ranks by one exchange, not by a scatter and a gather.
 _SMALL = 1 << 12
@@ -72,6 +74,7 @@ class ShardedLeaves(NamedTuple):
     vary: Callable[[str, Tensor], Tensor]  # (name, a replicated value) -> the same, for use with the shard
     # (name, shape of the shard) -> (where the shard begins in each dim, shape of the whole leaf)
     window: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+    shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]  # (name, shape of the shard) -> that of the whole leaf
     square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> its squares, for `norm`
 
 
@@ -84,6 +87,7 @@ WHOLE = ShardedLeaves(
     norm=global_norm,
     vary=lambda name, x: x,
     window=lambda name, shape: ((0,) * len(shape), shape),
+    shape=lambda name, shape: shape,
     square=_piece_square,
 )
 
@@ -128,14 +132,10 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return math.prod(axis.size for _, axis in over(name, dims))
 
     def gather(name: str, x: Tensor, dims: Dims = None) -> Tensor:
-        for dim, axis in over(name, dims):
-            x = all_gather(x, axis, dim, leaf=name)
-        return x
+        return _gather(name, x, over(name, dims), named_specs[name], mesh)
 
     def own(name: str, x: Tensor, dims: Dims = None) -> Tensor:
-        for dim, axis in reversed(over(name, dims)):
-            x = narrow_part(x, axis.rank, axis.size, dim)
-        return x
+        return _own(x, over(name, dims), named_specs[name].rows)
 
     def total(name: str, x: Tensor, dims: Dims) -> Tensor:
         for _, axis in over(name, dims):
@@ -151,8 +151,10 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
     def norm(tree: Tree) -> Tensor:
         named: dict[str, Any] = pytree.named_leaves(tree)
         used = {name: tuple(sorted(axis.name for _, axis in over(name, None))) for name in named}
-        sums = _row_sums(named, axes) if ordered else _set_sums(named, used, _wide(tree))
+        layers = _layers_here(named, named_specs, shapes, mesh) if ordered else {}
+        sums = _row_sums(named, axes, layers) if ordered else _set_sums(named, used, _wide(tree))
         _sum_over_ranks(sums, used, mesh)
+        sums |= {name: _fold(sums[name].view(-1, shape[0])) for name, (_, shape) in layers.items()}
         total = _fold(torch.stack([_fold(part) for part in sums.values()])) if sums else torch.zeros(())
         return safe_sqrt(total).to(_wide(tree))
 
@@ -168,7 +170,33 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return start, shapes[name]
 
     square = _row_squares if ordered else _piece_square
-    return ShardedLeaves(parts, gather, own, total, on_matrices, norm, vary, place, square)
+    return ShardedLeaves(
+        parts, gather, own, total, on_matrices, norm, vary, place, lambda name, _: shapes[name], square
+    )
+
+
+def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh: Mesh) -> Tensor:
+    for dim, axis in over:
+        x = gather_layers(x, spec, mesh, leaf=name) if dim == 0 and spec.rows else all_gather(x, axis, dim, leaf=name)
+    return x
+
+
+def _own(x: Tensor, over: list[tuple[int, Axis]], rows: Rows) -> Tensor:
+    for dim, axis in reversed(over):
+        if dim == 0 and rows:
+            x = x.index_select(0, torch.tensor(rows[axis.rank], dtype=torch.int64, device=x.device))
+        else:
+            x = narrow_part(x, axis.rank, axis.size, dim)
+    return x
+
+
+def _layers_here(
+    named: dict[str, Any], specs: dict[str, Spec], shapes: dict[str, tuple[int, ...]], mesh: Mesh
+) -> dict[str, Layers]:
+    """The layers that this rank has of leaves whose layers are on several ranks. Their squares are added in the order
+    of the layers, once all are here."""
+    with_rows = [name for name in named if name in specs and specs[name].rows]
+    return {name: (specs[name].rows[mesh["pp"].rank], shapes[name]) for name in with_rows}
 
 
 def shards_of(plan: Plan) -> ShardedLeaves:

@@ -128,4 +128,6 @@ def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int
     """The sizes of the mesh's axes; raises ValueError for an unknown axis or a size below 1."""
     sizes = dict(config.mesh if mesh is None else mesh)
     fake_mesh(sizes)
+    if sizes.get("pp", 1) > 1:
+        raise ValueError(f"mesh: axis pp has size {sizes['pp']}; this version plans no pipelines: plan one with pp=1")
     return sizes

@@ -31,7 +31,7 @@ from fzero.run import run_folder
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
-from fzero.sharding import Mesh, Plan, Spec, fake_mesh, make_mesh, zero_plan
+from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.train.eval import make_eval_step
@@ -104,6 +104,7 @@ def build(
         reduce=config.reduce,
         sequence=config.sequence,
         offload=config.offload,
+        pipeline=config.pipeline,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     t = config.train
@@ -166,7 +167,7 @@ def buffer_bytes(plan: Plan, config: RunConfig) -> int:
         part, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
         for held, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
             if spec.memory == "nvme":
-                size = local_numel(leaf.shape, Spec(spec.dims), plan.sizes) // layers * dtype.itemsize
+                size = local_numel(leaf.shape, spec, plan.sizes) // layers * dtype.itemsize
                 held[part] = held.get(part, 0) + round_to_pages(size)
     tokens = config.train.micro_batch * config.data.seq_len * config.model.d_model * policy.compute.itemsize
     acts = 4 * round_to_pages(tokens) if plan.acts == "nvme" else 0

@@ -28,7 +28,7 @@ from fzero.offload.store_folder import store_bytes
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
-from fzero.sharding import Mesh, Plan, Spec
+from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import MEMORIES
 from fzero.train.state import meta_state
@@ -112,7 +112,7 @@ def part_numels(plan: Plan) -> dict[str, int]:
     for name, leaf in pytree.named_leaves(plan.like).items():
         part = name.split("/")[0]
         layers = leaf.shape[0] if is_stacked(name) else 1
-        parts[part] = parts.get(part, 0) + local_numel(leaf.shape, Spec(compute[name].dims), plan.sizes) // layers
+        parts[part] = parts.get(part, 0) + local_numel(leaf.shape, compute[name], plan.sizes) // layers
     return parts
 
 

@@ -2,6 +2,7 @@
 
 from fzero.comm.collectives import Axis
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
+from fzero.sharding.pipelines import Pipeline
 from fzero.sharding.plan import ZERO, LeafPlan, Plan, zero_plan
 from fzero.sharding.redistribute import from_dtensor, redistribute, to_dtensor
 from fzero.sharding.rules import Rules, match_rules
@@ -14,6 +15,7 @@ __all__ = [
     "Axis",
     "LeafPlan",
     "Mesh",
+    "Pipeline",
     "Plan",
     "Rules",
     "Spec",

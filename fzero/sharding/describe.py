@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fzero.sharding.mesh import DATA
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
@@ -17,7 +16,7 @@ Moves = tuple[tuple[str, str], ...]  # (operation, axis)
 
 def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
     """The communication of a leaf's gradient: (after each micro-batch, once after the last)."""
-    owed = [axis for axis in (*DATA, *sorted(compute.partial)) if sizes[axis] > 1]
+    owed = [axis for axis in compute.owed if sizes[axis] > 1]
     now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
     end = [
         ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis)
@@ -73,12 +72,23 @@ def describe(plan: Plan) -> str:
     used = ", ".join(f"{a}={n}" for a, n in plan.sizes.items() if n > 1) or "one process"
     extra = "".join(
         f", {text}"
-        for text in (plan.reduce == "canonical" and "canonical sums", plan.sequence and "sequence parallel")
+        for text in (
+            plan.reduce == "canonical" and "canonical sums",
+            plan.sequence and "sequence parallel",
+            plan.stages is not None and f"{plan.pipeline.schedule} of {stages_text(plan)} layers",
+        )
         if text
     )
     cut = plan.stage and plan.sizes["dp"] > 1
     whole = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
     notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
+    if plan.sizes["pp"] > 1:
+        few = [name for name, leaf in plan.leaves.items() if "pp" not in leaf.opt.axes]
+        notes += (
+            [f"not divisible by pp={plan.sizes['pp']} (and dp), so whole on every rank of it: {', '.join(few)}"]
+            if few
+            else []
+        )
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
@@ -89,6 +99,11 @@ def describe(plan: Plan) -> str:
             f"{dtype_name(reduce_dtype(plan))}"
         )
     return "\n".join([top, *lines, *notes])
+
+
+def stages_text(plan: Plan) -> str:
+    """The number of layers of each stage of a plan with pp, such as "8,9,9,6"."""
+    return ",".join(str(len(layers)) for layers in plan.stages.layers)
 
 
 WHAT = {"params": "parameters", "grads": "gradients between micro-batches", "master": "master weights"}
@@ -123,17 +138,21 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
 def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step).
 
-    Excludes the activations that tensor parallelism sends; a leaf that the head shares counts once. The parameters of a
-    layer are gathered a second time for its backward pass, as Execution(reshard=True) has them.
+    Excludes the activations that tensor parallelism and pipelines send. A leaf that the head shares counts once, and
+    one that pp shards as sent to one rank that uses it. The parameters of a layer are gathered a second time for its
+    backward pass, as Execution(reshard=True) has them.
     """
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
     words, sent = [], [0.0, 0.0]
     share, width = n * (sizes["dp"] - 1) / sizes["dp"] * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
-    if sizes["dp"] > 1 and "dp" in leaf.params.axes:
+    if sizes["dp"] > 1 and "dp" in leaf.use.axes:
         float8 = name in plan.float8
         words.append("all_gather dp for use" + " as float8" * float8)
         sent[0] += share * (2 if is_stacked(name) else 1) / (plan.policy.param.itemsize if float8 else 1)
+    if "pp" in leaf.params.axes and not is_stacked(name):
+        words.append("gather pp for use a step")
+        sent[1] += local_numel(leaf.shape, leaf.params, sizes) * plan.policy.param.itemsize
     cut = 1
     for when, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
         for op, axis in path:

@@ -9,7 +9,7 @@ from fzero.comm.tables import device_of, sum_rows
 from fzero.core.digest import Started, combine, read_digests, start_digest
 from fzero.core.pytree import Tree, named_leaves
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import local_slice, whole_shape
+from fzero.sharding.slices import local_windows, whole_shape
 from fzero.sharding.spec import Spec
 
 
@@ -27,11 +27,11 @@ def digests(tree: Tree, specs: Tree, mesh: Mesh) -> dict[str, int]:
         for axis in mesh.axes:
             if axis.name not in named[name].axes:
                 copies, copy = copies * axis.size, copy * axis.size + axis.rank
-        started.append(shard_digest(leaf, named[name], mesh) if number % copies == copy else 0)
+        started.append(shard_digests(leaf, named[name], mesh) if number % copies == copy else [])
     # int64 of the same bits, whose sums wrap.
-    row = torch.tensor(
-        [value - (value >> 63 << 64) for value in read_digests(started)], dtype=torch.int64, device=device_of(mesh)
-    )
+    read = iter(read_digests([part for parts in started for part in parts]))
+    values = [sum(next(read) for _ in parts) % (1 << 64) for parts in started]
+    row = torch.tensor([value - (value >> 63 << 64) for value in values], dtype=torch.int64, device=device_of(mesh))
     with mesh.ledger.phase("digest"):
         sums = sum_rows(row, mesh, leaf="digests")
     return {name: value % (1 << 64) for name, value in zip(named_leaves(tree), sums.tolist())}
@@ -43,9 +43,9 @@ def digest_text(tree: Tree, specs: Tree, mesh: Mesh) -> str:
     return f"{combine(digests(tree, specs, mesh)):016x}"
 
 
-def shard_digest(leaf: Tensor, spec: Spec, mesh: Mesh) -> Started:
-    """The digest of this rank's shard at its position in the whole leaf: the digests of all shards add up to that of
-    the leaf. It is read by `read_digests`."""
+def shard_digests(leaf: Tensor, spec: Spec, mesh: Mesh) -> list[Started]:
+    """The digests of the windows of this rank's shard at their positions in the whole leaf: the digests of all shards
+    add up to that of the leaf. They are read by `read_digests`."""
     x = leaf if isinstance(leaf, Tensor) else leaf.tensor()
     whole = whole_shape(x.shape, spec, mesh)
-    return start_digest(x, whole, local_slice(whole, spec, mesh)[0])
+    return [start_digest(window.of(x), whole, window.start) for window in local_windows(whole, spec, mesh)]

@@ -38,7 +38,6 @@ AXES = {
     "ep": "experts",
 }
 ORDER = BY_RANK  # of ranks, outermost first: axes that communicate most are nearest
-DATA = ("dp", "rp")  # axes whose ranks have different rows of the batch
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by the device of the run; small tables stay on the host
 # What to do where one cannot start, by the device of the run.
 STARTING = {

@@ -21,9 +21,11 @@ from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
-from fzero.sharding.mesh import DATA, Mesh
+from fzero.sharding.mesh import Mesh
+from fzero.sharding.pipeline import Stages
+from fzero.sharding.pipelines import Pipeline, stages_for, with_layers
 from fzero.sharding.rules import match_rules
-from fzero.sharding.slices import check_dims, local_numel, shard_dim
+from fzero.sharding.slices import check_dims, is_stacked, local_numel, shard_dim
 from fzero.sharding.spec import Spec
 
 #        params  grads  optimizer        True = sharded over dp when at rest
@@ -56,6 +58,7 @@ class LeafPlan:
     params: Spec  # at rest
     grads: Spec  # after the backward pass of a micro-batch
     opt: Spec  # of the optimizer's per-parameter state, and of the update
+    use: Spec  # between the micro-batches of a step: at rest, but for a leaf that pp shards until it is used
     trained: bool = True  # False: no gradient, no optimizer state, no update; leaves that are not floating never are
 
 
@@ -80,6 +83,8 @@ class Plan:
     sequence: bool = False  # sequence parallelism over tp
     acts: str = "device"  # the memory of activations kept by a remat policy
     float8: frozenset[str] = frozenset()  # leaves that are gathered as the float8 numbers which products make of them
+    pipeline: Pipeline | None = None  # on a mesh with pp
+    stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
 
     def __str__(self) -> str:
         return describe(self)
@@ -196,6 +201,7 @@ def zero_plan(
     sequence: bool = False,
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
+    pipeline: Pipeline | None = None,
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
@@ -217,6 +223,7 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs of the plan say it
     leaf by leaf.
+    pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -231,41 +238,48 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
-    expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_kinds(mesh, frozen, offload, pipeline)
     expect_regex("frozen", frozen)
-    expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     like = shapes_of(model)
     named = pytree.named_leaves(like)
     sizes = {axis.name: axis.size for axis in mesh.axes}
     owed_by_use = {"tp"} if sequence and sizes["tp"] > 1 else set()
+    pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
+    stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
     compute = {name: with_owed(spec, owed_by_use) for name, spec in compute_specs(model, named, mesh).items()}
+    compute = with_layers(compute, named, model, stages)
     for name, spec in compute.items():
         check_dims(name, named[name].shape, spec, sizes)
 
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
     shards = {name: shard_over_dp(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
+    use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
+    check_pipeline(mesh, offload)
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
-    params, grads, opt = (
-        in_memory(specs, leaves, sizes, tier)
-        for specs, leaves, tier in (
-            (params, named, offload.params), (grads, floats, offload.grads), (opt, floats, offload.opt)
-        )
-    )  # fmt: skip
+    params = in_memory(params, named, sizes, offload.params)
+    grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
     never = model.frozen if hasattr(model, "rules") else frozenset()
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
     leaves = {}
     for name, leaf in named.items():
-        places = compute[name], params[name], grads[name], opt[name]
+        places = compute[name], params[name], grads[name], opt[name], use[name]
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     split = sequence and sizes["tp"] > 1
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8)
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, pipeline, stages)
+
+
+def expect_kinds(mesh: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
+    """Raise TypeError for options of a plan that are of other kinds."""
+    expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
+    expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
+    expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
@@ -301,14 +315,14 @@ def stage_specs(
     """
 
     def row(sharded: bool) -> dict[str, Spec]:
-        return {name: shards[name] if sharded else Spec(s.dims, memory=s.memory) for name, s in compute.items()}
+        return {name: shards[name] if sharded else replace(s, partial=frozenset()) for name, s in compute.items()}
 
     canonical = reduce == "canonical"
     params, grads, opt = map(row, (ZERO[stage][0], canonical or (ZERO[stage][1] and reduce == "fast"), ZERO[stage][2]))
     if not canonical:
         for name, kept in grads.items():
-            owed = {axis for axis in (*DATA, *compute[name].partial) if axis not in kept.axes and sizes[axis] > 1}
-            grads[name] = Spec(kept.dims, frozenset(owed), kept.memory)
+            owed = {axis for axis in compute[name].owed if axis not in kept.axes and sizes[axis] > 1}
+            grads[name] = replace(kept, partial=frozenset(owed))
     return params, grads, opt
 
 
@@ -327,7 +341,16 @@ def shard_over_dp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[
     dim, dims = shard_dim(name), list(spec.dims)
     if dim < len(shape) and shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])) == 0:
         dims[dim] = (*dims[dim], "dp")
-    return Spec(tuple(dims), memory=spec.memory)
+    return replace(spec, dims=tuple(dims), partial=frozenset())
+
+
+def shard_over_pp(name: str, leaf: Any, spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """The spec of a leaf outside the stacks of layers with pp behind the axes of its first dim; as it is if that dim
+    does not divide."""
+    ranks = sizes["pp"] * math.prod(sizes[a] for a in spec.dims[0]) if spec.dims else 0
+    if is_stacked(name) or not ranks or leaf.shape[0] % ranks:
+        return spec
+    return replace(spec, dims=((*spec.dims[0], "pp"), *spec.dims[1:]))
 
 
 def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
@@ -351,11 +374,35 @@ def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
         raise ValueError(
             f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"'
         )
-    for name in ("pp", "cp", "ep"):
+    for name in ("cp", "ep"):
         if mesh[name].size > 1:
-            raise ValueError(
-                f"mesh: axis {name} has size {mesh[name].size}; this version shards over dp, rp and tp; make {name}=1"
-            )
+            size = f"mesh: axis {name} has size {mesh[name].size}"
+            raise ValueError(f"{size}; this version shards over dp, rp, tp and pp; make {name}=1")
+
+
+def at_rest_over_pp(
+    named: Mapping[str, Any], params: dict[str, Spec], opt: dict[str, Spec], sizes: Mapping[str, int]
+) -> tuple[dict[str, Spec], dict[str, Spec]]:
+    """The specs of parameters and optimizer states at rest with pp on the leaves outside the layers, where it divides
+    them. Such a parameter rests as its optimizer state does: it is gathered before its use in any case."""
+    if sizes["pp"] == 1:
+        return params, opt
+    cut = {name: shard_over_pp(name, named[name], spec, sizes) for name, spec in opt.items()}
+    return {name: cut[name] if cut[name] != opt[name] else spec for name, spec in params.items()}, cut
+
+
+def check_pipeline(mesh: Mesh, offload: Offload) -> None:
+    """Raise ValueError for what this version does not do with pp."""
+    if mesh["pp"].size == 1:
+        return
+    size = f"mesh: axis pp has size {mesh['pp'].size}"
+    if str(offload):
+        raise ValueError(
+            f"{size} and offload is {str(offload)!r}; a pipeline's state stays on the device: use offload=''"
+        )
+    link = mesh["pp"].communicator
+    if link is not None and link.transport == "nccl":
+        raise ValueError(f"{size}, and this version sends between stages over gloo alone; use --device cpu, or pp=1")
 
 
 def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Spec]:
@@ -368,7 +415,7 @@ def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Sp
 
 def with_owed(spec: Spec, axes: set[str]) -> Spec:
     """The spec with a sum owed over those of `axes` that do not shard it."""
-    return Spec(spec.dims, spec.partial | {a for a in axes if a not in spec.axes}, spec.memory)
+    return replace(spec, partial=spec.partial | {a for a in axes if a not in spec.axes})
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:

@@ -66,7 +66,7 @@ class ParamFetcher:
     def __init__(self, params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
         self.axis, self.ledger, self.device = plan.mesh["dp"], plan.mesh.ledger, device
-        self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].params.axes}
+        self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].use.axes}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
         # `copy_to(device)`.
         self.away = {

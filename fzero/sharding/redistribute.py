@@ -54,6 +54,8 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
                 f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a finished sum "
                 "cannot be undone"
             )
+    if src.rows != dst.rows:
+        raise ValueError(f"redistribute {leaf}: from {src} to {dst}; layers stay on their ranks of pp")
     now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
     owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
     local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
@@ -123,7 +125,21 @@ def gather_whole(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor
 
     Communicates: an all_gather over each axis that shards it.
     """
+    if spec.rows:
+        x, spec = gather_layers(x, spec, mesh, leaf=leaf), Spec(((), *spec.dims[1:]))
     return redistribute(x, Spec(spec.dims), Spec(), mesh, leaf=leaf)
+
+
+def gather_layers(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """The tensor with the layers of all ranks of pp, in their order, from this rank's, which `spec.rows` numbers.
+
+    Communicates: an all_gather over pp, of the most layers that a rank has.
+    """
+    most = max(map(len, spec.rows))
+    padded = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
+    places = {row: rank * most + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
+    order = torch.tensor([places[row] for row in range(len(places))], device=x.device)
+    return all_gather_same(padded, mesh["pp"], 0, leaf=leaf).index_select(0, order)
 
 
 @torch.no_grad()

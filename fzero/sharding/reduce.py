@@ -27,7 +27,7 @@ from fzero.core.tree_sum import TreeSum
 from fzero.sharding.describe import Moves, moves, reduce_dtype
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
-from fzero.sharding.slices import is_stacked
+from fzero.sharding.slices import is_stacked, local_shape
 
 
 class LayerSums(NamedTuple):
@@ -36,6 +36,12 @@ class LayerSums(NamedTuple):
     # (leaf, layer, sum, the copy of it that is under way or None); of a leaf on a disk the sum of all its layers
     take: Callable[[str, int, Any, Copied | None], None]
     keep: bool = False  # whether the sums are in `GradientReducer.sums` too, at rest where the plan says
+
+
+def without_pp(both: tuple[Moves, Moves]) -> tuple[Moves, Moves]:
+    """The moves of a micro-batch and of a step but those over pp, which are made behind the row of a rank."""
+    now, end = (tuple(move for move in path if move[1] != "pp") for path in both)
+    return now, end
 
 
 class GradientReducer:
@@ -75,8 +81,12 @@ class GradientReducer:
         self.memory = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
         self.canonical = plan.reduce == "canonical"
         self.reduce = reduce_dtype(plan)
-        self.moves = {name: moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes) for name, leaf in plan.leaves.items()}
-        self.depth = {name: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
+        self.moves = {
+            name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
+            for name, leaf in plan.leaves.items()
+        }
+        shapes = {name: local_shape(leaf.shape, leaf.opt, plan.mesh) for name, leaf in plan.leaves.items()}
+        self.depth = {name: shape[0] for name, shape in shapes.items() if is_stacked(name)}
         self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
         self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
@@ -318,14 +328,19 @@ class GradientReducer:
             self.rooms[stream, name] = room
         return room
 
-    def sums(self, like: Tree) -> Tree:
-        """The tree of all sums, in the structure of `like`. Call it once, after the last `put`."""
+    def sums(
+        self, like: Tree, over_pp: Callable[[dict[tuple[str, str], Any]], dict[str, Tensor]] | None = None
+    ) -> Tree:
+        """The tree of all sums, in the structure of `like`. Call it once, after the last `put`.
+
+        over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
+        """
         self.finish()
         if self.left:
             *_, last = self.left.values()
             last.finish()  # on one stream, so all are made: whoever has the sums may read them
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
-        out: dict[str, Any] = {}
+        out: dict[str, Any] = {} if over_pp is None else over_pp(self.final)
         wanted = set(pytree.names(like))
         for stream, name in sorted(self.final):
             value = self.final.pop((stream, name))

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fzero.core.storage import PAGE
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.spec import Spec
+from fzero.sharding.spec import Spec, runs_of
 
 # Leaves whose first dim counts layers: those of a model's stack, or of one of its stacks, such as "blocks_dense/w_in".
 STACKED = r"^blocks(_\w+)?/"
@@ -57,6 +58,10 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
     dims = sharded_dims(spec, mesh, len(shape), leaf)
     local = list(shape)
     for dim, axes in enumerate(dims):
+        if spec.rows and dim == 0:
+            check_rows(leaf or "tensor", local[0], spec, mesh["pp"].size)
+            local[0] = len(spec.rows[mesh["pp"].rank])
+            continue
         ranks = math.prod(mesh[axis].size for axis in axes)
         if local[dim] % ranks:
             sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
@@ -70,15 +75,32 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
 
 def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole tensor, from the shape of a rank's shard of it by `spec`: the inverse of `local_shape`."""
-    return tuple(size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape))))
+    whole = [size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape)))]
+    return (sum(map(len, spec.rows)), *whole[1:]) if spec.rows else tuple(whole)
 
 
-def local_slice(
-    shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = ""
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape.
+class Window(NamedTuple):
+    """A box of a whole tensor, all of which one rank holds."""
 
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    at: int = 0  # where it begins along the first dim of the rank's shard
+
+    def of(self, shard: Tensor) -> Tensor:
+        """The view of the box in the shard."""
+        return shard.narrow(0, self.at, self.size[0]) if self.size else shard
+
+
+def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "") -> list[Window]:
+    """The windows, side by side along the first dim, that make up this rank's slice by `spec` of such a tensor.
+
+    There is one, unless the spec has rows: then one for each run of them.
     Raises ValueError as `local_shape` does.
+
+    >>> from fzero.sharding import Spec, fake_mesh
+    >>> spec = Spec(("pp",), rows=((0, 1, 4), (2, 3)))
+    >>> [(w.start, w.size, w.at) for w in local_windows((5, 3), spec, fake_mesh({"pp": 2}))]
+    [((0, 0), (2, 3), 0), ((4, 0), (1, 3), 2)]
     """
     size, start = local_shape(shape, spec, mesh, leaf=leaf), []
     for extent, axes in zip(size, sharded_dims(spec, mesh, len(shape), leaf)):
@@ -86,7 +108,28 @@ def local_slice(
         for axis in axes:
             part = part * mesh[axis].size + mesh[axis].rank
         start.append(part * extent)
-    return tuple(start), size
+    if not spec.rows:
+        return [Window(tuple(start), size)]
+    out, at = [], 0
+    for first, number in runs_of(spec.rows[mesh["pp"].rank]):
+        out.append(Window((first, *start[1:]), (number, *size[1:]), at))
+        at += number
+    return out
+
+
+def local_slice(
+    shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = ""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) per dim of this rank's slice by `spec` of a tensor of this shape.
+
+    Raises ValueError as `local_shape` does, and for a slice of several windows.
+    """
+    windows = local_windows(shape, spec, mesh, leaf=leaf)
+    if not windows:  # no layer is this rank's
+        return (0,) * len(shape), local_shape(shape, spec, mesh)
+    if len(windows) != 1:
+        raise ValueError(f"{leaf or 'tensor'}: a rank's slice by {spec} is {len(windows)} windows of it, not one")
+    return windows[0].start, windows[0].size
 
 
 def narrow_box(x: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -103,7 +146,8 @@ def narrow_part(x: Tensor, part: int, parts: int, dim: int) -> Tensor:
 
 
 def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """This rank's slice by `spec` of the whole tensor `x`, as a view of `x`. leaf: its name, for errors.
+    """This rank's slice by `spec` of the whole tensor `x`, as a view of `x`, or a copy of several windows. leaf: its
+    name, for errors.
 
     Communicates: nothing.
     Raises ValueError if the spec owes a sum, and as `local_shape` does.
@@ -115,7 +159,10 @@ def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
     """
     if spec.partial:
         raise ValueError(f"{leaf or 'tensor'}: {spec} owes a sum; a whole tensor has no parts of one")
-    return narrow_box(x, *local_slice(x.shape, spec, mesh, leaf=leaf))
+    windows = local_windows(x.shape, spec, mesh, leaf=leaf)
+    if len(windows) < 2:
+        return narrow_box(x, *local_slice(x.shape, spec, mesh, leaf=leaf))
+    return torch.cat([narrow_box(x, window.start, window.size) for window in windows])
 
 
 # ---- the same by the sizes of a mesh's axes alone ----
@@ -140,6 +187,9 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
     if len(spec.dims) != len(shape):
         raise ValueError(f"{name}: its spec {spec} has {len(spec.dims)} dims and the leaf has {len(shape)}")
     for dim, (size, axes) in enumerate(zip(shape, spec.dims)):
+        if spec.rows and dim == 0:
+            check_rows(name, size, spec, sizes["pp"])
+            continue
         ranks = math.prod(sizes[a] for a in axes)
         if size % ranks:
             factors = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
@@ -151,8 +201,17 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
             )
 
 
+def check_rows(name: str, size: int, spec: Spec, ranks: int) -> None:
+    """Raise ValueError if the rows of a spec are not those of `ranks` ranks which hold each of `size` layers once."""
+    if len(spec.rows) != ranks or sorted(row for rows in spec.rows for row in rows) != list(range(size)):
+        raise ValueError(f"{name}: its spec {spec} does not give each of {size} layers to one of pp={ranks} ranks")
+
+
 def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
-    """The number of elements that one rank holds of a leaf."""
+    """The number of elements that one rank holds of a leaf; of a leaf whose layers are shared unevenly, that of the
+    ranks with the most."""
+    if spec.rows:
+        shape, spec = (max(map(len, spec.rows)), *shape[1:]), Spec(((), *spec.dims[1:]))
     return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)
 
 

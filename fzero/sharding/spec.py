@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from fzero.sharding.mesh import Mesh
 
 MEMORIES = ("device", "host", "nvme")
+# Axes whose ranks use a leaf that they all hold differently: on other rows of the batch, at other positions of it, or
+# in another part of the model.
+VARYING = ("dp", "rp", "ep", "cp", "pp")
+Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,10 @@ class Spec:
     dims: for each tensor dim the mesh axes that shard it, outermost first; a trailing dim that is not given is whole.
     partial: the axes over which a sum is owed: the tensor is the sum of their ranks' values.
     memory: "device", "host" or "nvme".
+    rows: where pp shards the first dim, which counts layers: by its rank the numbers of the layers that it holds.
 
-    The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host": a letter for each dim, its axes after a
-    slash, owed sums after "+", the memory after "@".
+    The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host #0-2|3": a letter for each dim, its axes after
+    a slash, owed sums after "+", the memory after "@", the rows after "#", those of a rank of pp before each "|".
 
     >>> spec = Spec((None, ("tp", "dp")), memory="host")
     >>> print(spec, spec == Spec.parse("[D, F/tp+dp] @host"))
@@ -33,6 +39,7 @@ class Spec:
     dims: tuple[tuple[str, ...], ...] = ()
     partial: frozenset[str] = frozenset()
     memory: str = "device"
+    rows: Rows = ()
 
     def __post_init__(self) -> None:
         # None, "dp" and ("tp", "dp") are all accepted for a dim; one form is kept.
@@ -45,6 +52,8 @@ class Spec:
                 raise ValueError(f"spec {self}: axis {axis!r} appears twice; an axis shards one dim or is owed, once")
         if self.memory not in MEMORIES:
             raise ValueError(f"spec {self}: memory is {self.memory!r}; it must be one of {', '.join(MEMORIES)}")
+        if self.rows and self.dims[:1] != (("pp",),):
+            raise ValueError(f"spec {self}: rows are those of pp, which must shard the first dim, alone")
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -52,7 +61,7 @@ class Spec:
 
         Raises ValueError if the text has another form.
         """
-        form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?\s*", text)
+        form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?(?:\s*#([\d|,-]+))?\s*", text)
         if form is None:
             raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")
         dims = []
@@ -61,12 +70,19 @@ class Spec:
             if part is None:
                 raise ValueError(f"spec {text!r}: dim {dim.strip()!r} is not of the form 'D' or 'D/tp+dp'")
             dims.append(tuple(part[1].split("+")) if part[1] else ())
-        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device")
+        rows = tuple(_parse_rows(part) for part in form[4].split("|")) if form[4] else ()
+        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device", rows)
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that shard any dim."""
         return tuple(axis for d in self.dims for axis in d)
+
+    @property
+    def owed(self) -> tuple[str, ...]:
+        """The axes over which the gradient of a leaf that is used in this layout is owed: those whose ranks use it
+        differently and that do not shard it, then those in `partial`."""
+        return (*(axis for axis in VARYING if axis not in self.axes), *sorted(self.partial))
 
     def placements(self, mesh: Mesh) -> tuple[Any, ...]:
         """The placements of a DTensor of this layout, one for each axis of `mesh.device_mesh`.
@@ -93,4 +109,33 @@ class Spec:
     def __str__(self) -> str:
         dims = ", ".join("·" + ("/" + "+".join(d) if d else "") for d in self.dims)
         owed = "".join(f" +{axis}" for axis in sorted(self.partial))
-        return f"[{dims}]{owed}" + (f" @{self.memory}" if self.memory != "device" else "")
+        rows = "|".join(map(_rows_text, self.rows))
+        return (
+            f"[{dims}]{owed}"
+            + (f" @{self.memory}" if self.memory != "device" else "")
+            + (f" #{rows}" if self.rows else "")
+        )
+
+
+def runs_of(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, number) of each run of consecutive numbers.
+
+    >>> runs_of((0, 1, 2, 6, 7))
+    [(0, 3), (6, 2)]
+    """
+    out: list[tuple[int, int]] = []
+    for row in rows:
+        if out and row == sum(out[-1]):
+            out[-1] = out[-1][0], out[-1][1] + 1
+        else:
+            out.append((row, 1))
+    return out
+
+
+def _rows_text(rows: Sequence[int]) -> str:
+    return ",".join(f"{at}-{at + n - 1}" if n > 1 else str(at) for at, n in runs_of(rows))
+
+
+def _parse_rows(text: str) -> tuple[int, ...]:
+    ends = [part.split("-") for part in text.split(",") if part]
+    return tuple(row for part in ends for row in range(int(part[0]), int(part[-1]) + 1))

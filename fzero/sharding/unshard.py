@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather, pvary
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.sharding.mesh import DATA, Mesh
+from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.spec import Spec
 
@@ -27,7 +27,7 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "")
     has none.
     Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
     """
-    owed = [axis for axis in DATA if axis not in rest.axes] + sorted(compute.partial)
+    owed = [axis for axis in compute.owed if axis not in rest.axes]
     for axis in owed if x.is_floating_point() else ():
         x = pvary(x, mesh[axis], leaf=leaf)
     for dim, axes in enumerate(rest.dims):

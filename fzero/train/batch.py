@@ -126,7 +126,7 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
     dealt = alike or all(hasattr(leaf, DEALT) for leaf in named.values())
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0], dealt]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
-    tp, first = mesh["tp"].size, {}
+    tp, group, first = mesh["tp"].size, mesh.size // mesh["pp"].size, {}
     for rank, (same, rows, passes) in enumerate(table):
         if rank % tp and same != table[rank - rank % tp][0]:
             raise ValueError(
@@ -138,8 +138,13 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
                 f"rank 0 was given {table[0][1]} rows and rank {rank} {rows}; give every rank as many, as "
                 f"local_batch(batch, mesh, micro_batches={micro_batches}) does"
             )
-        other = first.setdefault(same, rank // tp)
-        if other != rank // tp and not passes:
+        if rank >= group and same != table[rank % group][0]:
+            raise ValueError(
+                f"ranks {rank % group} and {rank} are of one pipeline and were given different batches; give all ranks "
+                "of a pp group the same one, as local_batch(batch, mesh, micro_batches) does"
+            )
+        other = first.setdefault(same, rank % group // tp)
+        if other != rank % group // tp and not passes:
             raise ValueError(
                 f"ranks {other * tp} and {rank} were given the same batch, and each data rank trains on rows of its "
                 f"own; write step(state, local_batch(batch, mesh, micro_batches={micro_batches}))"

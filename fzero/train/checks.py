@@ -19,6 +19,7 @@ from fzero.sharding import Plan
 from fzero.sharding.plan import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
+from fzero.train.row import row_of
 from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
@@ -47,19 +48,29 @@ PROGRAM = (
 
 
 def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execution: Any, skip: Any) -> None:
-    """Raise TypeError for arguments of a step that are of other kinds, ValueError for fewer than one micro-batch."""
+    """Raise TypeError for arguments of a step that are of other kinds, ValueError for a number of micro-batches that is
+    below 1 or that the plan's schedule does not take."""
     expect_program(loss_fn)
     expect_optimizer(tx)
     expect_kind("plan", plan, Plan, "write make_train_step(model, tx, zero_plan(stage, model, mesh))")
     expect_count("micro_batches", micro_batches)
     expect_kind("execution", execution, Execution, 'write fzero.Execution(remat="full", compiled=True)')
     expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
+    row_of(plan, micro_batches)  # which refuses a number of them that its schedule does not take
 
 
 def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
     remat = execution.remat
     assert isinstance(remat, Remat)  # Execution parses a text
+    if plan.stages is not None and execution.norms:
+        raise ValueError(
+            "norms of layers (Execution(norms=True), train.measure_every) are not summed over pp; leave them out"
+        )
+    if plan.stages is not None and not layered:
+        raise ValueError(
+            f"pp={plan.sizes['pp']} cuts a layered Model into stages, and this is a plain function; use dp"
+        )
     if offloaded and not donate:
         raise ValueError(
             f"offload: the plan's offloaded leaves ({plan_memories(plan)}) are overwritten by a step; make it "

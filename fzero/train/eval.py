@@ -16,6 +16,7 @@ from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
+from fzero.train.row import evaluate_row
 from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed import StreamedModel, parts_of
 
@@ -51,7 +52,8 @@ def make_eval_step(
     ctx = context_of(plan, execution)
     unseen = [ctx]
     if isinstance(model, base.Model):
-        loss = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch).forward
+        streamed = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch, known={})
+        loss = partial(evaluate_row, streamed)
     else:
         loss = partial(make_loss(model, plan, execution), key=(), first=0)
 

@@ -24,6 +24,8 @@ from fzero.sharding.reduce import GradientReducer, LayerSums
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
+from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses, users_of
+from fzero.train.row import Batches, run_row
 from fzero.train.state import TrainState
 from fzero.train.streamed import StreamedModel, parts_of
 from fzero.train.update.in_backward import EarlyUpdate
@@ -33,37 +35,33 @@ from fzero.train.update.speculation import SpeculativeUpdate
 
 def make_backward(
     loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme: Nvme | None = None
-) -> Callable[..., base.Loss]:
-    """`(params, part, first, key, seed, sink, last=, ready=) -> Loss` of one micro-batch, whose rows begin with row
-    `first` of the batch.
+) -> Callable[..., list[base.Loss]]:
+    """`(params, batches, seed, sink, ready=) -> losses` of some micro-batches; on a mesh with pp of those whose last
+    stage is this rank's.
 
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as
-    of a Reducer, part of the model by part. key: of the step, see layer_keys. last, ready: see StreamedModel.backward.
+    of a Reducer, part of the model by part. params: as they are used (see over_stages). ready: is called with the loss
+    of each micro-batch before its backward pass.
     """
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)
         parts = parts_of(loss_fn, plan, how._layers)
         assert isinstance(how.remat, Remat)  # Execution parses a text
-        streamed = StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, how.reshard, nvme)
-
-        def layered(
-            params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
-        ) -> base.Loss:
-            return streamed.backward(
-                params, part, streamed.context(part, key, first), seed, sink, last=last, ready=ready
-            )
-
-        return layered
+        return partial(
+            run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, how.reshard, nvme, {})
+        )
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)
 
-    def plain(
-        params: Tree, part: Any, first: int, key: Any, seed: Tensor, sink: Any, last: bool, ready: Any = None
-    ) -> base.Loss:
-        grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], (), seed)
-        put_whole(sink, grads, last=last)
-        return losses[0]
+    def plain(params: Tree, batches: Batches, seed: Tensor, sink: Any, ready: Any = None) -> list[base.Loss]:
+        out: list[base.Loss] = []
+        for part, first in zip(batches.parts, batches.firsts):
+            grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], (), seed)
+            out += losses
+            put_whole(sink, grads, last=len(out) == len(batches.parts))
+            del grads
+        return out
 
     return plain
 
@@ -91,6 +89,8 @@ def make_gradient(
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. squares: of the leaves that
     the norm need not read, see GradientReducer. lasting: see there, rooms and narrow."""
     loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
+    told: dict[Any, Any] = {}
+    users = users_of(parts_of(loss_fn, plan), plan) if isinstance(loss_fn, base.Model) else {}
     mesh, policy, square = plan.mesh, plan.policy, shards_of(plan).square
 
     def squares_of(leaf: Tensor) -> list[Tensor]:
@@ -115,22 +115,35 @@ def make_gradient(
         known: Callable[[base.Loss], None] | None = None,
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
+        if plan.stages is not None and (transforms() or needs_grad(*pytree.leaves((state.params, parts)))):
+            raise ValueError("a step on a mesh with pp composes with no transform of torch.func; use pp=1")
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh), {}
         keys = layer_keys(key, plan, how)
         shown = LayerSums(early.take, early.keeps) if early is not None else None
-        reducer = GradientReducer(plan, len(parts), away, shown, *lasting, squares_of)
-        losses = []
-        for j, (part, first) in enumerate(zip(parts, firsts)):
-            last = j == len(parts) - 1
-            # After the last forward pass the sum of all losses is known.
-            ready = None if known is None or not last else lambda loss: known(sum_losses([*losses, loss], mesh))
-            losses.append(backward(state.params, part, first, keys, seed, reducer, last, ready))
+        reducer, device = GradientReducer(plan, len(parts), away, shown, *lasting, squares_of), seed.device
+        so_far: list[base.Loss] = []
+
+        def ready(loss: base.Loss) -> None:
+            so_far.append(loss)
+            if known is not None and len(so_far) == len(parts):  # after the last forward pass
+                known(sum_losses(so_far, mesh))
+
+        params = gather_over_pp(state.params, plan, users)
+        losses = backward(params, Batches(parts, firsts, keys), seed, reducer, ready)
+        del params
+        over_pp = None
+        if plan.stages is not None:
+            losses = share_losses(losses, len(parts), plan, told, device)
+            over_pp = partial(scatter_over_pp, plan=plan, users=users, device=device)
         like = plan.trained(plan.like)
         if early is not None and not early.keeps:
             like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
-        sums, shapes = reducer.sums(like), {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()}
+        sums, shapes = (
+            reducer.sums(like, over_pp),
+            {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()},
+        )
         squares = {name: Squared(found, shapes[name], policy.accumulate) for name, found in reducer.squares().items()}
         return sums, sum_losses(losses, mesh), squares
 

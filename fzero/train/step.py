@@ -32,6 +32,7 @@ from fzero.train.checks import check_values, expect_arguments, expect_options, e
 from fzero.train.execution import Execution
 from fzero.train.gradient import make_gradient
 from fzero.train.loss import LossFn, context_of, dropout_key
+from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.split_check import check_split
 from fzero.train.state import TrainState, hand_over
@@ -122,7 +123,7 @@ def make_train_step(
     gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
     # A mesh for planning has nobody to compare with.
-    unchecked, unseen = [mesh] if mesh.store is not None else [], [context_of(plan, execution)]
+    unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)
@@ -168,12 +169,14 @@ def early_start(
     return None
 
 
-def check_ranks(step: contextlib.ExitStack, mesh: Mesh, batch: Any, micro_batches: int) -> None:
-    """Compare the first step with the other ranks': whose rows it has now, each collective until `step` is left."""
-    step.enter_context(mesh.checked())
+def check_ranks(step: contextlib.ExitStack, plan: Plan, batch: Any, micro_batches: int) -> None:
+    """Compare the first step with the other ranks': whose rows it has and its schedule now, each collective until
+    `step` is left."""
+    step.enter_context(plan.mesh.checked())
     if not transforms():
-        with mesh.ledger.phase("check"):
-            expect_own_rows(batch, mesh, micro_batches)
+        with plan.mesh.ledger.phase("check"):
+            expect_own_rows(batch, plan.mesh, micro_batches)
+            expect_one_schedule(plan, micro_batches)
 
 
 def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdict, scale: Tensor) -> Metrics:

@@ -8,6 +8,7 @@ written out, to control memory and messages."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,11 +41,12 @@ class Part(NamedTuple):
     leaves: tuple[str, ...]  # full names, frozen ones first
     depth: int = 0  # the layers of a stack; 0 for a function that is called once
     first: int = 0  # the number of its first layer among those of all stacks
+    at: int = 0  # the number of its first layer among those that this rank holds of its stack
 
     @property
     def groups(self) -> list[Group]:
         """The leaves that are fetched together: each layer, or all of its leaves."""
-        return [Group(self.name, self.leaves, i if self.depth else None) for i in range(self.depth or 1)]
+        return [Group(self.name, self.leaves, self.at + i if self.depth else None) for i in range(self.depth or 1)]
 
 
 def parts_of(model: base.Model, plan: Plan, layers: int = 0) -> tuple[Part, ...]:
@@ -84,6 +86,36 @@ def parts_of(model: base.Model, plan: Plan, layers: int = 0) -> tuple[Part, ...]
     return tuple(part._replace(depth=layers) if layers and part.depth == deepest else part for part in parts)
 
 
+def stages_of(parts: Sequence[Part], plan: Plan, rank: int | None = None) -> dict[int, tuple[Part, ...]]:
+    """{number of a stage: its parts} of the stages of a rank of pp (None: of this one); without pp all parts are stage
+    0.
+
+    A stage holds the parts of its layers, of one stack or several; a join is with the first layer behind it, the
+    embedding in the first stage and the head in the last one.
+    """
+    if plan.stages is None:
+        return {0: tuple(parts)}
+    out, count, rank = {}, len(plan.stages.layers), plan.mesh["pp"].rank if rank is None else rank
+    for stage in plan.stages.chunks(rank):
+        low, high = plan.stages.layers[stage][0], plan.stages.layers[stage][-1] + 1
+        mine: list[Part] = []
+        for i, part in enumerate(parts):
+            behind = parts[i + 1].first if part.kind == "join" else 0
+            if part.kind in ("embed", "head"):
+                mine += [part] if stage == (0 if part.kind == "embed" else count - 1) else []
+            elif part.kind == "join":
+                mine += [part] if low <= behind < high else []
+            elif low < part.first + part.depth and part.first < high:
+                first, end = max(low, part.first), min(high, part.first + part.depth)
+                turn = (first - part.first) % len(part.functions)
+                rows = plan.leaves[part.leaves[0]].params.rows[rank]
+                functions = (*part.functions[turn:], *part.functions[:turn])
+                at = rows.index(first - part.first)
+                mine.append(part._replace(functions=functions, depth=end - first, first=first, at=at))
+        out[stage] = tuple(mine)
+    return out
+
+
 class Passed(NamedTuple):
     """A part before the head whose forward pass is done, with what its backward pass needs."""
 
@@ -102,18 +134,55 @@ class Passed(NamedTuple):
         return [groups[i] for i in self.run.order()]
 
 
+class Activations(NamedTuple):
+    """The activations between two parts: their leaves, and the structure of their tree."""
+
+    leaves: list[Tensor]
+    treedef: Any
+
+
+class Held(NamedTuple):
+    """A micro-batch between its forward and its backward pass over the parts of a stage."""
+
+    passed: list[Passed]  # emptied by the backward pass
+    x: Activations
+    batch: base.Batch
+    ctx: base.Ctx
+    ahead: Prefetcher
+
+    def order(self) -> list[Group]:
+        """The groups that the backward pass fetches, in their order."""
+        return [group for one in reversed(self.passed) for group in one.order()]
+
+
+class Headed(NamedTuple):
+    """A micro-batch between the forward and the backward pass of the head."""
+
+    loss: base.Loss
+    pair: VjpPair
+    kept: Any
+    rest: list[Tensor]  # the results beside the loss's total
+    inputs: int  # the number of leaves of x that it took
+
+
 class StreamedModel(NamedTuple):
-    """The loss of a layered model, and its gradient, over parameters at rest. `ahead`: parts fetched before they are
-    needed. `reshard`: see Execution."""
+    """The passes of a layered model over parameters as a step uses them, a stage at a time. `ahead`: parts fetched
+    before they are needed. `reshard`: see Execution. train/row.py calls them in the order of a schedule."""
 
     model: base.Model
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # of the whole model
     plan: Plan
     ctx: base.Ctx
     remat: Remat
     ahead: int
     reshard: bool = True
     nvme: Nvme | None = None
+    known: dict[Any, Any] = {}  # noqa: RUF012  (of shapes between stages, see row.Between; given where pp is used)
+
+    @property
+    def here(self) -> tuple[Part, ...]:
+        """The parts of this rank's stages, in the order of a forward pass."""
+        return tuple(part for stage in stages_of(self.parts, self.plan).values() for part in stage)
 
     def pairs_of(
         self, part: Part, x_def: Any, ctx: base.Ctx, batch: base.Batch
@@ -133,76 +202,97 @@ class StreamedModel(NamedTuple):
         """The leaves of a part that are trained."""
         return tuple(name for name in part.leaves if name not in self.plan.frozen)
 
-    def forward(self, params: Tree, batch: base.Batch) -> base.Loss:
-        """The loss of a batch without dropout, and without anything kept."""
-        device = pytree.leaves(batch)[0].device
-        ctx, ahead = self.context(batch, {}, 0), self.fetcher(params, device)
-        ahead.expect([group for part in self.parts for group in part.groups], "forward")
-        zero = torch.full((), 0, device=device)
-        x, x_def = [], pytree.flatten(())[1]
+    def primal(self, parts: Sequence[Part], x: Activations, batch: base.Batch, ctx: base.Ctx, ahead: Prefetcher) -> Any:
+        """The activations after some parts, or the loss after a head; nothing is kept."""
+        ahead.expect([group for part in parts for group in part.groups], "forward")
+        zero = torch.full((), 0, device=pytree.leaves(batch)[0].device)
+        leaves, x_def = x
         with torch.no_grad():
-            for part in self.parts:
+            for part in parts:
                 pairs, out_def, extra = self.pairs_of(part, x_def, ctx, batch)
                 if part.depth:
                     run = LayerLoop(pairs, part.depth, 0, first=part.first)
-                    x = run.primal(take_layer(ahead, part), x, extra)
+                    leaves = run.primal(take_layer(ahead, part), leaves, extra)
                 else:
-                    x = pairs[0].primal([*ahead.take(part.groups[0]), *x, zero, *extra])
+                    leaves = pairs[0].primal([*ahead.take(part.groups[0]), *leaves, zero, *extra])
                     x_def = out_def[0]
-        return pytree.unflatten(x, x_def)
+        return pytree.unflatten(leaves, x_def) if parts and parts[-1].kind == "head" else Activations(leaves, x_def)
 
-    def backward(
+    def forward(
         self,
-        params: Tree,
+        parts: Sequence[Part],
+        x: Activations,
         batch: base.Batch,
         ctx: base.Ctx,
-        seed: Tensor,
-        reducer: GradientReducer,
-        last: bool,
-        ready: Callable[[base.Loss], None] | None = None,
-    ) -> base.Loss:
-        """The loss of a micro-batch; the gradient of total * seed goes to `reducer`; `last`: it is the final one.
+        ahead: Prefetcher,
+        early: Sequence[Group] = (),
+    ) -> Held:
+        """The forward pass of a micro-batch over the parts of a stage but its head, and what its backward pass needs.
 
-        ctx: the batch's, from `context`.
-        ready: is called with the loss between the forward and the backward pass.
+        ctx: the batch's, from `context`. early: the head's leaves, if they are used at once.
         """
-        device = pytree.leaves(batch)[0].device
-        ahead, ledger, zero = self.fetcher(params, device), self.plan.mesh.ledger, torch.full((), 0, device=device)
-        ahead.expect([group for part in self.parts for group in part.groups], "forward")
+        device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
+        zero = torch.full((), 0, device=device)
+        ahead.expect([*(group for part in parts for group in part.groups), *early], "forward")
         pile = self.pile(device)  # one for all stacks: what is kept last is needed first
         passed: list[Passed] = []
-        x, x_def = [], pytree.flatten(())[1]
-        with torch.no_grad(), ledger.phase("forward"):
-            for part in self.parts[:-1]:
+        leaves, x_def = x
+        del x
+        with torch.no_grad():
+            for part in parts:
                 pairs, out_def, extra = self.pairs_of(part, x_def, ctx, batch)
-                one = Passed(part, pairs, extra, len(x))
+                one = Passed(part, pairs, extra, len(leaves))
                 drop = ahead.fetcher.dropped(part.groups[0], self.reshard)
                 if part.depth:
                     at = partial(ledger.at, part.name)
                     run = LayerLoop(pairs, part.depth, self.remat.every, drop, **pile, at=at, first=part.first)
-                    x = run.forward(take_layer(ahead, part), x, extra)
+                    leaves = run.forward(take_layer(ahead, part), leaves, extra)
                     passed.append(one._replace(run=run))
                 else:
-                    x, kept = pairs[0].forward([*ahead.take(part.groups[0]), *x, zero, *extra], drop * len(part.leaves))
+                    inputs = [*ahead.take(part.groups[0]), *leaves, zero, *extra]
+                    leaves, kept = pairs[0].forward(inputs, drop * len(part.leaves))
+                    del inputs
                     x_def = out_def[0]
                     passed.append(one._replace(kept=kept))
-            ahead.expect([group for one in reversed(passed) for group in one.order()], "backward")
-            head, m = self.parts[-1], len(x)
-            (pair,), out_def, extra = self.pairs_of(head, x_def, ctx, batch)
-            out, kept = pair.forward([*ahead.take(head.groups[0]), *x, zero, *extra])
-            loss = pytree.unflatten(out, out_def[0])
-            del x
-        if ready is not None:
-            ready(loss)
-        with torch.no_grad(), ledger.phase("backward"):
-            ledger.at(head.name, None)
-            grads = pair.backward(kept, [seed.to(loss.total.dtype), *out[1:]])
-            x_grads = grads[len(grads) - m :]
-            del grads[len(grads) - m :]
-            reducer.put(head.groups[0], self.trained(head), grads, last=last, again=used_before(self.parts, head))
-            for one in reversed(passed):
-                x_grads = self.run_backward(one, x_grads, ahead, reducer, last)
-        return loss
+        return Held(passed, Activations(leaves, x_def), batch, ctx, ahead)
+
+    def head_forward(self, head: Part, held: Held) -> Headed:
+        """The loss of a micro-batch, and what the backward pass of its head needs; the leaves of x leave `held`.
+
+        A head runs just before its backward pass: its residuals are gradients, if its cross entropy is fused, and so
+        only one of the micro-batches under way has them.
+        """
+        ahead, zero = held.ahead, torch.full((), 0, device=pytree.leaves(held.batch)[0].device)
+        with torch.no_grad():
+            ahead.expect(held.order(), "backward")
+            leaves, x_def = held.x
+            (pair,), out_def, extra = self.pairs_of(head, x_def, held.ctx, held.batch)
+            out, kept = pair.forward([*ahead.take(head.groups[0]), *leaves, zero, *extra])
+            headed = Headed(pytree.unflatten(out, out_def[0]), pair, kept, out[1:], len(leaves))
+            leaves.clear()
+        return headed
+
+    def head_backward(
+        self, head: Part, headed: Headed, seed: Tensor, reducer: GradientReducer, last: bool
+    ) -> list[Tensor]:
+        """The gradients of total * seed for the leaves of x that a head took; those of its parameters go to `reducer`.
+
+        last: the micro-batch is the final one."""
+        with torch.no_grad():
+            self.plan.mesh.ledger.at(head.name, None)
+            grads = headed.pair.backward(headed.kept, [seed.to(headed.loss.total.dtype), *headed.rest])
+            x_grads = grads[len(grads) - headed.inputs :]
+            del grads[len(grads) - headed.inputs :]
+            reducer.put(head.groups[0], self.trained(head), grads, last=last, again=used_before(self.here, head))
+        return x_grads
+
+    def backward(self, held: Held, x_grads: list[Tensor], reducer: GradientReducer, last: bool) -> list[Tensor]:
+        """The gradients of the leaves of x that a stage took, from those of the ones that it gave; those of its
+        parameters go to `reducer`."""
+        with torch.no_grad():
+            while held.passed:
+                x_grads = self.run_backward(held.passed.pop(), x_grads, held.ahead, reducer, last)
+        return x_grads
 
     def run_backward(
         self, one: Passed, x_grads: list[Tensor], ahead: Prefetcher, reducer: GradientReducer, last: bool
@@ -222,7 +312,7 @@ class StreamedModel(NamedTuple):
         x_grads.clear()
         x_grads = grads[len(grads) - one.inputs :]
         del grads[len(grads) - one.inputs :]
-        reducer.put(groups[0], trained, grads, last=last, again=used_before(self.parts, part))
+        reducer.put(groups[0], trained, grads, last=last, again=used_before(self.here, part))
         return x_grads
 
     def context(self, batch: base.Batch, key: dict[str, Any], first: int) -> base.Ctx:
@@ -255,5 +345,5 @@ def take_layer(ahead: Prefetcher, part: Part) -> Callable[[int], Sequence[Tensor
 
 def used_before(parts: Sequence[Part], part: Part) -> frozenset[str]:
     """The leaves of a part that one before it uses too: their gradients come more than once in a micro-batch."""
-    before = parts[: parts.index(part)]
+    before = itertools.takewhile(lambda other: other.name != part.name, parts)  # no stack shares leaves
     return frozenset(part.leaves) & frozenset(name for other in before for name in other.leaves)

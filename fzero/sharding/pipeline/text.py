@@ -1,0 +1,143 @@
+"""A schedule as text that a person can write, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from fzero.sharding.pipeline.check import faults
+from fzero.sharding.pipeline.stages import split_layers
+from fzero.sharding.pipeline.table import KINDS, Act, Schedule, Stages
+
+ACT = re.compile(r"(\d{1,6})([A-Z])(\d{1,6})", re.ASCII)
+OVERLAP = re.compile(r"\(([^();]+);([^();]+)\)OVERLAP_F_B")  # as torch writes a pair
+LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
+RANK = re.compile(r"rank\s+(\d{1,6})\s*:(.*)", re.ASCII)
+
+
+def write_schedule(s: Schedule) -> str:
+    """The text of a schedule, which `read_schedule` reads.
+
+    >>> from fzero.sharding import pipeline
+    >>> print(write_schedule(pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=2)), end="")
+    name 1f1b
+    micro-batches 2
+    layers 0-1 2-3
+    rank 0: 0F0 0F1 0B0 0B1
+    rank 1: 1F0 1B0 1F1 1B1
+    """
+    layers = " ".join(_runs_text(numbers) for numbers in s.stages.layers)
+    lines = [f"name {s.name}", f"micro-batches {s.parts}", f"layers {layers}"]
+    paired = dict(s.pairs)
+    for rank, row in enumerate(s.rows):
+        acts = "".join(f"{act}{'&' if act in paired else ' '}" for act in row).rstrip()
+        lines.append(f"rank {rank}: {acts}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def read_schedule(text: str, costs: Sequence[float] = ()) -> Schedule:
+    """The schedule of a text, checked.
+
+    Each line is the row of a rank, in order, with or without `rank N:` before it. An act is stage, kind and
+    micro-batch: 1F3 is the forward of micro-batch 3 in stage 1 (kinds: F, B, or I and later W; G and D). Acts are
+    separated by spaces or commas, and empty fields count for nothing, so that the tables which
+    torch.distributed.pipelining writes can be read. `0F4&3B1` is a pair. The lines `name`, `micro-batches` and `layers`
+    (of each stage: 0-7 8-15) may be left out, and # begins a comment.
+
+    costs: the times of the model's layers, which are cut by them if the text has no line `layers`; see `layout`.
+
+    Raises ValueError with line, rank and act for what cannot be read, and for what `check` finds.
+
+    >>> s = read_schedule("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1", costs=[1.0] * 4)
+    >>> s.parts, s.stages.layers
+    (2, ((0, 1), (2, 3)))
+    """
+    said: dict[str, str] = {}
+    at: list[int] = []  # the line of each row
+    rows: list[tuple[Act, ...]] = []
+    pairs: list[tuple[Act, Act]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.partition("#")[0].strip(" \t\ufeff")
+        key, _, rest = line.partition(" ")
+        if key in ("name", "micro-batches", "layers"):
+            if key in said:
+                raise ValueError(f"line {number}: there is a line {key!r} before this one")
+            said[key] = rest.strip()
+            if key == "micro-batches" and not re.fullmatch(r"[1-9]\d{0,5}", said[key], re.ASCII):
+                raise ValueError(f"line {number}: {rest.strip()!r} is no number of micro-batches")
+            if key == "layers":
+                layers = tuple(_read_layers(word, number) for word in rest.split())
+        elif line:
+            row, paired = _read_row(line, number, len(rows))
+            at, rows, pairs = [*at, number], [*rows, row], [*pairs, *paired]
+    ranks = _ranks(rows, at)
+    stages = Stages(layers, ranks) if "layers" in said else split_layers(costs, ranks)
+    parts = int(said.get("micro-batches", 0)) or 1 + max(act.part for row in rows for act in row)
+    s = Schedule(said.get("name") or "table", stages, parts, tuple(rows), tuple(pairs))
+    for rank, fault in faults(s):
+        raise ValueError(f"line {at[rank]}: {fault}")
+    return s
+
+
+def _read_row(line: str, number: int, rank: int) -> tuple[tuple[Act, ...], list[tuple[Act, Act]]]:
+    """The acts of a line, and its pairs."""
+    headed = RANK.fullmatch(line)
+    if headed and int(headed[1]) != rank:
+        raise ValueError(f"line {number}: the row of rank {headed[1]} where that of rank {rank} is due")
+    row: list[Act] = []
+    first: list[int] = []
+    acts = OVERLAP.sub(r"\1&\2", headed[2] if headed else line)
+    for field in acts.replace(",", " ").split():
+        words = field.split("&")
+        first += range(len(row), len(row) + len(words) - 1)
+        for word in words:
+            found = ACT.fullmatch(word)
+            if not found or found[2] not in KINDS:
+                raise ValueError(
+                    f"line {number}: rank {rank}: {word!r} is no act; write stage, kind ({', '.join(KINDS)}) and "
+                    "micro-batch, such as 1F3"
+                )
+            row.append(Act(found[2], int(found[3]), int(found[1])))
+    return tuple(row), [(row[i], row[i + 1]) for i in first]
+
+
+def _ranks(rows: Sequence[Sequence[Act]], at: Sequence[int]) -> tuple[int, ...]:
+    """By stage the rank that has it."""
+    owner: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for act in row:
+            if owner.setdefault(act.stage, rank) != rank:
+                raise ValueError(
+                    f"line {at[rank]}: rank {rank} has {act}, and stage {act.stage} is on rank {owner[act.stage]} "
+                    f"(line {at[owner[act.stage]]})"
+                )
+        if not row:
+            raise ValueError(f"line {at[rank]}: rank {rank} has no acts")
+    if not owner:
+        raise ValueError("the text has no rows; write a line of acts such as 0F0 0B0 for each rank")
+    for stage in range(max(owner)):
+        if stage not in owner:
+            raise ValueError(f"there are acts of stage {max(owner)} and none of stage {stage}")
+    return tuple(owner[stage] for stage in range(len(owner)))
+
+
+def _read_layers(word: str, number: int) -> tuple[int, ...]:
+    """The numbers of `0-3,8`."""
+    found: list[int] = []
+    for run in word.split(","):
+        ends = LAYERS.fullmatch(run)
+        if not ends:
+            raise ValueError(f"line {number}: {word!r} are no layers; write their numbers, such as 0-7")
+        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+    return tuple(found)
+
+
+def _runs_text(numbers: Sequence[int]) -> str:
+    """Numbers as `0-3,8`."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

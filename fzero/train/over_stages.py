@@ -1,0 +1,131 @@
+"""What the stages of a pipeline share: the leaves outside the layers, the losses, and which stages use what.
+
+At rest such a leaf is sharded over pp too. It is gathered once before the row of a step, to the ranks whose stages use
+it; the sums of its gradients, of one stage or several (a tied embedding), are added and scattered back once behind it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import Axis, start_all_gather, start_psum
+from fzero.comm.communicator import Communicator
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.models import base
+from fzero.sharding.plan import Plan
+from fzero.sharding.slices import is_stacked, local_shape
+from fzero.train.streamed import Part, stages_of
+
+Users = dict[str, list[tuple[str, int]]]  # by leaf (stream of gradients, rank of pp), in the order of their sum
+
+
+def link_of(axis: Axis) -> Communicator:
+    """The communicator of an axis of several ranks."""
+    assert axis.communicator is not None
+    return axis.communicator
+
+
+def users_of(parts: Sequence[Part], plan: Plan) -> Users:
+    """Which ranks of pp use each leaf outside the layers, and under which stream they sum its gradient; {} without
+    pp."""
+    if plan.stages is None:
+        return {}
+    found: dict[str, set[tuple[str, int]]] = {}
+    for rank in range(plan.stages.size):
+        for part in (part for stage in stages_of(parts, plan, rank).values() for part in stage if not part.depth):
+            for name in part.leaves:
+                found.setdefault(name, set()).add((part.name if plan.reduce == "canonical" else "", rank))
+    return {name: sorted(terms) for name, terms in sorted(found.items())}
+
+
+@torch.no_grad()
+def gather_over_pp(params: Tree, plan: Plan, users: Users) -> Tree:
+    """The parameters as this rank's stages use them: a leaf that pp shards at rest is whole over pp on the ranks that
+    use it, and as at rest on the others.
+
+    Communicates: for each of those leaves its shards, to the ranks that use it; below stage 3 an all_gather over dp.
+    """
+    if plan.stages is None:
+        return params
+    axis, leaves = plan.mesh["pp"], pytree.named_leaves(params)
+
+    def whole(name: str, leaf: Tensor) -> Tensor:
+        rest, use = plan.leaves[name].params, plan.leaves[name].use
+        if is_stacked(name) or rest.dims == use.dims:
+            return leaf
+        found = link_of(axis).start_gather_to(leaf, sorted({rank for _, rank in users[name]}), name).wait()
+        if found is None:
+            return leaf
+        if "dp" in rest.axes and "dp" not in use.axes:
+            found = start_all_gather(found, plan.mesh["dp"], leaf=name).wait()
+        return found
+
+    with plan.mesh.ledger.phase("gather"):
+        return pytree.from_named({name: whole(name, leaves[name]) for name in leaves}, params)
+
+
+def scatter_over_pp(
+    sums: dict[tuple[str, str], Any], plan: Plan, users: Users, device: torch.device
+) -> dict[str, Tensor]:
+    """This rank's parts of the sums of gradients of the leaves outside the layers, which leave `sums`, and tensors
+    [0, ...] for the stacks of which it has no layer.
+
+    Communicates: for each leaf its sum, from each rank that uses it, to all of them in parts.
+    """
+    out, link = {}, link_of(plan.mesh["pp"])
+    with plan.mesh.ledger.phase("reduce"):
+        for name, leaf in plan.leaves.items():
+            shape = local_shape(leaf.shape, leaf.opt, plan.mesh)
+            if not leaf.trained:
+                continue
+            if is_stacked(name):
+                if not shape[0]:
+                    out[name] = torch.zeros(shape, dtype=plan.policy.accumulate, device=device)
+                continue
+            for stream, source in users[name]:
+                value = sums.pop((stream, name)).to(plan.policy.accumulate) if source == link.rank else None
+                piece = torch.empty(shape, dtype=plan.policy.accumulate, device=device)
+                piece = link.start_scatter_from(value, source, piece, name, cut="pp" in leaf.opt.axes).wait()
+                out[name] = out[name].add_(piece) if name in out else piece
+    return out
+
+
+def share_losses(
+    losses: Sequence[base.Loss], parts: int, plan: Plan, known: dict[Any, Any], device: torch.device
+) -> list[base.Loss]:
+    """The losses of a step's micro-batches on every rank of pp, from those that the rank of the last stage has.
+
+    known: keeps the structure of a loss, which is told once.
+    Communicates: a psum over pp of a few float64 for each micro-batch.
+    """
+    assert plan.stages is not None
+    axis = plan.mesh["pp"]
+    with plan.mesh.ledger.phase("metrics"):
+        if "loss" not in known:
+            leaves, treedef = pytree.flatten(losses[0] if losses else ())
+            told = pytree.unflatten(range(len(leaves)), treedef), [leaf.dtype for leaf in leaves]
+            tree, dtypes = tell(told, plan.stages.ranks[-1], axis, device)
+            known["loss"] = pytree.flatten(tree)[1], dtypes
+        treedef, dtypes = known["loss"]
+        rows = torch.zeros(parts, len(dtypes), dtype=torch.float64, device=device)
+        for row, loss in zip(rows, losses):
+            row.copy_(torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]))
+        rows = start_psum(rows, axis, leaf="loss").wait()
+    return [pytree.unflatten([x.to(dtype) for x, dtype in zip(row, dtypes)], treedef) for row in rows]
+
+
+def tell(value: Any, source: int, axis: Axis, device: torch.device) -> Any:
+    """The value that rank `source` of an axis gives, on all of its ranks."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    sizes = start_all_gather(torch.tensor([data.numel()], device=device), axis, leaf="told").wait()
+    room = torch.empty(int(sizes[source]), dtype=torch.uint8, device=device)
+    found = (
+        link_of(axis).start_scatter_from(data if axis.rank == source else None, source, room, "told", cut=False).wait()
+    )
+    return pickle.loads(found.cpu().numpy())

@@ -1,0 +1,319 @@
+"""Steps on a mesh with pp: equal to one process whatever the schedule, the layout of layers, the stage and the mesh."""
+
+import functools
+import itertools
+import math
+import os
+import tempfile
+import time
+
+import pytest
+import ranks
+import torch
+from close import assert_close, assert_same
+from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
+
+import fzero
+from fzero import checkpoint
+from fzero.core import pytree
+from fzero.sharding.digests import digests
+from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.plan import zero_plan
+from fzero.train.batch import local_batch
+from fzero.train.eval import make_eval_step
+from fzero.train.row import room_of, schedule_of
+from fzero.train.state import state_specs
+
+STEPS = 5
+PIPELINES = {
+    "gpipe": Pipeline("gpipe"),
+    "1f1b": Pipeline(),
+    "1f1b uneven": Pipeline(layout="3,1"),
+    "interleaved": Pipeline("interleaved", chunks=2),
+}
+MESHES = {
+    "pp2": {"pp": 2},
+    "pp2 x dp2": {"pp": 2, "dp": 2},
+    "pp2 x rp2": {"pp": 2, "rp": 2},
+    "pp2 x tp2": {"pp": 2, "tp": 2},
+    "pp4": {"pp": 4},
+}
+
+
+def options_of(pipeline, **more):
+    return {"plan_options": {"pipeline": pipeline, **more}}
+
+
+@functools.cache
+def serial(name, optimizer, micro_batches, dropout=0.0, layers=4, **plan_options):
+    state, _, log = train(
+        fzero.one_process(), name, optimizer, 0, micro_batches, steps=STEPS, dropout=dropout, plan_options=plan_options
+    )
+    return state, log
+
+
+def trained(mesh, cases):
+    out = []
+    for case, options in cases:
+        state, specs, log = train(mesh, *case, steps=STEPS, **options)
+        out.append((whole(state, specs, mesh), log))
+    return out
+
+
+def equals_one_process(mesh, cases):
+    """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, options of `train`)."""
+    sizes = MESHES[mesh]
+    data = sizes.get("dp", 1) * sizes.get("rp", 1)
+    given = [((name, tx, stage, data * m), options) for name, tx, stage, m, options in cases]
+    results = ranks.run(math.prod(sizes.values()), trained, given, mesh=sizes, timeout_s=300)
+    for (case, options), (state, log) in zip(given, results[0]):
+        name, tx, _, m = case
+        expected, expected_log = serial(name, tx, m, options.get("dropout", 0.0))
+        try:
+            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
+            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
+        except AssertionError as error:
+            error.add_note(f"{mesh}, {case}, {options}")
+            raise
+    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
+
+
+# gpt2 is tied, has dropout and three layers; gemma is tied, with layers that take turns, and has four.
+FEW = {
+    "pp2": [
+        ("gpt2", "sgd", 0, 3, {**options_of(Pipeline(layout="2,1")), "dropout": 0.1}),
+        ("gemma", "clipped adam", 3, 4, {**options_of(PIPELINES["interleaved"]), "remat": "full"}),
+        ("encoder and decoder", "adam", 2, 2, options_of(PIPELINES["gpipe"])),
+        ("deepseek", "adam", 1, 1, options_of(PIPELINES["1f1b"])),
+    ],
+    "pp2 x dp2": [
+        ("gpt2", "clipped adam", 1, 3, {**options_of(Pipeline(layout="1,2")), "dropout": 0.1}),
+        ("gemma", "sgd", 2, 2, options_of(PIPELINES["interleaved"])),
+        ("llama", "adam", 3, 2, {**options_of(PIPELINES["1f1b"]), "reshard": False}),
+        ("llama", "adam", 0, 2, options_of(PIPELINES["gpipe"], reduce="once")),
+    ],
+    "pp2 x rp2": [("gpt2", "adam", 3, 2, options_of(PIPELINES["1f1b"]))],
+    "pp2 x tp2": [
+        ("llama", "sgd", 3, 2, options_of(PIPELINES["1f1b"])),
+        ("gpt2", "adam", 1, 2, {**options_of(PIPELINES["gpipe"], sequence=True), "remat": "every:2"}),
+    ],
+    "pp4": [
+        ("gemma", "sgd", 2, 8, options_of(PIPELINES["1f1b"])),
+        ("gemma", "adam", 0, 2, options_of(PIPELINES["gpipe"])),
+    ],
+}
+SLOW = ("pp2 x rp2", "pp4", "pp2 x tp2")
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES])
+def test_a_pipeline_equals_one_process(mesh):
+    equals_one_process(mesh, FEW[mesh])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_product_equals_one_process(mesh, pipeline):
+    how = PIPELINES[pipeline]
+    if mesh == "pp4":
+        how = Pipeline(how.schedule if how.chunks == 1 else "1f1b")
+    micro = (2, 4) if pipeline == "interleaved" else (1, 3, 4)
+    product = itertools.product(("sgd", "clipped adam"), range(4), micro, ("none", "full"))
+    cases = [("gemma", tx, stage, m, {**options_of(how), "remat": remat}) for tx, stage, m, remat in product]
+    equals_one_process(mesh, cases)
+
+
+# ---- canonical sums --------------------------------------------------------------------------------------------------
+
+
+def canonical_digests(mesh, cases):
+    out = []
+    for stage, micro_batches, pipeline in cases:
+        options = {"pipeline": pipeline, "reduce": "canonical"} if pipeline else {"reduce": "canonical"}
+        state, specs, log = train(
+            mesh, "gemma", "clipped adam", stage, micro_batches, plan_options=options, policy=fzero.fp32(), steps=3
+        )
+        found = digests(state.params, specs.params, mesh)
+        found |= digests(state.opt_state, specs.opt_state, mesh)
+        out.append((log, found))
+    return out
+
+
+@pytest.mark.parametrize("sizes", ({"pp": 2}, pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow)), ids=str)
+def test_canonical_sums_have_the_bits_of_one_process(sizes):
+    """One hash over pp x dp x schedules x layouts x stages, norms and clipping with it."""
+    (((log, found),),) = ranks.run(1, canonical_digests, [(0, 4, None)])  # with the threads of a rank
+    cases = [(0, 4, PIPELINES["gpipe"]), (3, 4, PIPELINES["interleaved"]), (2, 4, PIPELINES["1f1b uneven"])]
+    for rank in ranks.run(math.prod(sizes.values()), canonical_digests, cases, mesh=sizes):
+        for (ours, theirs), case in zip(rank, cases):
+            assert ours == log, case
+            assert theirs == found, case
+
+
+# ---- evaluation, batches of other shapes, messages -------------------------------------------------------------------
+
+
+def evaluated(mesh, stage, pipeline):
+    model = model_of("gpt2")
+    plan = zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
+    state = fzero.init_state(model, OPTIMIZERS["sgd"], plan, seed=3)
+    step = make_eval_step(model, plan)
+    out = [
+        step(state.params, local_batch(batch_for(0, rows, length), mesh)) for rows, length in ((4, 8), (8, 5), (4, 8))
+    ]
+    assert all(loss.total.dtype == torch.float64 and loss.num_tokens.dtype == torch.int64 for loss in out)
+    return [(float(loss.total), int(loss.num_tokens)) for loss in out]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_evaluation_is_that_of_one_process(stage):
+    """Of batches of several shapes: what passes between stages has the shapes of the batch at hand."""
+    for found in ranks.run(2, evaluated, stage, Pipeline(layout="1,2"), mesh={"pp": 2}):
+        assert_close(found, evaluated(fzero.one_process(), 0, None), rtol=1e-10, atol=1e-12)
+
+
+def sent(mesh, pipeline, micro_batches):
+    train(mesh, "gemma", "sgd", 3, micro_batches, plan_options={"pipeline": pipeline}, steps=1)  # tells the shapes
+    mesh.ledger.clear()
+    train(mesh, "gemma", "sgd", 3, micro_batches, plan_options={"pipeline": pipeline}, steps=2)
+    rows = [row for row in mesh.ledger.rows() if row.collective == "message" and row.dtype == "float64"]
+    return {(row.phase, row.leaf): row.elements for row in rows}
+
+
+def test_messages_are_as_many_as_the_stages_have_borders():
+    """B T D elements for each micro-batch, border and direction."""
+    m, size = 4, 24 // 4 * 8 * 8
+    found = ranks.run(2, sent, PIPELINES["interleaved"], m, mesh={"pp": 2})
+    assert found[0] == {("forward", "x:0-1"): 2 * 2 * m * size, ("backward", "grad:0-1"): 2 * m * size}
+    assert found[1] == {("forward", "x:1-0"): 2 * m * size, ("backward", "grad:1-0"): 2 * 2 * m * size}
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def saved(mesh, folder, stage, pipeline):
+    options = {"pipeline": pipeline} if pipeline else {}
+    state, specs, _ = train(mesh, "gemma", "adam", stage, 4, plan_options=options, steps=2)
+    checkpoint.save(folder, state, step=2, specs=specs, mesh=mesh)
+
+
+def restored(mesh, folder, stage, pipeline):
+    model, tx = model_of("gemma"), OPTIMIZERS["adam"]
+    plan = zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
+    like = fzero.init_state(model, tx, plan, seed=0)
+    specs = state_specs(plan, tx)
+    state = checkpoint.restore(checkpoint.step_folder(folder, 2), like, specs=specs, mesh=mesh)
+    return whole(state, specs, mesh)
+
+
+def test_a_checkpoint_goes_to_every_other_mesh():
+    """From interleaved stages to other stages, to dp, to one process, and back."""
+    one = fzero.one_process()
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        ranks.run(2, saved, first, 3, PIPELINES["interleaved"], mesh={"pp": 2})
+        saved(one, second, 0, None)
+        expected = restored(one, second, 0, None)
+        assert_close(restored(one, first, 0, None).params, expected.params, rtol=1e-10, atol=1e-10)
+        for folder in (first, second):
+            there = restored(one, folder, 0, None)
+            for sizes, stage, pipeline in (
+                ({"pp": 2}, 1, PIPELINES["1f1b uneven"]),
+                ({"pp": 2}, 3, PIPELINES["interleaved"]),
+                ({"dp": 2}, 3, None),
+            ):
+                for state in ranks.run(2, restored, folder, stage, pipeline, mesh=sizes):
+                    assert_same(pytree.named_leaves(state), pytree.named_leaves(there))
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    (
+        ({"pipeline": Pipeline(layout="2,2")}, "layout 2,2 has 4 layers in 2 stages; the model has 3"),
+        ({"pipeline": Pipeline("interleaved", chunks=2)}, "has 4 stages, and the model has 3 layers"),
+        ({"offload": "opt=host"}, "a pipeline's state stays on the device"),
+    ),
+)
+def test_a_plan_refuses(options, words):
+    with pytest.raises(ValueError, match=words):
+        zero_plan(0, model_of("gpt2"), fzero.fake_mesh({"pp": 2}), **options)
+
+
+def test_a_pipeline_refuses():
+    with pytest.raises(ValueError, match=r"schedule is '1f1'.*it must be one of gpipe, 1f1b, interleaved"):
+        Pipeline("1f1")
+    with pytest.raises(
+        ValueError, match="schedule 1f1b has one chunk a rank and chunks is 2; use schedule interleaved"
+    ):
+        Pipeline(chunks=2)
+    with pytest.raises(ValueError, match="cuts a layered Model into stages, and this is a plain parameter tree"):
+        zero_plan(0, {"w": torch.zeros(8, 2)}, fzero.fake_mesh({"pp": 2}))
+    plan = zero_plan(0, model_of("gemma"), fzero.fake_mesh({"pp": 2}), pipeline=PIPELINES["interleaved"])
+    with pytest.raises(ValueError, match="micro-batches"):
+        fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, micro_batches=5)
+    with pytest.raises(ValueError, match=r"norms of layers .* are not summed over pp"):
+        fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, execution=fzero.Execution(norms=True))
+
+
+def unlike_schedules(mesh):
+    pipeline = Pipeline("gpipe" if mesh["pp"].rank else "1f1b")
+    train(mesh, "gpt2", "sgd", 0, 3, plan_options={"pipeline": pipeline}, steps=1)
+
+
+def test_ranks_with_unlike_schedules_are_told():
+    with pytest.raises(ValueError, match="ranks 0 and 1 of pp have unlike schedules"):
+        ranks.run(2, unlike_schedules, mesh={"pp": 2})
+
+
+# ---- a rank that ends, or does not come
+
+
+def broken(mesh, what):
+    """The error of each rank, and its seconds, if rank 1 ends, or sleeps, at its second micro-batch."""
+    slow = fzero.make_mesh({"pp": 4}, timeout_s=4.0, device="cpu")
+    model, place = model_of("gemma"), slow["pp"].rank
+    if place == 1:
+        embed, calls = model.block, []
+
+        def block(*args):
+            calls.append(1)
+            if len(calls) == 2:
+                os._exit(3) if what == "ends" else time.sleep(8.0)
+            return embed[0](*args)
+
+        model = model._replace(block=(block,))
+    plan, tx = zero_plan(0, model, slow, policy=FP64), OPTIMIZERS["sgd"]
+    step = fzero.make_train_step(model, tx, plan, micro_batches=4)
+    state, began = fzero.init_state(model, tx, plan, seed=0), time.monotonic()
+    try:
+        step(state, local_batch(batch_for(0, 8), slow, 4))
+    except fzero.RankError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what, words", (("ends", "rank 1 is gone"), ("sleeps", "did not answer within 4 s")))
+def test_a_rank_that_breaks_a_row_ends_the_others(what, words):
+    """Within seconds of the end, or of the timeout: its neighbours name it, and the others what these said."""
+    results = ranks.run(4, broken, what, mesh={"pp": 4}, fresh=True)
+    for rank in (0, 2, 3):
+        text, seconds = results[rank]
+        assert words in text and seconds < 30, (rank, text)
+    assert any("rank 1" in results[rank][0] for rank in (0, 2))
+
+
+# ---- schedules in an executor ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ("gpipe", "1f1b", "interleaved"))
+def test_few_messages_on_their_way_are_enough(name):
+    """A schedule needs few buffers of a channel, so that a rank's memory does not grow with the micro-batches."""
+    for p, m in itertools.product((2, 3, 4, 8), (8, 24)):
+        chunks = 2 if name == "interleaved" else 1
+        model = model_of("gpt2", n_layers=16)
+        plan = zero_plan(0, model, fzero.fake_mesh({"pp": p}), pipeline=Pipeline(name, chunks=chunks))
+        assert room_of(schedule_of(plan, m)) <= 2 * chunks, (p, m)
