@@ -9,7 +9,10 @@ from collections import Counter
 
 import pytest
 from pipeline_cases import CASES, made, serves, stages_of
+from test_docs import ROOT, blocks_of, run_python
 
+from fzero.report import figures
+from fzero.report.figures_pipeline import schedule_bars
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import Act, Schedule, Stages, count_gathers, place, play
 
@@ -315,6 +318,38 @@ def test_a_drawing_has_every_act_at_its_time():
     assert max(map(len, long)) <= 120
     words = " ".join(long).split()
     assert all(words.count(str(act)) == 1 for row in made("zb-v", 4, 32, 2).rows for act in row)
+
+
+def test_the_page_shows_what_its_examples_print(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page, namespace, compared = ROOT / "docs" / "pipeline.md", {"__name__": "__docs__"}, 0
+    blocks = blocks_of(page)
+    for block, shown in itertools.zip_longest(blocks, blocks[1:]):
+        if block.kind == "python":
+            run_python(block, page, namespace)
+            printed = capsys.readouterr().out
+            assert printed == (shown.code if shown and shown.kind == "text" else ""), f"{page.name}:{block.line}"
+            compared += bool(printed)
+    assert compared >= 8 and (tmp_path / "zb-v.svg").is_file()
+
+
+def test_a_picture_has_a_bar_for_every_act_and_is_the_same_every_time():
+    s = pipeline.with_gathers(made("dualpipe-v", 2, 4, 2), 1)
+    played = play(s, {"F": 0.01, "I": 0.02, "W": 0.01})
+    figure = schedule_bars(s, played.start, played.end)
+    bars = [path.get_extents() for bars in figure.axes[0].collections for path in bars.get_paths()]
+    assert len(bars) == sum(act.kind in "FBIW" for row in s.rows for act in row)
+    drawn = sorted((round(bar.y0 + 0.4), round(bar.x0, 6), round(bar.x1, 6)) for bar in bars)
+    times = [zip(row, *of) for row, *of in zip(s.rows, played.start, played.end)]
+    wanted = [
+        (r, round(1e3 * a, 6), round(1e3 * b, 6))
+        for r, row in enumerate(times)
+        for k, a, b in row
+        if k.kind not in "GD"
+    ]
+    assert drawn == sorted(wanted)
+    one, again = (figures.svg(lambda: schedule_bars(s, played.start, played.end)) for _ in range(2))
+    assert one == again and "backward by weights" in one
 
 
 # ---- stages ----
