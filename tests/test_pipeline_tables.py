@@ -153,6 +153,16 @@ def test_a_deadlock_names_the_circle_of_ranks():
     ]
 
 
+def test_a_pair_that_waits_for_itself_is_found():
+    s = table("0F0 2F0 0F1 2B0 2F1 2B1 0B0 0B1\n1F0 3F0 1F1 3B0 3F1 3B1 1B0 1B1")
+    pipeline.check(s)
+    paired = s._replace(pairs=((Act("F", 1, 0), Act("B", 0, 2)),))
+    refused(paired, r"it deadlocks: rank 0 waits at 2B0 for 3B0, rank 1 waits at 1F1 for 0F1 \(if pairs run together\)")
+    assert play(paired, {"F": 1, "B": 2}) == play(s, {"F": 1, "B": 2})
+    with pytest.raises(ValueError, match="deadlocks"):
+        play(paired, {"F": 1, "B": 2, "F&B": 3})
+
+
 def test_interleaving_may_deadlock_if_the_last_group_is_shorter():
     """Why groups must be equal: groups of p, as published, where p does not divide m."""
     p, v, m, groups = 4, 3, 5, (4, 1)

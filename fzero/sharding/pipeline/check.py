@@ -20,7 +20,7 @@ def check(s: Schedule) -> None:
     - Its stages have all layers in order, and at least one each.
     - Every micro-batch goes through every stage once: F, and B or both I and W, on the stage's rank and on no other.
     - In each stage forwards, backwards, and backwards by weights come in the order of micro-batches.
-    - It ends: no ranks wait for one another.
+    - It ends: no ranks wait for one another, whether its pairs run together or one after the other.
     - What a rank sends to another one, forwards and backwards apart, is used there in the order of sending.
     - G and D, if there are any, gather what is not there and drop what is, and all is dropped at the end.
 
@@ -136,9 +136,11 @@ def _gathers(s: Schedule) -> Faults:
 
 
 def _deadlock(s: Schedule) -> Faults:
-    stuck = run(s).stuck
-    if stuck:
-        yield min(stuck), stuck_text(s, stuck)
+    for together in (False, True) if s.pairs else (False,):
+        stuck = run(s, together).stuck
+        if stuck:
+            yield min(stuck), stuck_text(s, stuck) + " (if pairs run together)" * together
+            return
 
 
 def _channels(s: Schedule) -> Faults:
