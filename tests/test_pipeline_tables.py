@@ -9,7 +9,10 @@ from collections import Counter
 
 import pytest
 from pipeline_cases import CASES, made, serves, stages_of
+from test_docs import ROOT, blocks_of, run_python
 
+from fzero.report import figures
+from fzero.report.figures_pipeline import schedule_bars
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline import Act, Schedule, Stages, count_gathers, place, play
 
@@ -150,6 +153,16 @@ def test_a_deadlock_names_the_circle_of_ranks():
     ]
 
 
+def test_a_pair_that_waits_for_itself_is_found():
+    s = table("0F0 2F0 0F1 2B0 2F1 2B1 0B0 0B1\n1F0 3F0 1F1 3B0 3F1 3B1 1B0 1B1")
+    pipeline.check(s)
+    paired = s._replace(pairs=((Act("F", 1, 0), Act("B", 0, 2)),))
+    refused(paired, r"it deadlocks: rank 0 waits at 2B0 for 3B0, rank 1 waits at 1F1 for 0F1 \(if pairs run together\)")
+    assert play(paired, {"F": 1, "B": 2}) == play(s, {"F": 1, "B": 2})
+    with pytest.raises(ValueError, match="deadlocks"):
+        play(paired, {"F": 1, "B": 2, "F&B": 3})
+
+
 def test_interleaving_may_deadlock_if_the_last_group_is_shorter():
     """Why groups must be equal: groups of p, as published, where p does not divide m."""
     p, v, m, groups = 4, 3, 5, (4, 1)
@@ -233,6 +246,13 @@ def test_gathers_are_counted_in_their_places(name, v):
         pipeline.with_gathers(s, -1)
 
 
+def test_gathers_take_the_time_that_they_are_given():
+    s = pipeline.with_gathers(made("interleaved", 1, 2, 2), 1)
+    gathers = sum(act.kind == "G" for act in s.rows[0])
+    times = {"F": 1, "B": 2}
+    assert gathers and play(s, times | {"G": 5}).step == play(s, times).step + 5 * gathers == 12 + 5 * gathers
+
+
 def test_gathers_of_four_ranks_sixteen_micro_batches_and_two_chunks():
     counts = {n: count_gathers(pipeline.with_gathers(made(n, 4, 16, v), 1)) for n, v in CASES if v == 2}
     assert counts == {
@@ -257,7 +277,7 @@ def test_a_schedule_comes_back_from_its_text(name, v):
 
 TABLE = """name own
 micro-batches 2
-layers 0-2 3,5
+layers 0-2 3-4
 rank 0: 0F0 0F1 0B0 0B1
 rank 1: 1F0 1B0 1F1 1B1
 """
@@ -265,7 +285,7 @@ rank 1: 1F0 1B0 1F1 1B1
 
 def test_a_table_may_be_written_in_several_ways():
     s = pipeline.read_schedule(TABLE)
-    assert s.stages == Stages(((0, 1, 2), (3, 5)), (0, 1)) and (s.name, s.parts) == ("own", 2)
+    assert s.stages == Stages(((0, 1, 2), (3, 4)), (0, 1)) and (s.name, s.parts) == ("own", 2)
     plain = pipeline.read_schedule("# mine\n\n0F0,,0F1 , 0B0,0B1\n\t1F0 1B0 1F1 1B1 # last\n", costs=[1.0, 1.0, 3.0])
     assert plain.rows == s.rows and plain.stages.layers == ((0, 1), (2,)) and plain.parts == 2
 
@@ -287,9 +307,11 @@ def test_a_table_may_be_written_in_several_ways():
         ("micro-batches 2", "micro-batches 1", "line 4: rank 0: 0F1 is of micro-batch 1; they are 0 to 0"),
         ("micro-batches 2", "micro-batches two", "line 2: 'two' is no number of micro-batches"),
         ("micro-batches 2", "name other", "line 2: there is a line 'name' before this one"),
-        ("0-2 3,5", "0-2 3;5", "line 3: '3;5' are no layers; write their numbers, such as 0-7"),
-        ("0-2 3,5", "0-2", "line 4: layers are given for 1 stages, and ranks for 2"),
-        ("layers 0-2 3,5", "", "there are 2 stages, and the model has 0 layers"),
+        ("0-2 3-4", "0-2 3;5", "line 3: '3;5' are no layers; write the first and last of a stage, such as 0-7"),
+        ("0-2 3-4", "0-2 4", "line 4: the layers of its stages are not 0, 1, 2, ... in order, each once"),
+        ("0-2 3-4", "0-2 3-2", "line 4: stage 1 has no layers"),
+        ("0-2 3-4", "0-2", "line 4: layers are given for 1 stages, and ranks for 2"),
+        ("layers 0-2 3-4", "", "there are 2 stages, and the model has 0 layers"),
         ("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1", "", "the text has no rows"),
     ],
 )  # fmt: skip
@@ -301,6 +323,23 @@ def test_a_fault_of_a_table_names_line_rank_and_act(old, new, said):
     with pytest.raises(ValueError) as error:
         pipeline.read_schedule(text)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_any_text_is_a_schedule_or_one_line():
+    draw, read = random.Random(5), 0
+    for _ in range(400):
+        text = [*TABLE]
+        for _ in range(draw.randint(1, 3)):
+            i = draw.randrange(len(text))
+            text[i : i + draw.randint(0, 3)] = draw.choice(
+                ["", " ", "\n", ":", "&", "-", "0", "7", "F", "1B0", "rank 1:"]
+            )
+        try:
+            pipeline.check(pipeline.read_schedule("".join(text)))
+            read += 1
+        except ValueError as error:
+            assert str(error) and "\n" not in str(error)
+    assert 5 < read < 200
 
 
 def test_a_drawing_has_every_act_at_its_time():
@@ -315,6 +354,38 @@ def test_a_drawing_has_every_act_at_its_time():
     assert max(map(len, long)) <= 120
     words = " ".join(long).split()
     assert all(words.count(str(act)) == 1 for row in made("zb-v", 4, 32, 2).rows for act in row)
+
+
+def test_the_page_shows_what_its_examples_print(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page, namespace, compared = ROOT / "docs" / "pipeline.md", {"__name__": "__docs__"}, 0
+    blocks = blocks_of(page)
+    for block, shown in itertools.zip_longest(blocks, blocks[1:]):
+        if block.kind == "python":
+            run_python(block, page, namespace)
+            printed = capsys.readouterr().out
+            assert printed == (shown.code if shown and shown.kind == "text" else ""), f"{page.name}:{block.line}"
+            compared += bool(printed)
+    assert compared >= 8 and (tmp_path / "zb-v.svg").is_file()
+
+
+def test_a_picture_has_a_bar_for_every_act_and_is_the_same_every_time():
+    s = pipeline.with_gathers(made("dualpipe-v", 2, 4, 2), 1)
+    played = play(s, {"F": 0.01, "I": 0.02, "W": 0.01})
+    figure = schedule_bars(s, played.start, played.end)
+    bars = [path.get_extents() for bars in figure.axes[0].collections for path in bars.get_paths()]
+    assert len(bars) == sum(act.kind in "FBIW" for row in s.rows for act in row)
+    drawn = sorted((round(bar.y0 + 0.4), round(bar.x0, 6), round(bar.x1, 6)) for bar in bars)
+    times = [zip(row, *of) for row, *of in zip(s.rows, played.start, played.end)]
+    wanted = [
+        (r, round(1e3 * a, 6), round(1e3 * b, 6))
+        for r, row in enumerate(times)
+        for k, a, b in row
+        if k.kind not in "GD"
+    ]
+    assert drawn == sorted(wanted)
+    one, again = (figures.svg(lambda: schedule_bars(s, played.start, played.end)) for _ in range(2))
+    assert one == again and "backward by weights" in one
 
 
 # ---- stages ----
@@ -352,6 +423,7 @@ def test_an_even_model_is_cut_evenly_and_a_head_takes_layers_from_its_stage():
     assert counts(pipeline.layout([1.0] * 32, 4)) == [8, 8, 8, 8]
     assert counts(pipeline.layout([1.0] * 32, 4, head=2.5)) == [8, 9, 9, 6]
     assert pipeline.read_layout("8,9, 9,6", [1.0] * 32, 4) == pipeline.layout([1.0] * 32, 4, head=2.5)
+    assert pipeline.read_layout("auto", [1.0] * 32, 4, head=2.5) == pipeline.layout([1.0] * 32, 4, head=2.5)
     assert pipeline.read_layout("auto", [1.0] * 8, 2, 2, "v") == pipeline.layout([1.0] * 8, 2, 2, "v")
 
 

@@ -28,6 +28,7 @@ from fzero.report import (
     values,
     write,
 )
+from fzero.report.figures_pipeline import ACTS
 from fzero.report.parts import Picture, Table
 from fzero.run import run_folder
 
@@ -167,7 +168,7 @@ def luminance(colour):
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-@pytest.mark.parametrize("table", [figures.COMPONENTS, figures.PHASES], ids=["components", "phases"])
+@pytest.mark.parametrize("table", [figures.COMPONENTS, figures.PHASES, ACTS], ids=["components", "phases", "acts"])
 def test_neighbours_differ_in_print(table):
     looks = list(table.values())
     assert len(set(looks)) == len(looks)

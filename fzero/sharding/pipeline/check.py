@@ -17,9 +17,10 @@ Faults = Iterator[tuple[int, str]]  # (rank, what is wrong there)
 def check(s: Schedule) -> None:
     """Raise ValueError with the first fault of a schedule, in one line with rank and act; a sound one returns None.
 
+    - Its stages have all layers in order, and at least one each.
     - Every micro-batch goes through every stage once: F, and B or both I and W, on the stage's rank and on no other.
     - In each stage forwards, backwards, and backwards by weights come in the order of micro-batches.
-    - It ends: no ranks wait for one another.
+    - It ends: no ranks wait for one another, whether its pairs run together or one after the other.
     - What a rank sends to another one, forwards and backwards apart, is used there in the order of sending.
     - G and D, if there are any, gather what is not there and drop what is, and all is dropped at the end.
 
@@ -38,9 +39,11 @@ def faults(s: Schedule) -> Faults:
     """The faults that `check` looks for, those of one kind after those of another; each kind is looked for only in what
     the kinds before have not found wrong."""
     for look in (_shape, _acts, _complete, _in_order, _pairs, _gathers, _deadlock, _channels):
-        found = list(look(s))
-        yield from found
-        if found:
+        sound = True
+        for fault in look(s):
+            sound = False
+            yield fault
+        if not sound:
             return
 
 
@@ -50,6 +53,10 @@ def _shape(s: Schedule) -> Faults:
         yield 0, f"it has {len(ranks)} stages and {s.parts} micro-batches; both must be at least 1"
     elif len(s.stages.layers) != len(ranks):
         yield 0, f"layers are given for {len(s.stages.layers)} stages, and ranks for {len(ranks)}"
+    elif [layer for layers in s.stages.layers for layer in layers] != list(range(sum(map(len, s.stages.layers)))):
+        yield 0, "the layers of its stages are not 0, 1, 2, ... in order, each once"
+    elif not all(s.stages.layers):
+        yield 0, f"stage {s.stages.layers.index(())} has no layers"
     elif sorted(set(ranks)) != list(range(p)):
         yield 0, f"it has {p} rows, and its stages are on ranks {', '.join(map(str, sorted(set(ranks))))}"
 
@@ -129,9 +136,11 @@ def _gathers(s: Schedule) -> Faults:
 
 
 def _deadlock(s: Schedule) -> Faults:
-    stuck = run(s).stuck
-    if stuck:
-        yield min(stuck), stuck_text(s, stuck)
+    for together in (False, True) if s.pairs else (False,):
+        stuck = run(s, together).stuck
+        if stuck:
+            yield min(stuck), stuck_text(s, stuck) + " (if pairs run together)" * together
+            return
 
 
 def _channels(s: Schedule) -> Faults:

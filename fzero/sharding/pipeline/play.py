@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fzero.sharding.pipeline.check import stuck_text
 from fzero.sharding.pipeline.simulate import simulate
-from fzero.sharding.pipeline.table import Act, Schedule, needs
+from fzero.sharding.pipeline.table import Act, Schedule, groups, needs
 
 Cost = Mapping[str, float | Sequence[float]]
 Wire = float | Sequence[float]
@@ -60,9 +60,7 @@ def play(s: Schedule, cost: Cost, wire: Wire = 0.0) -> Played:
     34.6
     """
     costs, wires = _times(s, cost), _spread("the time of messages", wire, len(s.stages.ranks) - 1)
-    ranks, together = s.stages.ranks, dict(s.pairs) if PAIR in cost else {}
-    second = set(together.values())
-    rows = [[(act, together[act]) if act in together else (act,) for act in row if act not in second] for row in s.rows]
+    ranks, rows = s.stages.ranks, groups(s, together=PAIR in cost)
 
     def time(group: tuple[Act, ...]) -> float:
         return costs[PAIR if len(group) == 2 else group[0].kind][group[0].stage]

@@ -147,7 +147,13 @@ def draw(s: Schedule) -> str:
     return "\n".join([f"{s.name}: {said}", picture, *stuck])
 
 
-def run(s: Schedule) -> Simulated[Act]:
+def run(s: Schedule, together: bool = False) -> Simulated[Act]:
     """The acts of a schedule in the ticks of a drawing."""
-    rows = [[(act,) for act in row] for row in s.rows]
-    return simulate(rows, needs(s), lambda group: UNIT[group[0].kind], lambda source, target: 0.0)
+    return simulate(groups(s, together), needs(s), lambda group: UNIT[group[0].kind], lambda source, target: 0.0)
+
+
+def groups(s: Schedule, together: bool) -> list[list[tuple[Act, ...]]]:
+    """By rank what starts and ends at the same time: single acts, and the pairs if they run `together`."""
+    other = dict(s.pairs) if together else {}
+    second = set(other.values())
+    return [[(act, other[act]) if act in other else (act,) for act in row if act not in second] for row in s.rows]

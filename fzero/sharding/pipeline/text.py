@@ -16,7 +16,7 @@ RANK = re.compile(r"rank\s+(\d{1,6})\s*:(.*)", re.ASCII)
 
 
 def write_schedule(s: Schedule) -> str:
-    """The text of a schedule, which `read_schedule` reads.
+    """The text of a schedule that `check` finds no fault with; `read_schedule` reads it.
 
     >>> from fzero.sharding import pipeline
     >>> print(write_schedule(pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=2)), end="")
@@ -26,7 +26,7 @@ def write_schedule(s: Schedule) -> str:
     rank 0: 0F0 0F1 0B0 0B1
     rank 1: 1F0 1B0 1F1 1B1
     """
-    layers = " ".join(_runs_text(numbers) for numbers in s.stages.layers)
+    layers = " ".join("-".join(map(str, sorted({min(one), max(one)}))) for one in s.stages.layers)
     lines = [f"name {s.name}", f"micro-batches {s.parts}", f"layers {layers}"]
     paired = dict(s.pairs)
     for rank, row in enumerate(s.rows):
@@ -122,22 +122,8 @@ def _ranks(rows: Sequence[Sequence[Act]], at: Sequence[int]) -> tuple[int, ...]:
 
 
 def _read_layers(word: str, number: int) -> tuple[int, ...]:
-    """The numbers of `0-3,8`."""
-    found: list[int] = []
-    for run in word.split(","):
-        ends = LAYERS.fullmatch(run)
-        if not ends:
-            raise ValueError(f"line {number}: {word!r} are no layers; write their numbers, such as 0-7")
-        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
-    return tuple(found)
-
-
-def _runs_text(numbers: Sequence[int]) -> str:
-    """Numbers as `0-3,8`."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    """The numbers of `4-7`, or of `8`."""
+    ends = LAYERS.fullmatch(word)
+    if not ends:
+        raise ValueError(f"line {number}: {word!r} are no layers; write the first and last of a stage, such as 0-7")
+    return tuple(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
