@@ -91,13 +91,15 @@ DIFFER = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "hint", "result"), FITS, ids=str)
+@pytest.mark.parametrize(("value", "hint", "result"), FITS, ids=[str(hint) for _, hint, _ in FITS])
 def test_a_value_of_its_kind_is_returned(value, hint, result):
     found = as_hinted(value, hint)
     assert found == result and type(found) is type(result)
 
 
-@pytest.mark.parametrize(("value", "hint"), DIFFER, ids=str)
+@pytest.mark.parametrize(
+    ("value", "hint"), DIFFER, ids=[f"{type(value).__name__} for {hint}" for value, hint in DIFFER]
+)
 def test_a_value_of_another_kind_is_not(value, hint):
     assert as_hinted(value, hint) is NO and words_of(hint)
 
