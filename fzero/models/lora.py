@@ -177,6 +177,7 @@ def merge(model: Model, params: Tree) -> Tree:
     return {**params, **pytree.map(lambda w: w.dense() if isinstance(w, WeightInParts) else w, in_blocks)}
 
 
+@checked()
 def set_magnitudes(model: Model, params: Tree) -> Tree:
     """Return the parameters with DoRA's magnitudes those of the weights that the factors give: it computes what the
     same model without magnitudes does.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
@@ -20,6 +21,7 @@ from fzero.models.base import Batch, Ctx, Loss, Model, loss
 from fzero.models.layers import enter
 
 
+@checked()
 def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
     """Return the model with the loss of pairs of answers, of which one is preferred.
 
@@ -94,6 +96,7 @@ def answers(model: Model) -> Model:
     return model._replace(head=head)
 
 
+@checked()
 def answer_log_probs(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
     """Return the log-probability of the answer in each document of each row, float64 [B, S]: the sum over the tokens
     that count. On one process.

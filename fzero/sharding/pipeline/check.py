@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from fzero.core.arguments import checked
 from fzero.sharding.pipeline.table import BACKWARD, KINDS, Act, Schedule, feeds, needs, run
 
 # What comes in the order of micro-batches in every stage.
@@ -14,6 +15,7 @@ IN_ORDER = (("F",), "forwards"), (BACKWARD, "backwards"), (("B", "W"), "backward
 Faults = Iterator[tuple[int, str]]  # (rank, what is wrong there)
 
 
+@checked()
 def check(s: Schedule) -> None:
     """Raise ValueError with the first fault of a schedule, in one line with rank and act; a sound one returns None.
 

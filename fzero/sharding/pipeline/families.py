@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from fzero.core.arguments import expect_count
+from fzero.core.arguments import checked, expect_count
 from fzero.core.foreign import nearest
 from fzero.sharding.pipeline.orders import FAMILIES, Family, Step, group_size
 from fzero.sharding.pipeline.stages import place
 from fzero.sharding.pipeline.table import Act, Schedule, Stages
 
 
+@checked()
 def schedule(name: str, stages: Stages, parts: int) -> Schedule:
     """The schedule of this name for `parts` micro-batches over these stages.
 

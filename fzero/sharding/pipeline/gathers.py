@@ -6,12 +6,13 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
-from fzero.core.arguments import expect_count
+from fzero.core.arguments import checked, expect_count
 from fzero.sharding.pipeline.table import Act, Schedule
 
 USES = ("F", "B", "I")  # W needs activations and gradients, and no parameters
 
 
+@checked()
 def with_gathers(s: Schedule, room: int) -> Schedule:
     """The schedule with gathers and drops of parameters: G before an act of the stage, D after one, counted by stage.
 
@@ -34,6 +35,7 @@ def with_gathers(s: Schedule, room: int) -> Schedule:
     return s._replace(rows=rows, pairs=tuple(pair for pair in s.pairs if pair in following))
 
 
+@checked()
 def count_gathers(s: Schedule) -> tuple[int, ...]:
     """By rank, how often the parameters of a stage are gathered in a step: by a G, or by an act that streams them.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fzero.core.arguments import checked
 from fzero.sharding.pipeline.check import stuck_text
 from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import Act, Schedule, groups, needs
@@ -40,6 +41,7 @@ class Played(NamedTuple):
         return max((end for row in self.end for end in row), default=0.0)
 
 
+@checked()
 def play(s: Schedule, cost: Cost, wire: Wire = 0.0) -> Played:
     """Play a schedule with given times: every rank runs its row in order, and starts an act as soon as what it needs is
     there. Messages are under way while ranks compute.

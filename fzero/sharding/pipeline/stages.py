@@ -7,12 +7,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from fzero.core.arguments import expect_count
+from fzero.core.arguments import checked, expect_count
 from fzero.sharding.pipeline.table import Stages
 
 PLACEMENTS = {"loop": "stage s on rank s mod p", "v": "down the ranks and up again"}
 
 
+@checked()
 def place(p: int, v: int = 1, placement: str = "loop") -> tuple[int, ...]:
     """By stage its rank, for p ranks with v stages each.
 
@@ -28,6 +29,7 @@ def place(p: int, v: int = 1, placement: str = "loop") -> tuple[int, ...]:
     return tuple(rank for turn in turns for rank in turn)
 
 
+@checked()
 def layout(
     costs: Sequence[float], p: int, v: int = 1, placement: str = "loop", embed: float = 0.0, head: float = 0.0
 ) -> Stages:
@@ -48,6 +50,7 @@ def layout(
     return split_layers(costs, place(p, v, placement), embed, head)
 
 
+@checked()
 def split_layers(costs: Sequence[float], ranks: Sequence[int], embed: float = 0.0, head: float = 0.0) -> Stages:
     """Cut layers into a stage for each of `ranks` (by stage its rank), as `layout` says.
 
@@ -87,6 +90,7 @@ def _fits(upto: Sequence[float], most: float, stages: int) -> bool:
     return used + 1 <= stages
 
 
+@checked()
 def read_layout(
     text: str,
     costs: Sequence[float],

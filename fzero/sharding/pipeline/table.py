@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from fzero.core.arguments import checked
 from fzero.sharding.pipeline.simulate import Simulated, simulate
 from fzero.sharding.pipeline.timeline import draw_bars
 
@@ -89,6 +90,7 @@ class Schedule(NamedTuple):
         return draw(self)
 
 
+@checked()
 def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
     """By act, the acts that must have ended before it can start.
 
@@ -112,6 +114,7 @@ def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
     return found
 
 
+@checked()
 def feeds(s: Schedule) -> dict[Act, Act]:
     """By act, the act of a neighbouring stage that waits for its result: activations, or a gradient going back.
 

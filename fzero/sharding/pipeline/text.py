@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from fzero.core.arguments import checked
 from fzero.sharding.pipeline.check import faults
 from fzero.sharding.pipeline.stages import split_layers
 from fzero.sharding.pipeline.table import KINDS, Act, Schedule, Stages
@@ -15,6 +16,7 @@ LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 RANK = re.compile(r"rank\s+(\d{1,6})\s*:(.*)", re.ASCII)
 
 
+@checked()
 def write_schedule(s: Schedule) -> str:
     """The text of a schedule that `check` finds no fault with; `read_schedule` reads it.
 
@@ -35,6 +37,7 @@ def write_schedule(s: Schedule) -> str:
     return "\n".join(lines) + "\n"
 
 
+@checked()
 def read_schedule(text: str, costs: Sequence[float] = ()) -> Schedule:
     """The schedule of a text, checked.
 
