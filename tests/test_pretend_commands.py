@@ -15,7 +15,7 @@ import fzero
 from fzero.cli import finetune as finetune_command
 from fzero.cli import main
 from fzero.cli import pretrain as pretrain_command
-from fzero.planner import plan
+from fzero.planner import plan, plan_report
 from fzero.run import run_folder
 from fzero.run.debug import replay as replay_module
 from fzero.run.ranks import watchdog
@@ -151,7 +151,7 @@ def test_a_plan_of_a_machine_that_was_not_measured_is_of_its_gpu(monkeypatch, tm
         found = plan.device_for("here")
     assert (found.kind, found.name) == ("cuda", "Pretend H200, not measured")
     assert (found.processors, found.capability, found.memory_bytes) == (132, (9, 0), 149 << 30)
-    assert not plan.has_rates(found) and found.host_capacity_bytes(1) > 1 << 30
+    assert not plan_report.has_rates(found) and found.host_capacity_bytes(1) > 1 << 30
     assert plan.device_for("here").kind == "cpu"
 
 

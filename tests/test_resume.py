@@ -96,6 +96,9 @@ PLACED = {
     "zero": 3,
     "reduce": "canonical",
     "sequence": True,
+    "pipeline.schedule": "interleaved",
+    "pipeline.chunks": 2,
+    "pipeline.layout": "1,2,3,2",
     "prefetch": 2,
     "reshard": False,
     "offload": "params=nvme,opt=nvme,acts=host",
@@ -104,7 +107,7 @@ PLACED = {
     "precision.policy": "bf16",
 }
 BASE = {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"remat": "full"}}
-NEEDS = {"nvme.folder": "offload", "nvme.buffer_mb": "offload"}
+NEEDS = {"nvme.folder": "offload", "nvme.buffer_mb": "offload", "pipeline.chunks": "pipeline.schedule"}
 
 
 def placed(*keys):

@@ -19,7 +19,9 @@ from fzero.core.importing import without_collection
 from fzero.planner import launch
 
 # Of a config.
-TABLES = ("model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective")
+TABLES = (
+    "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo"
+)  # fmt: skip
 
 
 @click.command()

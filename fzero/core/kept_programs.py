@@ -17,6 +17,7 @@ import ast
 import builtins
 import dataclasses
 import functools
+import inspect
 import json
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import kept, loops
+from fzero.core.arguments import OWN
 
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # empties its list
 # What the Python function of a kept program may use: the beginning of Inductor's module, by the same names.
@@ -102,6 +104,8 @@ def describe(value: Any, depth: int = 0) -> Any:
         return [_name(kind)]
     if kind is functools.partial:
         return ["partial", inner(value.func), inner(value.args), inner(value.keywords)]
+    if kind is types.FunctionType and hasattr(value, OWN):  # it checks arguments, which no trace sees
+        return inner(inspect.unwrap(value))
     if kind is types.FunctionType and _ours(value):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         given = (value.__defaults__, value.__kwdefaults__, cells)

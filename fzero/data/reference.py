@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fzero.core.foreign import expect_entries, read_json
-from fzero.core.storage import write_text
+from fzero.core.storage import naming, write_text
 from fzero.data.tokens import SPLITS, read_meta
 
 NUMBERS = np.dtype("<f8")
@@ -34,7 +34,9 @@ def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray])
         sums = {}
         for split in SPLITS:
             content = log_probs[split].astype(NUMBERS).tobytes()
-            (folder / f"{split}.log_probs").write_bytes(content)
+            path = folder / f"{split}.log_probs"
+            with naming(path):
+                path.write_bytes(content)
             sums[split] = hashlib.sha256(content).hexdigest()
         write_text(folder, "meta.json", json.dumps({"digest": digest, "sha256": sums}, indent=2) + "\n")
         os.rename(folder, reference_folder(corpus, digest))

@@ -242,10 +242,10 @@ def zero_plan(
     expect_regex("frozen", frozen)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
-    like = shapes_of(model)
-    named = pytree.named_leaves(like)
+    named = pytree.named_leaves(like := shapes_of(model))
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    owed_by_use = {"tp"} if sequence and sizes["tp"] > 1 else set()
+    split = sequence and sizes["tp"] > 1
+    owed_by_use = {"tp"} if split else set()
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
     compute = {name: with_owed(spec, owed_by_use) for name, spec in compute_specs(model, named, mesh).items()}
@@ -270,7 +270,6 @@ def zero_plan(
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    split = sequence and sizes["tp"] > 1
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, pipeline, stages)
 
 
