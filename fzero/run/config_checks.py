@@ -195,8 +195,8 @@ def validate_guard(config: RunConfig) -> None:
         )
     if g.check_every and config.mesh.get("pp", 1) > 1:
         raise ValueError(
-            f"guard.check_every is {g.check_every} and mesh.pp is {config.mesh['pp']}: ranks of pp compute unlike stages, "
-            "which this version does not compare; use 0"
+            f"guard.check_every is {g.check_every} and mesh.pp is {config.mesh['pp']}: ranks of pp compute unlike "
+            "stages, which this version does not compare; use 0"
         )
     if "rollback" not in (g.nonfinite, g.spike):
         return
