@@ -72,7 +72,7 @@ def by_the_host(mesh, case):
     """The same as `both` with gloo between the ranks, for the GPU's tensors too."""
     expected, _ = train(mesh, "cpu", case)
     with pretend() as seen:
-        found, waits = train(mesh, "cuda", case, seen)
+        found, waits = train(mesh, "cuda", case, None, seen)
         gc.collect()
         return expected, found, {line.partition(":")[0] for _, line in waits}, dict(seen.races), dict(seen.freed)
 

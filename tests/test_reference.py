@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fzero
+from fzero.sharding import pipeline
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     "fzero": "fzero.html",
     **{f"fzero.{name}": f"fzero/{name}.html" for name in ("optim", "models", "sharding", "checkpoint", "data")},
+    "fzero.sharding.pipeline": "fzero/sharding/pipeline.html",
     "fzero.core.pytree": "fzero/core/pytree.html",
     "fzero.core.prng": "fzero/core/prng.html",
 }
@@ -89,5 +91,6 @@ def test_what_is_missing_is_named():
 
 
 def test_all_modules_that_a_user_meets_have_a_page():
-    met = (fzero.optim, fzero.models, fzero.sharding, fzero.checkpoint, fzero.data, fzero.pytree, fzero.random)
+    met = (fzero.optim, fzero.models, fzero.sharding, pipeline, fzero.checkpoint, fzero.data)
+    met = (*met, fzero.pytree, fzero.random)
     assert {module.__name__ for module in (fzero, *met)} == set(PAGES)

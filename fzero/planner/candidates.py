@@ -276,8 +276,10 @@ class Sketcher:
             out[f"communication on {axis}"] = exposed
         # Each micro-batch but the first adds to a sum that comes back to the device.
         sums = policy.param if micro == 1 else policy.accumulate
+        # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
+        on_host = self.device.kind == "cuda" and tiers.opt.memory == "host"
         moved = (
-            (tiers.opt, 2 * held["opt"] * self.opt_bytes),
+            (tiers.opt, held["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * self.opt_bytes)),
             (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
             (tiers.grads, (2 * micro - 1) * held["grads"] * sums.itemsize),
             (tiers.acts, 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes),
