@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers")
 import huggingface_models as theirs
@@ -72,8 +73,12 @@ def by_fzero(mesh, name, stage, folder, remat="none"):
 
 
 def loaded(folder, name):
+    """The weights of a folder, in its own dtype: their loader makes some float32 (routers, in transformers 5.24)."""
     cls, _ = class_of(theirs.MODELS[name](), theirs.TASKS.get(name, ""))
-    return {key: p.detach() for key, p in named(cls.from_pretrained(folder))}
+    module = {key: p.detach() for key, p in named(cls.from_pretrained(folder))}
+    written = {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items() if key in module}
+    assert all(torch.equal(x.to(module[key].dtype), module[key]) for key, x in written.items())
+    return {**module, **written}
 
 
 def assert_theirs(name, result):

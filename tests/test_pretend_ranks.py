@@ -111,7 +111,7 @@ WAITS = {
     "dp2 stage 2 fp16 average": {SCALE: 1},
     "dp2 stage 1 opt=host": {UPDATE: 1, UNITS: 3},
     "dp2 stage 3 all host": {REDUCE: 1, UPDATE: 1},
-    "dp2 stage 3 speculate": {UPDATE: 2, UNITS: 3},
+    "dp2 stage 3 speculate": {UPDATE: 2, UNITS: 2 + 3},  # 2: as a layer is updated in the backward pass
     "dp2 stage 3 nvme": {UPDATE: 1, UNITS: 3, COMMIT: 1},
     "tp2 all host": {REDUCE: 1, UPDATE: 1},
 }
