@@ -19,12 +19,11 @@ Faults = Iterator[tuple[int, str]]  # (rank, what is wrong there)
 def check(s: Schedule) -> None:
     """Raise ValueError with the first fault of a schedule, in one line with rank and act; a sound one returns None.
 
-    - Its stages have all layers in order, and at least one each.
-    - Every micro-batch goes through every stage once: F, and B or both I and W, on the stage's rank and on no other.
-    - In each stage forwards, backwards, and backwards by weights come in the order of micro-batches.
-    - It ends: no ranks wait for one another, whether its pairs run together or one after the other.
-    - What a rank sends to another one, forwards and backwards apart, is used there in the order of sending.
-    - G and D, if there are any, gather what is not there and drop what is, and all is dropped at the end.
+    Its stages have all layers in order, and at least one each. Every micro-batch goes through every stage once: F, and
+    B or both I and W, on the stage's rank and on no other. In each stage forwards, backwards, and backwards by weights
+    come in the order of micro-batches. It ends: no ranks wait for one another, whether its pairs run together or one
+    after the other. What a rank sends to another one, forwards and backwards apart, is used there in the order of
+    sending. G and D, if there are any, gather what is not there and drop what is, and all is dropped at the end.
 
     >>> from fzero.sharding import pipeline
     >>> s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=2)

@@ -19,18 +19,20 @@ def schedule(name: str, stages: Stages, parts: int) -> Schedule:
     For p ranks with v chunks (stages) each, m micro-batches, and a chunk's times F, I, W, and B = I + W, with messages
     that take no time:
 
-    | name | v, placement | idle time of a step | most chunks in flight | m |
-    |---|---|---|---|---|
-    | gpipe | 1 | (p-1)(F+B) | m | |
-    | 1f1b | 1 | (p-1)(F+B) | min(m, p-r) on rank r | |
-    | interleaved | any | (p-1)(F+B) for m >= p | 2(p-r-1) + (v-1)g + 1 | m = groups of g |
-    | zb-h1 | 1 | (p-1) max(F, I, F+I-W) for m >= p | min(m, p) | |
-    | zb-h2 | 1 | (p-1) max(F, I-F, F+I-2W) for m >= 2p-1 | min(m, 2p-1) | |
-    | interleaved-zb | any | as zb-h1 | p + (v-1)g | m = groups of g |
-    | zb-v | 2, "v" | (p-1) max(F, I) + (p-2) max(0, F-I, W - max(F, I)), about, for m >= 2p-1 | 2p | |
-    | dualpipe-v | 2, "v" | (p-1)F where F = I = W; (p-1)(F&B+B-3W) with pairs together | 2p+1 | m >= 2p |
+        name            v, placement  idle time of a step                               most chunks in flight
+        gpipe           1             (p-1)(F+B)                                        m
+        1f1b            1             (p-1)(F+B)                                        min(m, p-r) on rank r
+        interleaved     any           (p-1)(F+B) for m >= p                             2(p-r-1) + (v-1)g + 1
+        zb-h1           1             (p-1) max(F, I, F+I-W) for m >= p                 min(m, p)
+        zb-h2           1             (p-1) max(F, I-F, F+I-2W) for m >= 2p-1           min(m, 2p-1)
+        interleaved-zb  any           as zb-h1                                          p + (v-1)g
+        zb-v            2, "v"        (p-1) max(F, I) + (p-2) max(0, F-I,               2p
+                                      W - max(F, I)), about, for m >= 2p-1
+        dualpipe-v      2, "v"        (p-1)F where F = I = W;                           2p+1
+                                      (p-1)(F&B+B-3W) with pairs together
 
-    g is m / max(1, m // p), which is p where p divides m. No order is idle for less than (p-1)F: so long the last rank
+    The interleaved ones take m in equal groups of g = m / max(1, m // p) micro-batches, which is p where p divides m;
+    dualpipe-v takes m >= 2p. No order is idle for less than (p-1)F: so long the last rank
     waits for its first micro-batch. The formula of zb-v is exact where no two of F, I, W differ by more than a factor
     of 2; for everything else there is `play`.
 
