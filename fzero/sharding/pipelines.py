@@ -8,19 +8,20 @@ from typing import Any
 
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.pytree import nearest
-from fzero.sharding.pipeline import Stages, read_layout
+from fzero.sharding.pipeline import FAMILIES, Stages, read_layout
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Spec
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")  # those without a backward pass in two parts
+SCHEDULES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """How the layers of a model are shared among the ranks of pp, and in which order these compute.
 
-    schedule: "gpipe", "1f1b" or "interleaved" (see fzero.sharding.pipeline).
-    chunks: the stages of a rank; more than 1 for "interleaved" alone.
+    schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v" or "dualpipe-v" (see
+    fzero.sharding.pipeline).
+    chunks: the stages of a rank: any number for the interleaved ones, 2 for zb-v and dualpipe-v, else 1.
     layout: the number of layers of each stage, such as "8,9,9,6", or "auto": as even as they go.
 
     >>> Pipeline("interleaved", chunks=2)
@@ -38,10 +39,23 @@ class Pipeline:
         if self.schedule not in SCHEDULES:
             near, names = nearest(self.schedule, SCHEDULES), ", ".join(SCHEDULES)
             raise ValueError(f"schedule is {self.schedule!r}{near}; it must be one of {names}")
-        if self.chunks > 1 and self.schedule != "interleaved":
+        wanted = FAMILIES[self.schedule].chunks
+        if wanted not in (None, self.chunks):
+            fits = " or ".join(name for name in SCHEDULES if FAMILIES[name].chunks in (None, self.chunks))
             raise ValueError(
-                f"schedule {self.schedule} has one chunk a rank and chunks is {self.chunks}; use schedule interleaved"
+                f"schedule {self.schedule} has {'one chunk' if wanted == 1 else f'{wanted} chunks'} a rank and chunks "
+                f"is {self.chunks}; use chunks={wanted}, or schedule {fits}"
             )
+
+    @property
+    def placement(self) -> str:
+        """How the stages are laid out on the ranks, see fzero.sharding.pipeline.place."""
+        return FAMILIES[self.schedule].placement
+
+    @property
+    def split(self) -> bool:
+        """Whether any backward pass is split into inputs and weights."""
+        return FAMILIES[self.schedule].split
 
 
 def stacks_of(model: Any, named: Mapping[str, Any]) -> dict[str, int]:
@@ -56,7 +70,7 @@ def stages_for(pipeline: Pipeline, model: Any, named: Mapping[str, Any], ranks: 
     if not hasattr(model, "block"):
         raise ValueError(f"pp={ranks} cuts a layered Model into stages, and this is a plain parameter tree; use dp")
     layers = sum(stacks_of(model, named).values())
-    return read_layout(pipeline.layout, [1.0] * layers, ranks, pipeline.chunks)
+    return read_layout(pipeline.layout, [1.0] * layers, ranks, pipeline.chunks, pipeline.placement)
 
 
 def with_layers(
