@@ -16,6 +16,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 import fzero
 from fzero import checkpoint
 from fzero.core import pytree
+from fzero.run.measure import norms
 from fzero.sharding.digests import digests
 from fzero.sharding.pipelines import Pipeline
 from fzero.sharding.plan import zero_plan
@@ -151,6 +152,41 @@ def test_canonical_sums_have_the_bits_of_one_process(sizes):
             assert theirs == found, case
 
 
+# ---- norms of layers -------------------------------------------------------------------------------------------------
+
+
+def layer_norms(mesh, cases):
+    """[(norms of gradients, norms of parameters) of two steps, by case]."""
+    out = []
+    for name, stage, micro_batches, options in cases:
+        model, tx = model_of(name, dropout=0.0), OPTIMIZERS["clipped adam"]
+        plan = zero_plan(stage, model, mesh, policy=FP64, **options)
+        state = fzero.init_state(model, tx, plan, seed=3)
+        local = micro_batches // mesh.data_size
+        step = fzero.make_train_step(model, tx, plan, micro_batches=local, execution=fzero.Execution(norms=True))
+        for i in range(2):
+            state, metrics = step(state, local_batch(batch_for(i, 24), mesh, local))
+            squares, factor = norms.sums(metrics.squares), float(metrics.factor)
+            grads = norms.by_part(squares, plan.opt, mesh, plan.trained(plan.like), factor)
+            out.append((grads, norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)))
+    return out
+
+
+def test_norms_of_layers_are_those_of_one_process():
+    """In the order of the layers, whichever ranks have them: none of a stack, or every second one."""
+    cases = [
+        ("gemma", 3, 4, {"pipeline": PIPELINES["interleaved"]}),
+        ("encoder and decoder", 1, 2, {"pipeline": PIPELINES["gpipe"]}),
+        ("gemma", 2, 4, {"pipeline": PIPELINES["1f1b uneven"], "reduce": "canonical"}),
+    ]
+    plain = [(*case[:3], {k: v for k, v in case[3].items() if k == "reduce"}) for case in cases]
+    (expected,) = ranks.run(1, layer_norms, plain)  # with the threads of a rank
+    for found in ranks.run(2, layer_norms, cases, mesh={"pp": 2}):
+        assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        for ours, theirs in zip(found[-2:], expected[-2:]):  # canonical: bit by bit
+            assert [norm["blocks"] for norm in ours] == [norm["blocks"] for norm in theirs]
+
+
 # ---- evaluation, batches of other shapes, messages -------------------------------------------------------------------
 
 
@@ -254,8 +290,6 @@ def test_a_pipeline_refuses():
     plan = zero_plan(0, model_of("gemma"), fzero.fake_mesh({"pp": 2}), pipeline=PIPELINES["interleaved"])
     with pytest.raises(ValueError, match="micro-batches"):
         fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, micro_batches=5)
-    with pytest.raises(ValueError, match=r"norms of layers .* are not summed over pp"):
-        fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, execution=fzero.Execution(norms=True))
 
 
 def unlike_schedules(mesh):

@@ -63,10 +63,6 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
     remat = execution.remat
     assert isinstance(remat, Remat)  # Execution parses a text
-    if plan.stages is not None and execution.norms:
-        raise ValueError(
-            "norms of layers (Execution(norms=True), train.measure_every) are not summed over pp; leave them out"
-        )
     if plan.stages is not None and not layered:
         raise ValueError(
             f"pp={plan.sizes['pp']} cuts a layered Model into stages, and this is a plain function; use dp"
