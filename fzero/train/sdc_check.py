@@ -73,8 +73,8 @@ def make_check(
     `part(m)` is micro-batch m of a batch, for any m below the number of data ranks R. Data rank r computes the loss and
     the gradient of micro-batch r, and those of micro-batch r - 1 (mod R), which rank r - 1 has computed; alone, it
     computes its own one twice. The state is not changed, and nothing is summed: the digests are of each rank's own
-    values. Leaves on a disk are not compared. On a mesh with pp the ranks of a stage are compared with one another; what
-    one of them computes wrongly goes on to other stages, whose ranks then differ too. The arguments are those of
+    values. Leaves on a disk are not compared. On a mesh with pp the ranks of a stage are compared with one another;
+    what one of them computes wrongly goes on to other stages, whose ranks then differ too. The arguments are those of
     `make_train_step`.
     Communicates: for the parameters, as much as the passes of two micro-batches; and an all_gather of 8 bytes a leaf.
 
