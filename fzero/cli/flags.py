@@ -105,7 +105,7 @@ VALUES = (
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
     click.option(
         "--schedule",
-        help="The order of a pipeline's passes, with pp: gpipe, 1f1b, interleaved, or a table's path (.txt).",
+        help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",
     ),
     click.option("--chunks", type=int, help="The stages of a rank of pp, for --schedule interleaved."),
     click.option("--layout", help="The layers of each stage, such as 8,9,9,6. Default: as even as they go."),

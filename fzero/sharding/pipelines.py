@@ -12,12 +12,21 @@ from typing import Any
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.foreign import read_text_file
 from fzero.core.pytree import nearest
-from fzero.sharding.pipeline import Schedule, Stages, check, read_layout, read_schedule, schedule, write_schedule
+from fzero.sharding.pipeline import (
+    FAMILIES,
+    Schedule,
+    Stages,
+    check,
+    read_layout,
+    read_schedule,
+    schedule,
+    write_schedule,
+)
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Spec
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")  # those without a backward pass in two parts
-KINDS = ("F", "B")  # the acts that a run knows
+SCHEDULES = tuple(FAMILIES)
+KINDS = ("F", "B", "I", "W")  # the acts that a run knows
 STAGE = re.compile(r"(\d{1,6})[A-Z]\d", re.ASCII)  # of an act in a table
 
 
@@ -25,10 +34,12 @@ STAGE = re.compile(r"(\d{1,6})[A-Z]\d", re.ASCII)  # of an act in a table
 class Pipeline:
     """How the layers of a model are shared among the ranks of pp, and in which order these compute.
 
-    schedule: "gpipe", "1f1b" or "interleaved" (see fzero.sharding.pipeline), or a table of one's own: a Schedule, its
-        text (see fzero.sharding.pipeline.read_schedule), or the path of a file with one, which ends in .txt or has a
-        separator. A table is kept as its text.
-    chunks: the stages of a rank; more than 1 for "interleaved" alone. A table has its own.
+    schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v" or "dualpipe-v" (see
+        fzero.sharding.pipeline), or a table of one's own: a Schedule, its text (see
+        fzero.sharding.pipeline.read_schedule), or the path of a file with one, which ends in .txt or has a separator. A
+        table is kept as its text.
+    chunks: the stages of a rank: any number for the interleaved ones, 2 for zb-v and dualpipe-v, else 1. A table has
+        its own.
     layout: the number of layers of each stage, such as "8,9,9,6", or "auto": as even as they go, or as a table says.
 
     >>> Pipeline("interleaved", chunks=2)
@@ -48,10 +59,13 @@ class Pipeline:
         object.__setattr__(self, "schedule", text_of(self.schedule))
         if self.has_table:
             self._expect_table()
-        elif self.chunks > 1 and self.schedule != "interleaved":
+            return
+        wanted = FAMILIES[str(self.schedule)].chunks
+        if wanted not in (None, self.chunks):
+            fits = " or ".join(name for name in SCHEDULES if FAMILIES[name].chunks in (None, self.chunks))
             raise ValueError(
-                f"schedule {self.schedule} has one chunk a rank and chunks is {self.chunks}; use schedule interleaved, "
-                "or chunks 1"
+                f"schedule {self.schedule} has {'one chunk' if wanted == 1 else f'{wanted} chunks'} a rank and chunks "
+                f"is {self.chunks}; use chunks={wanted}, or schedule {fits}"
             )
 
     @property
@@ -64,6 +78,13 @@ class Pipeline:
         """The name of the schedule."""
         return self.table().name if self.has_table else str(self.schedule)
 
+    @property
+    def split(self) -> bool:
+        """Whether any backward pass is split into inputs and weights."""
+        if self.has_table:
+            return any(act.kind == "I" for row in self.table().rows for act in row)
+        return FAMILIES[str(self.schedule)].split
+
     def table(self, layers: int = 0) -> Schedule:
         """The table, its stages cut from so many layers unless it says how (0: one layer each)."""
         assert isinstance(self.schedule, str)
@@ -75,8 +96,8 @@ class Pipeline:
             for act in row:
                 if act.kind not in KINDS:
                     raise ValueError(
-                        f"schedule {table.name} has the act {act}; a run has the acts {' and '.join(KINDS)} alone: "
-                        "write a whole backward pass, and no gathers"
+                        f"schedule {table.name} has the act {act}; a run has the acts {', '.join(KINDS)} alone, and "
+                        "gathers by itself: leave it out"
                     )
         if self.chunks > 1:
             raise ValueError(
@@ -123,24 +144,30 @@ def read_table(text: str, layers: int) -> Schedule:
 
 
 def schedule_for(pipeline: Pipeline, stages: Stages, parts: int) -> Schedule:
-    """The schedule of a step of so many micro-batches over these stages.
+    """The schedule of so many micro-batches over these stages.
 
-    Of a table with more of them the acts of the first ones. Raises ValueError if the schedule does not take so many.
+    Of a table with more of them, or a schedule that needs more, the acts of the first ones, as where ranks are compared
+    by one micro-batch (see `expect_parts` for a step). Raises ValueError if the schedule does not take so many.
     """
-    if not pipeline.has_table:
-        return schedule(str(pipeline.schedule), stages, parts)
-    table = pipeline.table()
-    if parts > table.parts:
-        raise ValueError(parts_differ(table, parts))
-    rows = tuple(tuple(act for act in row if act.part < parts) for row in table.rows)
-    return Schedule(table.name, stages, parts, rows)
+    if pipeline.has_table:
+        found = pipeline.table()
+        if parts > found.parts:
+            raise ValueError(parts_differ(found, parts))
+    else:
+        name = str(pipeline.schedule)
+        found = schedule(name, stages, max(parts, FAMILIES[name].least(stages.size)))
+        if found.parts == parts:
+            return found
+    rows = tuple(tuple(act for act in row if act.part < parts) for row in found.rows)
+    return Schedule(found.name, stages, parts, rows)
 
 
 def expect_parts(pipeline: Pipeline, stages: Stages, parts: int) -> None:
     """Raise ValueError if a step of so many micro-batches is none of the schedule: a table has its own number."""
-    if pipeline.has_table and (table := pipeline.table()).parts != parts:
+    if not pipeline.has_table:
+        schedule(str(pipeline.schedule), stages, parts)
+    elif (table := pipeline.table()).parts != parts:
         raise ValueError(parts_differ(table, parts))
-    schedule_for(pipeline, stages, parts)
 
 
 def parts_differ(table: Schedule, parts: int) -> str:
@@ -165,7 +192,8 @@ def stages_for(pipeline: Pipeline, model: Any, named: Mapping[str, Any], ranks: 
     layers = sum(stacks_of(model, named).values())
     if pipeline.has_table:
         return stages_of_table(pipeline, layers, ranks)
-    return read_layout(pipeline.layout, [1.0] * layers, ranks, pipeline.chunks)
+    placement = FAMILIES[str(pipeline.schedule)].placement
+    return read_layout(pipeline.layout, [1.0] * layers, ranks, pipeline.chunks, placement)
 
 
 def stages_of_table(pipeline: Pipeline, layers: int, ranks: int) -> Stages:
