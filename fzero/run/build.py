@@ -121,7 +121,7 @@ def build(
         t.kernels,
         config.prefetch,
         config.reshard,
-        t.measure_every > 0 and plan.stages is None,  # norms of layers are not summed over pp
+        t.measure_every > 0,
         t.capture,
         _layers=layers,
     )

@@ -21,9 +21,10 @@ from fzero.comm.tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, schedule, write_schedule
+from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, write_schedule
 from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import BACKWARD
+from fzero.sharding.pipelines import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.over_stages import gather_over_pp, share_losses, users_of
@@ -44,19 +45,19 @@ class Batches(NamedTuple):
 def schedule_of(plan: Plan, parts: int) -> Schedule:
     """The schedule of a step of so many micro-batches; raises ValueError if they do not suit it."""
     assert plan.stages is not None and plan.pipeline is not None
-    return made(plan.pipeline.schedule, plan.stages, parts)[0]
+    return made(plan.pipeline, plan.stages, parts)[0]
 
 
 @functools.lru_cache(maxsize=64)
-def made(name: str, stages: Stages, parts: int) -> tuple[Schedule, int]:
+def made(pipeline: Pipeline, stages: Stages, parts: int) -> tuple[Schedule, int]:
     """A schedule, and its `room_of`."""
-    found = schedule(name, stages, parts)
+    found = schedule_for(pipeline, stages, parts)
     return found, room_of(found)
 
 
 def room_for(plan: Plan, parts: int) -> int:
     """The messages on their way that a channel has room for in a step of so many micro-batches."""
-    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline.schedule, plan.stages, parts)[1]
+    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline, plan.stages, parts)[1]
 
 
 def row_of(plan: Plan, parts: int) -> list[Act]:
