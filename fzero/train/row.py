@@ -258,7 +258,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     ctx, signatures = model.context(batch, {}, 0), [signature_of(batch)]
     between = Between(plan, row, 2, model.known, device)
     users = users_of(model.parts, plan)
-    params = gather_over_pp(params, plan, users)
+    params = gather_over_pp(params, plan, users, device)
     between.open(signatures)
     losses = []
     ahead = model.fetcher(params, device)
