@@ -1,18 +1,12 @@
-"""Offload on a mesh with pp has the bits of the same run without: what each stage keeps rests elsewhere, the leaves that
-stages share with it, and the activations of several micro-batches at a time. A store is one of its pipeline."""
+"""Offload on a mesh with pp has the bits of the same run without: what each stage keeps rests elsewhere, the leaves
+that stages share with it, and the activations of several micro-batches at a time. A store is one of its pipeline."""
 
 import itertools
 
 import pytest
-import ranks
-import torch
 from test_offload import Case, check, each, folder  # noqa: F401  (a fixture)
-from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
-import fzero
-from fzero.offload.scratch import ScratchFile
 from fzero.sharding.pipelines import Pipeline
-from fzero.sharding.plan import zero_plan
 
 PP2, PP2_DP2 = (("pp", 2),), (("pp", 2), ("dp", 2))
 ALL = "params=nvme,grads=nvme,opt=nvme,acts=nvme"
