@@ -261,7 +261,12 @@ def save_store(
         return None
     job = job._replace(plan=replace(job.plan, policy=make_policy(before)))
     stage = before.zero if snapshot.stage is None else snapshot.stage
-    options = {"reduce": before.reduce, "sequence": before.sequence, "policy": make_policy(before)}
+    options = {
+        "reduce": before.reduce,
+        "sequence": before.sequence,
+        "policy": make_policy(before),
+        "pipeline": snapshot.pipeline,
+    }
     there = zero_plan(stage, job.model, fake_mesh(snapshot.sizes), **options)
     old = state_specs(there, job.tx)
     return save_snapshot(home, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(before))

@@ -130,7 +130,7 @@ def make_gradient(
             if known is not None and len(so_far) == len(parts):  # after the last forward pass
                 known(sum_losses(so_far, mesh))
 
-        params = gather_over_pp(state.params, plan, users)
+        params = gather_over_pp(state.params, plan, users, device)
         losses = backward(params, Batches(parts, firsts, keys), seed, reducer, ready)
         del params
         over_pp = None
