@@ -7,6 +7,8 @@ import ranks
 from plan_cases import made
 from test_plan_memory import flop, fullest, measured
 
+from fzero.planner import pipelined
+from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
 
 FOUR = {"n_layers": 4}
@@ -42,3 +44,42 @@ def test_what_is_predicted_of_every_rank_is_measured(name):
         assert flop(trace) == counted > 0
         assert trace.peak.bytes == peak.bytes, f"rank {rank}\n{peak}\n{trace.peak}"
         assert [(m.phase, m.layer) for m in trace.timeline] == [(m.phase, m.layer) for m in timeline]
+
+
+LONG = {
+    "1f1b": made(mesh={"pp": 4}, parts=9, model=FOUR),
+    "uneven": made(mesh={"pp": 4}, zero=1, parts=12, model={"n_layers": 6}, pipeline={"layout": "1,2,2,1"}),
+    "gpipe": made("gpt2", mesh={"pp": 2}, parts=8, model={**FOUR, "dropout": 0.1}, pipeline={"schedule": "gpipe"}),
+    "interleaved": made(
+        mesh={"pp": 4}, parts=16, policy="bf16", model={"n_layers": 8}, pipeline={"schedule": "interleaved", "chunks": 2}
+    ),
+    "stage 3": made(mesh={"pp": 4, "dp": 2}, zero=3, parts=8, model=FOUR, train_remat="full"),
+    "stage 2": made("mixtral", mesh={"pp": 4, "dp": 2}, zero=2, parts=8, model={"n_layers": 8}),
+    "once": made(mesh={"pp": 2, "dp": 2}, zero=1, parts=7, model=FOUR, reduce="once"),
+}
+
+
+def passes(trace):
+    """The moments until the last backward pass ends."""
+    end = max(i for i, m in enumerate(trace.timeline) if m.phase == "backward")
+    return [(m.phase, m.layer, m.bytes) for m in trace.timeline[: end + 1]]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_row_is_put_together_of_few_acts(name):
+    config = LONG[name]
+    found = pipelined.trace(config, config.mesh)
+    p = config.mesh["pp"]
+    stride = 1 if len(config.mesh) == 1 else config.mesh["dp"]
+    for pp, row in enumerate(found.ranks):
+        whole = trace_step(config, config.mesh, rank=pp * stride)
+        assert row.record.parts < whole.config.train.batch
+        print(pp, row.record.parts, row.peak_bytes, whole.peak.bytes)
+        assert row.peak_bytes == whole.peak.bytes
+        note = pipelined.put_together(row, found.schedule, pp, config, pp * stride, "")
+        assert sorted(note.ledger) == sorted(whole.ledger)
+        assert (note.state, note.tokens, note.rank) == (whole.state, whole.tokens, whole.rank)
+        assert (note.peak.phase, note.peak.bytes, note.peak.parts) == (whole.peak.phase, whole.peak.bytes, whole.peak.parts)
+        assert total_flop(note) == flop(whole)
+        assert passes(note) == passes(whole)
+    assert p == len(found.ranks)

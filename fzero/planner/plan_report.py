@@ -202,7 +202,7 @@ def grad_bytes(built: Job) -> int:
 
 def turns(trace: Trace) -> list[int]:
     """The number of times that each event of a trace happens in a step."""
-    times = [1] * len(trace.events)
+    times = list(trace.turns) or [1] * len(trace.events)
     for segment in trace.segments:
         for i in range(segment.first, segment.last):
             times[i] *= segment.times

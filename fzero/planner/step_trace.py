@@ -84,6 +84,7 @@ class Trace(NamedTuple):
     host_peak: int = 0  # peak bytes of tensors in the host's memory, if the device is not the host
     segments: tuple[Segment, ...] = ()  # repeated events
     exact: str = ""  # "" if the whole step was traced, else how it was extrapolated
+    turns: tuple[int, ...] = ()  # of a rank of pp: by event how often it happens; () for once, or by the segments
 
 
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:

@@ -247,7 +247,7 @@ def run_row(
                 between.give(*at, x_grads, False, signatures[act.part])
         del one, x_grads
     if plan.stages is not None:
-        plan.mesh.ledger.at("", None)
+        plan.mesh.ledger.at("row", None)
     between.close()
     return losses
 
