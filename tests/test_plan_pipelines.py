@@ -1,15 +1,19 @@
 """Plans with pp against the steps themselves: memory of every rank to the byte, messages, and composed rows."""
 
 import functools
+import json
 
+import numpy as np
 import pytest
 import ranks
 from plan_cases import made
 from test_plan_memory import flop, fullest, measured
 
+import fzero
 from fzero.planner import pipelined
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
+from fzero.sharding import pipeline
 
 FOUR = {"n_layers": 4}
 CASES = {
@@ -83,3 +87,21 @@ def test_a_row_is_put_together_of_few_acts(name):
         assert total_flop(note) == flop(whole)
         assert passes(note) == passes(whole)
     assert p == len(found.ranks)
+
+
+def test_the_schedule_is_played_with_the_times_of_acts():
+    config = made(mesh={"pp": 4}, policy="bf16", parts=8, model={"n_layers": 8})
+    report = fzero.plan(config)
+    facts = report.pipeline
+    f, b = (np.array([one[kind] for one in facts["acts_s"]]) for kind in "FB")
+    assert (f > 0).all() and (b > 0).all() and b[3] > b[1]  # the head
+    s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 8, 4), 8)
+    played = pipeline.play(s, {"F": list(f), "B": list(b)}, wire=facts["wire_s"])
+    assert played.step == pytest.approx(facts["row_s"], rel=0.05)  # the first and last micro-batches differ
+    assert sum(report.time["phases"].values()) + sum(report.time["exposed"].values()) == pytest.approx(report.step_s)
+    assert [one["in_flight"] for one in facts["ranks"]] == [4, 3, 2, 1]
+    assert report.peak_bytes_per_rank == max(one["peak_bytes"] for one in facts["ranks"])
+    assert facts["layout"] == "2,2,2,2" and "pipeline: 1f1b of 4 ranks" in str(report)
+    alone = fzero.plan(made(ranks=1, policy="bf16", parts=8, model={"n_layers": 8}))
+    assert report.pass_flop_per_step == alone.pass_flop_per_step
+    assert json.loads(report.to_json())["pipeline"]["ranks"][0]["layers"] == [2]

@@ -48,6 +48,7 @@ class RankRow(NamedTuple):
     """What is known of the step of a rank of pp, without its Trace."""
 
     record: Record  # of its kind
+    records: list[Record]  # all of its kind, from which its acts are
     acts: list[list[Stay]]  # of each act of its row, from a record of its kind
     layers: tuple[int, ...]  # of each of its stages
     state_bytes: int  # at rest on its device
@@ -172,23 +173,25 @@ def trace(
     rows: dict[int, RankRow] = {}
     for ranks in kinds.values():
         known: dict[Circumstance, list[Stay]] = {}  # what ranks of this kind have been seen to do
-        record: Record | None = None
+        records: list[Record] = []
         for pp in ranks:
             wanted = circumstances_of(s, pp, room)
-            if record is None or not known.keys() >= set(wanted):
+            if not records or not known.keys() >= set(wanted):
                 few = few_parts(plan, pp, parts)
                 say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
                 record = record_of(config, sizes, pp * stride + rank % stride, parts, few, target)
+                records.append(record)
                 known |= {one: act for one, act in zip(record.circumstances, record.acts) if one not in known}
-            rows[pp] = row_of_rank(record, s, pp, [known[one] for one in wanted])
+            rows[pp] = row_of_rank(records, s, pp, [known[one] for one in wanted])
     ordered = tuple(rows[pp] for pp in range(s.stages.size))
     fullest = max(range(len(ordered)), key=lambda pp: ordered[pp].peak_bytes)
     note = f"{parts} micro-batches from {ordered[fullest].record.parts}" if ordered[fullest].record.parts < parts else ""
     return PipelineTrace(put_together(ordered[fullest], s, fullest, config, rank % stride + fullest * stride, note), s, ordered)
 
 
-def row_of_rank(record: Record, s: Schedule, rank: int, acts: list[list[Stay]]) -> RankRow:
-    """The RankRow of a rank that is of the record's kind."""
+def row_of_rank(records: list[Record], s: Schedule, rank: int, acts: list[list[Stay]]) -> RankRow:
+    """The RankRow of a rank that is of the records' kind."""
+    record = records[-1]
     begin, after = edges(record, s, acts)
     profiles = {id(act): profile(act) for act in acts}
     most, now = profile(begin)
@@ -197,7 +200,7 @@ def row_of_rank(record: Record, s: Schedule, rank: int, acts: list[list[Stay]]) 
         now += profiles[id(act)][1]
     most = max(most, now + profile(after)[0])
     layers = tuple(len(s.stages.layers[stage]) for stage in s.stages.chunks(rank))
-    return RankRow(record, acts, layers, sum(record.step.at_rest[0].values()), most, peak(s.rows[rank]))
+    return RankRow(record, records, acts, layers, sum(record.step.at_rest[0].values()), most, peak(s.rows[rank]))
 
 
 def profile(stays: Sequence[Stay]) -> tuple[int, int]:
