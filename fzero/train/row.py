@@ -229,6 +229,8 @@ def run_row(
     losses: list[base.Loss] = []
     for i, act in enumerate(row):
         parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
+        if plan.stages is not None:
+            plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
         head = parts[-1] if parts[-1].kind == "head" else None
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
@@ -270,6 +272,8 @@ def run_row(
             if act.stage:
                 between.give(*at, x_grads, False, signatures[act.part])
         del one, later, x_grads
+    if plan.stages is not None:
+        plan.mesh.ledger.at("row", None)
     between.close()
     return losses
 
