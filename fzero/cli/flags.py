@@ -105,8 +105,7 @@ VALUES = (
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
     click.option(
         "--schedule",
-        help="The order of a pipeline's passes, with pp: gpipe, 1f1b, interleaved, zb-h1, zb-h2, interleaved-zb, zb-v "
-        "or dualpipe-v.",
+        help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",
     ),
     click.option(
         "--chunks", type=int, help="The stages of a rank of pp: more for interleaved ones, 2 for zb-v and dualpipe-v."
