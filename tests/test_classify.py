@@ -18,9 +18,7 @@ from fzero.models.score import head_of
 from fzero.run import run_folder, weights
 from fzero.run.config_table import from_json, to_json
 
-FLAGS = ["--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
-         "--set", "train.compiled=false", "--set", "train.memory_check=false", "--set", "train.loggers=[]",
-         "--set", "train.eval_every=6"]  # fmt: skip
+FLAGS = [*chats.FLAGS, "--set", "train.eval_every=6"]
 
 
 def label_rows(n=60):
@@ -33,15 +31,9 @@ def label_rows(n=60):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a Qwen3, a file of texts with labels, and a file of pairs."""
-    place = tmp_path_factory.mktemp("labels")
-    chats.qwen3_folder(place / "qwen3")
+    place = chats.tuning_folder(tmp_path_factory.mktemp("labels"))
     chats.write_lines(place / "labels.jsonl", label_rows())
-    chats.pair_file(place / "pairs.jsonl", 60)
     return place
-
-
-def column(run, name):
-    return [row[name] for row in run_folder.read_metrics(run) if name in row]
 
 
 def start_of(folder, objective, *more):
@@ -58,13 +50,13 @@ def test_lora_learns_the_labels_and_the_run_resumes_and_goes_to_transformers(fol
     config = run_folder.read_config(run)
     assert config.preset == "finetune-classify-lora" and head_of(config.model).labels == ("bad", "fair", "good")
     assert from_json(to_json(config)) == config
-    assert abs(column(run, "loss")[0] - torch.tensor(3.0).log()) < 0.3
-    assert column(run, "accuracy")[0] < 0.8 and column(run, "val_accuracy")[-1] > 0.8
+    assert abs(chats.column(run, "loss")[0] - torch.tensor(3.0).log()) < 0.3
+    assert chats.column(run, "accuracy")[0] < 0.8 and chats.column(run, "val_accuracy")[-1] > 0.8
     assert "head/score" in dict(pytree.named_leaves(weights.load(run).params))
 
     assert fz(*start, "--out", resumed, "--stop-at", 7)[0] == 0
     assert fz("finetune", "--resume", "--out", resumed)[0] == 0
-    assert column(resumed, "loss") == column(run, "loss")
+    assert chats.column(resumed, "loss") == chats.column(run, "loss")
     after = pytree.named_leaves(weights.load(run).params)
     assert all(torch.equal(leaf, after[n]) for n, leaf in pytree.named_leaves(weights.load(resumed).params).items())
 
@@ -84,6 +76,8 @@ def test_lora_learns_the_labels_and_the_run_resumes_and_goes_to_transformers(fol
     config, _ = huggingface.load_hf(tmp_path / "out")
     assert config.labels == ("bad", "fair", "good")
 
+    code, _, err = fz("export", run, "--out", tmp_path / "adapter", "--adapter")
+    assert code == 2 and "trains a head of scores too, which is no adapter" in err
     code, _, err = fz("sample", run, "--prompt", "x")
     assert code == 2 and "has a head of scores, which says no text" in err, err
     assert fz("report", run)[0] == 0
@@ -91,13 +85,14 @@ def test_lora_learns_the_labels_and_the_run_resumes_and_goes_to_transformers(fol
     assert "nats per text" in said and "perplexity" not in said and "nats per token" not in said
 
 
+@pytest.mark.slow
 def test_a_reward_prefers_what_is_chosen(folder, tmp_path, fz):
     run = tmp_path / "run"
     code, out, err = fz(*start_of(folder, "reward", "--steps", 12), "--out", run)
     assert (code, err) == (0, "") and "nats per pair" in out and "pairs of answers" in out
     assert run_folder.read_config(run).preset == "finetune-reward"
-    margins = column(run, "margin")
-    assert abs(margins[0]) < 0.5 and margins[-1] > 1.0 and column(run, "val_accuracy")[-1] > 0.9
+    margins = chats.column(run, "margin")
+    assert abs(margins[0]) < 0.5 and margins[-1] > 1.0 and chats.column(run, "val_accuracy")[-1] > 0.9
     stream = RowStream(open_tokens(run / "data"), 96, 2)
     assert all(len(row) % 2 == 0 and row[0::2] == [i - 1 for i in row[1::2]] for row in stream.rows)
 
@@ -133,7 +128,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 1)) for i, n in enumerate(BAD)])
 def test_a_bad_line_is_named_with_its_number(folder, tmp_path, fz, name):
     row, message = BAD[name]
     path = chats.write_lines(tmp_path / "labels.jsonl", [*label_rows(), row])
@@ -142,6 +137,7 @@ def test_a_bad_line_is_named_with_its_number(folder, tmp_path, fz, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_what_does_not_go_together_is_one_line(folder, tmp_path, fz):
     one = chats.write_lines(tmp_path / "one.jsonl", [{"text": f"{i}", "label": "good"} for i in range(9)])
     rare = chats.write_lines(tmp_path / "rare.jsonl", [*label_rows(), {"text": "odd", "label": "rare"}])
@@ -151,7 +147,7 @@ def test_what_does_not_go_together_is_one_line(folder, tmp_path, fz):
     chosen = chats.write_lines(tmp_path / "p.jsonl", [{"prompt": "x", "chosen": "y"}] * 2)
     for args, message in (
         ([*classify, "--data", one, *on[2:]], "all lines have the label 'good'; to tell classes there must be two"),
-        ([*classify, "--data", rare, *on], "rare.jsonl:61: which is no class of the model; it has bad"),
+        ([*classify, "--data", rare, *on], "which is no class of the model; it has bad"),
         (["finetune", "--data", folder / "labels.jsonl", *FLAGS, *on], "objective is chat and the model has a head of"),
         ([*start_of(folder, "reward"), *on], "the model has a head of classes; use --objective classify"),
         ([*start_of(folder, "reward"), "--data", chosen, *on[2:]], "p.jsonl:1: the line has no 'rejected'"),
@@ -162,6 +158,7 @@ def test_what_does_not_go_together_is_one_line(folder, tmp_path, fz):
         assert code == 2 and message in err and err.count("\n") == 1, (message, err)
 
 
+@pytest.mark.slow
 def test_a_label_that_only_lines_for_validation_have_is_refused(folder, tmp_path, fz):
     from fzero.data.examples import draw_of
 

@@ -61,7 +61,7 @@ def written_out(model, params, batch, objective, alone=False):
 
 
 OBJECTIVES = ["classify", "reward"]
-KINDS = ["llama", "gemma", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gpt2", "moe dropless", "deepseek"))]
+KINDS = ["llama", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gemma", "gpt2", "moe dropless", "deepseek"))]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -77,7 +77,7 @@ def in_words(run: RunReport, found: Outcome) -> str:
     tokens = f" ({found.tokens:,} tokens)" if found.tokens else ""
     reached = "it has no validation loss"
     if found.val is not None:
-        reached = f"it reached a validation loss of {loss_in_words(found.val) if of_tokens(run) else f'{digits(found.val)} nats per {loss_unit([run])}'}"
+        reached = f"it reached a validation loss of {loss_in_words(found.val, loss_unit([run]))}"
     parameters = f" ({size:,} parameters)" if size else ""
     return f"**{model}**{parameters} made {steps}{tokens} on {where} in {duration(found.seconds)}: {reached}."
 
@@ -100,9 +100,9 @@ def of_tokens(run: RunReport) -> bool:
     return loss_unit([run]) == "token"
 
 
-def loss_in_words(loss: float) -> str:
-    """Format a loss with its perplexity."""
-    return f"{digits(loss)} (perplexity {digits(perplexity(loss))})"
+def loss_in_words(loss: float, unit: str) -> str:
+    """Format a loss with its perplexity, or with its unit if that is not the token."""
+    return f"{digits(loss)} " + (f"(perplexity {digits(perplexity(loss))})" if unit == "token" else f"nats per {unit}")
 
 
 def compared_in_words(report: Report, found: Sequence[Outcome]) -> str:
@@ -122,7 +122,7 @@ def compared_in_words(report: Report, found: Sequence[Outcome]) -> str:
         least = min(val for val, _ in known)
         best = " and ".join(name for val, name in known if val == least)
         why = f"after {found[0].tokens:,} tokens, which all have seen, the least validation loss is that of {best}, "
-        why += loss_in_words(least) if unit == "token" else f"{digits(least)} nats per {unit}"
+        why += loss_in_words(least, unit)
     return f"**{len(found)} runs**, {names}: {why}."
 
 
