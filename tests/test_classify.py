@@ -144,7 +144,7 @@ def test_what_does_not_go_together_is_one_line(folder, tmp_path, fz):
     classify = start_of(folder, "classify", "--steps", 1)
     assert fz(*classify, "--out", tmp_path / "run")[::2] == (0, "")
     on = ["--init", tmp_path / "run", "--out", tmp_path / "on"]
-    chosen = chats.write_lines(tmp_path / "p.jsonl", [{"prompt": "x", "chosen": "y"}] * 2)
+    chosen = chats.write_lines(tmp_path / "p.jsonl", [{"prompt": p, "chosen": "y"} for p in "ab"])
     for args, message in (
         ([*classify, "--data", one, *on[2:]], "all lines have the label 'good'; to tell classes there must be two"),
         ([*classify, "--data", rare, *on], "which is no class of the model; it has bad"),
@@ -172,3 +172,19 @@ def test_a_label_that_only_lines_for_validation_have_is_refused(folder, tmp_path
     path = chats.write_lines(tmp_path / "rare.jsonl", rows)
     code, _, err = fz(*start_of(folder, "classify"), "--data", path, "--out", tmp_path / "run")
     assert code == 2 and "the label 'rare' is on 1 of the lines for validation and on none for training" in err, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("classes, objective", [(3, "classify"), (1, "reward")])
+def test_a_plan_knows_the_head(tmp_path, fz, classes, objective):
+    args = ["plan", "--model", "llama-tiny", "--classes", classes, "--gpu", "h100", "--precision", "bf16", "--no-cache",
+            "--set", "optim.name=adamw", "--json"]  # fmt: skip
+    code, out, err = fz(*args)
+    assert code == 0, err
+    sizes = models.preset("llama-tiny")
+    model = models.build(sizes)
+    expected = models.num_params(models.reward(model) if classes == 1 else models.classify(model, list("abc")))
+    assert json.loads(out)["num_params"] == expected
+    assert expected == models.num_params(model) - (sizes.vocab_size - classes) * sizes.d_model * (not sizes.tied)
+    code, _, err = fz("plan", "--model", "llama-tiny", "--classes", 0)
+    assert code == 2 and "--classes is 0; it must be at least 2, or 1 for a reward" in err

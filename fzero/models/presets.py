@@ -19,6 +19,7 @@ from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.quantized import QuantizedConfig, quantized
 from fzero.models.score import ScoreConfig, scored
+from fzero.models.weights import ConfigOver
 
 ModelConfig = (
     GPT2Config | LlamaConfig | MoEConfig | DeepSeekConfig | MLPConfig | LoRAConfig | QuantizedConfig | ScoreConfig
@@ -258,6 +259,13 @@ def without_adapters(config: ModelConfig) -> ModelConfig:
     MLPConfig(vocab_size=256, d_model=32, n_layers=2, d_ff=64, max_len=32)
     """
     while isinstance(config, (LoRAConfig, QuantizedConfig)):
+        config = config.base
+    return config
+
+
+def body_of(config: ModelConfig) -> Any:
+    """Return the config of a model's layers: below adapters, weights in codes and a head of scores."""
+    while isinstance(config, ConfigOver):
         config = config.base
     return config
 

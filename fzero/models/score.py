@@ -67,6 +67,12 @@ def head_of(config: Any) -> ScoreConfig | None:
     return config if isinstance(config, ScoreConfig) else None
 
 
+def head_rows(config: Any) -> int:
+    """The rows of a model's head: its classes, one for a reward, else those of the vocabulary."""
+    head = head_of(config)
+    return config.vocab_size if head is None else len(head.labels) or 1
+
+
 @checked()
 def classify(model: Model, labels: Sequence[str], pad: int = -1) -> Model:
     """Return the model with a head that tells classes of texts: the leaf head/score [C, D] in place of the head's
