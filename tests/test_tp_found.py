@@ -8,7 +8,7 @@ import ranks
 import torch
 import torch.nn.functional as F
 from close import assert_close
-from own_modules import ROWS, T, V, token_loss, tokens_of
+from own_modules import V, token_loss, tokens_of
 from torch import nn
 
 import fzero
@@ -211,16 +211,16 @@ class Backwards(torch.autograd.Function):
 def test_a_gradient_alone_decides_too(monkeypatch):
     silu = F.silu
     monkeypatch.setattr(F, "silu", lambda x, inplace=False: silu(x) + (Backwards.apply(x) - x))
-    split, said = found("auto")
-    assert split == {name: dim for name, dim in SPLIT.items() if name not in ("wide", "narrow")}
-    assert "wide, narrow (the gradient of" in said
+    (probe,) = model_of("auto").embed.__self__.probes()["blocks"]
+    with pytest.raises(module_cuts.Unequal, match=r"the gradient of .* differs from a whole one's"):
+        module_cuts.expect_equal(probe, module_cuts.Group(("wide",), "narrow"), 2)
 
 
 def test_each_size_of_tp_is_looked_for_once():
-    model, sizes = model_of("auto"), []
+    model, sizes = model_of({"^(wide|narrow)$": "auto"}), []
     probes = model.embed.__self__.probes
     model.embed.__self__.probes = lambda: (sizes.append(1), probes())[1]
-    with pytest.warns(UserWarning, match="tp=2 splits 6 of 12"):
+    with pytest.warns(UserWarning, match="tp=2 splits 2 of 2"):
         for _ in range(2):
             fzero.zero_plan(0, model, fzero.fake_mesh({"tp": 2}))
-    assert len(sizes) == 1 and ROWS and T
+    assert len(sizes) == 1
