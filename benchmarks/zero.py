@@ -210,6 +210,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def write_runs(out: Path, command: str, runs: list[dict]) -> None:
+    """Write the results of some runs, with the command, the time and the machine."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report = {"command": command, "date": now, "machine": machine(), "runs": runs}
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     args = parse()
     given = sys.argv[1:]
@@ -224,10 +232,7 @@ def main() -> None:
             runs.append(compare(config_name, dtype, ranks, contenders, counted, args))
             print(table(runs[-1]) + "\n", flush=True)
             if args.out:
-                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                report = {"command": command, "date": now, "machine": machine(), "runs": runs}
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+                write_runs(args.out, command, runs)
 
 
 if __name__ == "__main__":
