@@ -78,8 +78,11 @@ def trace(
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from fzero.core.torch_private import select_decomp_table
+    table: dict[Any, Any] = {}
+    if compiled:
+        from fzero.core.torch_private import select_decomp_table
 
+        table = select_decomp_table()
     with mode:
         try:
             graph = make_fx(f)(primals, tangents)
@@ -94,7 +97,6 @@ def trace(
         def named(primals: list[Tensor], tangents: list[Tensor]) -> Any:
             return functional(primals, tangents)
 
-        table = select_decomp_table() if compiled else {}
         return make_fx(named, decomposition_table=table)(primals, tangents)
 
 
