@@ -9,7 +9,6 @@ Ref: Qi et al. 2024, "Zero bubble pipeline parallelism", arXiv:2401.10241, secti
 
 from __future__ import annotations
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero.core.graph import ORDERED
@@ -21,6 +20,8 @@ def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, Grap
     The first takes what the backward graph took and gives the gradients by inputs, followed by what the second one
     takes, which gives those by weights.
     """
+    from torch.utils.checkpoint import CheckpointPolicy
+
     from fzero.core.torch_private import default_op_list, functorch_config, min_cut_partition
 
     graph, inputs = _reordered(backward, weights)
@@ -32,7 +33,7 @@ def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, Grap
             continue
         ordered = node.target in ORDERED
         if ordered:
-            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node in first:
             if ordered:
                 node.meta["partitioner_tag"] = "must_be_in_forward"
@@ -46,8 +47,7 @@ def cut_backward(backward: GraphModule, weights: int) -> tuple[GraphModule, Grap
 def _reordered(backward: GraphModule, weights: int) -> tuple[Graph, int]:
     """(a copy of a backward graph that gives the gradients by inputs first, their number).
 
-    The partitioner takes every input whose name has no "tangents" for one of a forward pass. A result that is wanted
-    twice is there twice, so that it can be given by both graphs."""
+    The partitioner takes every input whose name has no "tangents" for one of a forward pass."""
     graph, made = Graph(), dict[Node, Node]()
     for node in backward.graph.nodes:
         if node.op == "placeholder":

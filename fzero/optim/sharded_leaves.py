@@ -18,6 +18,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.gpu import copy_in, pinned
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer
@@ -155,7 +156,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         sums = _row_sums(named, axes, layers) if ordered else _set_sums(named, used, _wide(tree))
         _sum_over_ranks(sums, used, mesh)
         sums |= {name: _fold(sums[name].view(-1, shape[0])) for name, (_, shape) in layers.items()}
-        total = _fold(torch.stack([_fold(part) for part in sums.values()])) if sums else torch.zeros(())
+        total = _fold(torch.stack(_on_one([_fold(part) for part in sums.values()]))) if sums else torch.zeros(())
         return safe_sqrt(total).to(_wide(tree))
 
     def vary(name: str, x: Tensor) -> Tensor:
@@ -281,3 +282,11 @@ def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Me
     whole = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
     check_dims(name, shapes[name], whole, {axis.name: axis.size for axis in mesh.axes})
     return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)
+
+
+def _on_one(sums: list[Tensor]) -> list[Tensor]:
+    """The sums on the GPU, if one is there: gradients that rest in the host's memory may be summed on either."""
+    device = next((x.device for x in sums if x.is_cuda), None)
+    if device is None:
+        return sums
+    return [x if x.is_cuda else copy_in(pinned(x, device), device).use() for x in sums]

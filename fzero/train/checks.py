@@ -80,6 +80,11 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         )
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
+    if update != "end" and plan.stages is not None:
+        raise ValueError(
+            f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.sizes["pp"]} cuts '
+            'it into stages; use update="end"'
+        )
     if update != "end" and not (offloaded and layered):
         raise ValueError(
             f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."'

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.comm.channel import Receiver, Sender
+from fzero.comm.channel import Receiver, Sender, open_channels
 from fzero.comm.collectives import all_gather
 from fzero.comm.tables import device_of
 from fzero.core import pytree
@@ -40,6 +41,19 @@ class Batches(NamedTuple):
     parts: list[Any]
     firsts: list[int]  # the number of the first row of each in the step's global batch
     key: dict[str, Any]  # of dropout, see layer_keys
+
+
+def channel_name(source: int, target: int, forward: bool) -> str:
+    """The label of a channel from one rank of pp to another."""
+    return f"{'x' if forward else 'grad'}:{source}-{target}"
+
+
+def channels_of(ranks: Sequence[int]) -> list[tuple[str, int, int]]:
+    """(label, rank that sends, rank that receives) of the channels between stages on these ranks, in an order that is
+    the same for all of them."""
+    ends = [(a, b, True) for a, b in itertools.pairwise(ranks)]
+    ends += [(b, a, False) for a, b, _ in ends]
+    return sorted({(channel_name(*end), end[0], end[1]) for end in ends if end[0] != end[1]})
 
 
 def schedule_of(plan: Plan, parts: int) -> Schedule:
@@ -105,6 +119,8 @@ class Between:
         self.senders: dict[Channel, Sender] = {}
         self.receivers: dict[Channel, Receiver] = {}
         self.wanted: dict[Channel, list[tuple[int, int]]] = {}  # the messages that this row takes, in its order
+        if axis.communicator is not None:
+            open_channels(axis.communicator, channels_of(self.ranks))
         for act in row:
             if act.kind == "W":
                 continue  # nobody waits for it
@@ -116,7 +132,7 @@ class Between:
                 assert axis.communicator is not None  # another rank has that stage
                 channel = self.ranks[stage], forward
                 ends = (axis.rank, channel[0]) if sends else (channel[0], axis.rank)
-                name = f"{'x' if forward else 'grad'}:{ends[0]}-{ends[1]}"
+                name = channel_name(*ends, forward)
                 if not sends:
                     self.wanted.setdefault(channel, []).append((act.part, act.stage))
                 if sends and channel not in self.senders:
@@ -168,7 +184,7 @@ class Between:
         if not receiver.coming:
             after = 0
             if known not in self.shapes:
-                (shapes, tree), after = receiver.told(self.device), 2
+                (shapes, tree), after = receiver.told(), 2
                 self.shapes[known] = shapes, pytree.flatten(tree)[1]
             receiver.expect(self.shapes[known][0], self.device, after)
         self.wanted[channel].pop(0)
@@ -217,6 +233,8 @@ def run_row(
         if between.acts is not None:
             between.acts.next()
         parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
+        if plan.stages is not None:
+            plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
         head = parts[-1] if parts[-1].kind == "head" else None
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
@@ -260,6 +278,8 @@ def run_row(
         del one, later, x_grads
     if between.acts is not None:
         between.acts.next()
+    if plan.stages is not None:
+        plan.mesh.ledger.at("row", None)
     between.close()
     return losses
 
@@ -274,7 +294,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     ctx, signatures = model.context(batch, {}, 0), [signature_of(batch)]
     between = Between(plan, row, 2, model.known, device)
     users = users_of(model.parts, plan)
-    params = gather_over_pp(params, plan, users)
+    params = gather_over_pp(params, plan, users, device)
     between.open(signatures)
     losses = []
     ahead = model.fetcher(params, device)
