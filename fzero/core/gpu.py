@@ -30,6 +30,7 @@ HOST = torch.device("cpu")
 # PyTorch's settings of its GPU allocator; the second name is that of 2.9 and later, which reads both.
 # Segments that grow in place lose less memory to fragments where sizes vary (compiled blocks, evaluations).
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
 # Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on
 # it reaches the link's rate, also one of 450 GB/s.
@@ -113,6 +114,15 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
     select_device(device)
     return device
+
+
+def widen_queues() -> None:
+    """Have a GPU keep its streams apart, up to 32 of them; call it before the GPU is used.
+
+    CUDA puts streams into 8 queues, and in a queue what waits holds up the streams behind it. A pipeline has receives
+    that wait for another rank, on a stream for each channel.
+    """
+    os.environ.setdefault(QUEUES, "32")
 
 
 def select_device(device: torch.device) -> None:

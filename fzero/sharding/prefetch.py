@@ -72,7 +72,7 @@ class ParamFetcher:
         self.together = {
             name
             for name, leaf in self.leaves.items()
-            if name in self.away and isinstance(leaf, Tensor) and is_stacked(name) and is_small(leaf)
+            if name in self.away and isinstance(leaf, Tensor) and is_stacked(name) and len(leaf) and is_small(leaf)
         }
         self.copied: dict[str, Copied] = {}
         self.coding = coding

@@ -78,7 +78,11 @@ class GradientReducer:
         )
         self.rooms, self.narrow, self.squares_of = {} if rooms is None else rooms, narrow, squares_of
         self.last = False  # whether the micro-batch under way is the last one
-        self.memory = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
+        self.homes = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
+        # What is owed over pp stays on the device until its sum over the stages is made.
+        self.memory = {
+            name: home if plan.stages is None or is_stacked(name) else "device" for name, home in self.homes.items()
+        }
         self.canonical = plan.reduce == "canonical"
         self.reduce = reduce_dtype(plan)
         self.moves = {
@@ -317,6 +321,22 @@ class GradientReducer:
             rooms = rooms_beside([total for _, total in found], depth, pinned=found[0][1].is_cuda)
             self.rooms |= {key: room for (key, _), room in zip(found, rooms)}
 
+    def bring_home(self, name: str, piece: Tensor) -> Any:
+        """This rank's part of a sum over the stages, on its way to where such sums rest."""
+        key, on_gpu = ("", name, None), kind_of(piece) == "cuda"
+        if not piece.numel() or self.homes[name] == "device" or (self.homes[name] == "host" and not on_gpu):
+            return piece
+        if on_gpu:
+            self.note_squares(key, piece)
+        if self.homes[name] == "nvme":
+            assert self.away is not None  # given if a leaf rests on a disk
+            sums = self.away(name, "", None)
+            sums.put(0, piece)
+            return sums
+        room = self.kept_room(("", name), piece.shape, piece)
+        self.left[key] = copy_out(piece, out=room)
+        return room
+
     def note_squares(self, key: tuple[str, str, int | None], total: Tensor) -> None:
         """Keep the squares of a final sum."""
         stream, name, layer = key
@@ -357,10 +377,14 @@ class GradientReducer:
         shape = value.shape if layer is None else (self.depth[name], *value.shape)
         if self.memory[name] != "host":
             return torch.empty(shape, dtype=value.dtype, device=value.device)
-        room = self.rooms.get((stream, name))
+        return self.kept_room((stream, name), shape, value)
+
+    def kept_room(self, place: tuple[str, str], shape: Sequence[int], value: Tensor) -> Tensor:
+        """Memory of the host for a sum of `value`'s dtype, kept from step to step."""
+        room = self.rooms.get(place)
         if room is None or room.shape != torch.Size(shape) or room.dtype != value.dtype:
             room = torch.empty(shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
-            self.rooms[stream, name] = room
+            self.rooms[place] = room
         return room
 
     def sums(
@@ -371,11 +395,13 @@ class GradientReducer:
         over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
         """
         self.finish()
+        assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
+        out: dict[str, Any] = {}
+        if over_pp is not None:
+            out = {name: self.bring_home(name, piece) for name, piece in over_pp(self.final).items()}
         if self.left:
             *_, last = self.left.values()
             last.finish()  # on one stream, so all are made: whoever has the sums may read them
-        assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
-        out: dict[str, Any] = {} if over_pp is None else over_pp(self.final)
         wanted = set(pytree.names(like))
         for stream, name in sorted(self.final):
             value = self.final.pop((stream, name))
