@@ -20,7 +20,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,20 @@ def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple
     return [(op, rooms[id(t)], j) for op, t, j in messages], arriving
 
 
+class Connection(NamedTuple):
+    """What NCCL's messages of one channel go through: a communicator of the two ranks, with a stream of its own.
+
+    So a receive that was started early holds up no other message.
+    """
+
+    backend: Any  # of torch.distributed, over two processes
+    other: int  # the number of the other end in it
+
+    def start(self, x: Tensor, *, sends: bool) -> dist.Work:
+        """Start to send x, or to receive it, behind the work that the current stream was given so far."""
+        return self.backend.send([x], self.other, 0) if sends else self.backend.recv([x], self.other, 0)
+
+
 class Communicator:
     """The connection of this process with the other ranks of one mesh axis.
 
@@ -106,6 +120,7 @@ class Communicator:
         # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
         # programs, so that of a whole process's calls each would count others.
         self.calls = 0
+        self.connections: dict[str, Connection] = {}  # of NCCL's messages, by the first word of their labels
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -208,13 +223,15 @@ class Communicator:
             self.ledger.add("message", self.axis, label.split()[0], x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
+        if self.transport_of(x) == "nccl" and x.numel():
+            to = self.connections[label.split()[0]]
+            return self._native(call, x, lambda: to.start(x, sends=sends), x)
         return self._exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
         """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets` of the axis, and None on the others."""
-        call = self._begin("gather_to", x, leaf, 0)
+        call = self._begin("gather_to", x, leaf, x.numel() * len([j for j in targets if j != self.rank]))
         x, out = x.contiguous(), None
-        self._count(call, x, len([j for j in targets if j != self.rank]))
         receives: dict[int, Tensor] = {}
         if self.rank in targets:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -230,20 +247,14 @@ class Communicator:
 
         cut: the part is one of N along the first dim; False: it is all of x.
         """
-        call = self._begin("scatter_from", out, leaf, 0)
+        call = self._begin("scatter_from", out, leaf, out.numel() * (self.size - 1) * (self.rank == source))
         if self.rank != source:
             return self._exchange(call, {}, {source: out}, lambda: out)
         assert x is not None  # the source has it
         pieces = x.contiguous().view(self.size, *out.shape) if cut else x.contiguous().expand(self.size, *out.shape)
-        self._count(call, out, self.size - 1)
         sending = self._exchange(call, {j: pieces[j] for j in self.others}, {}, lambda: out)
         out.copy_(pieces[self.rank])
         return sending
-
-    def _count(self, call: Call, x: Tensor, times: int) -> None:
-        """Enter in the ledger what this rank alone sends in a collective: x, so many times."""
-        if times:
-            self.ledger.add(call.collective, self.axis, call.leaf, x.dtype, times * x.numel())
 
     def sends(self, perm: Sequence[tuple[int, int]]) -> bool:
         """Whether this rank sends to another one in `perm`."""
@@ -253,11 +264,19 @@ class Communicator:
         """End NCCL's collectives under way, on this rank; nothing on gloo, whose messages end with the process."""
         if self.transport == "nccl" and self.group is not None:
             self.group.abort()
+        for connection in self.connections.values():
+            connection.backend.abort()
+
+    def close(self) -> None:
+        """End what NCCL's messages go through, once they have arrived."""
+        while self.connections:
+            self.connections.popitem()[1].backend.shutdown()
 
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
     def _begin(self, collective: str, x: Tensor, leaf: str, elements: int) -> Call:
-        """Record the collective in the ledger; in checked mode first verify that the other ranks are at the same
+        """Record the collective, of so many elements of the whole tensor (of a one-sided one: that this rank sends), in
+        the ledger; in checked mode first verify that the other ranks are at the same
         one.
         """
         if self.transport == "fake" and not (isinstance(x, FakeTensor) or x.is_meta):
@@ -274,8 +293,8 @@ class Communicator:
         self.agreement.last = call
         if self.agreement.checking:
             self.agreement.compare(call, self.ranks[self.rank - 1])
-        sent = sent_elements(collective, elements, self.size)
-        if collective not in ONE_SIDED:
+        sent = elements if collective in ONE_SIDED else sent_elements(collective, elements, self.size)
+        if sent or collective not in ONE_SIDED:
             self.ledger.add(collective, self.axis, leaf, x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(call.order, collective, self.axis, leaf, sent * x.dtype.itemsize)

@@ -77,6 +77,7 @@ def build(
     nvme: Nvme | None = None,
     model: Model | None = None,
     layers: int = 0,
+    known: dict[Any, Any] | None = None,
     device: torch.device = HOST,
 ) -> Job:
     """The Job of a config whose "auto" values are decided (see fzero.run.machine.resolve_auto), on `mesh` (None:
@@ -84,7 +85,7 @@ def build(
 
     No parameter is made. folder: of the run, for offloaded leaves unless the config names another folder. nvme:
     overrides the config's own (a plan has no disk). model: config.model, built earlier, to reuse its compiled code.
-    layers: planner only: run the first `layers` layers (0: all). device: of this process, see `place` in
+    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this process, see `place` in
     run/pretrain.py. Raises ValueError for a mesh that does not fit the
     processes, the model, the sequences or the micro-batches."""
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
@@ -121,9 +122,10 @@ def build(
         t.kernels,
         config.prefetch,
         config.reshard,
-        t.measure_every > 0 and plan.stages is None,  # norms of layers are not summed over pp
+        t.measure_every > 0,
         t.capture,
         _layers=layers,
+        _known=known,
     )
     train_step = make_train_step(
         model,
@@ -261,7 +263,12 @@ def save_store(
         return None
     job = job._replace(plan=replace(job.plan, policy=make_policy(before)))
     stage = before.zero if snapshot.stage is None else snapshot.stage
-    options = {"reduce": before.reduce, "sequence": before.sequence, "policy": make_policy(before)}
+    options = {
+        "reduce": before.reduce,
+        "sequence": before.sequence,
+        "policy": make_policy(before),
+        "pipeline": snapshot.pipeline,
+    }
     there = zero_plan(stage, job.model, fake_mesh(snapshot.sizes), **options)
     old = state_specs(there, job.tx)
     return save_snapshot(home, snapshot, old, like_of(job), specs_of(job), job.mesh, to_table(before))
