@@ -150,6 +150,7 @@ OVER_PP = {
     "one leaf": (of_one_leaf, {"pp": 2}, 3, "encoder and decoder", fzero.Pipeline(layout="3,3")),
     "examples": (per_example, {"pp": 2}, 1, "gpt2", LAYOUT),
     "hessian": (hessian_vector, {"pp": 2}, 3, "gemma", INTERLEAVED),
+    "hessian, down and up": (hessian_vector, {"pp": 2}, 3, "gemma", fzero.Pipeline("zb-v", chunks=2)),
     "seeds": (seeds, {"pp": 2}, 3, "gpt2", LAYOUT),
     "steps": (through_a_step, {"pp": 2}, 3, "gpt2", LAYOUT),
     "with dp": (hessian_vector, {"pp": 2, "dp": 2}, 3, "gemma", INTERLEAVED),
