@@ -22,13 +22,12 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from peers import problem
-from turns import LOSS_TOLERANCE, Group, columns, machine, sitting
+from turns import LOSS_TOLERANCE, Group, columns, free_port, machine, sitting
 
 PEERS = {
     "ddp": 0,
@@ -69,13 +68,6 @@ def contenders_of(peer: str, dtype: str, onednn: bool) -> list[str]:
     library, switch = kind(peer), "+onednn" if onednn and dtype == "fp32" else ""
     equal = [] if library == "jax" else [peer + EQUAL[library] + (EQUAL_BF16[library] if dtype == "bf16" else switch)]
     return [f"fzero-{PEERS[peer]}{switch}", peer, *equal]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start(name: str, mode: str, order: dict[str, Any], pythons: dict[str, str]) -> Group:
