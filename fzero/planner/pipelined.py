@@ -114,10 +114,7 @@ def ends_of(s: Schedule, rank: int, act: Act) -> tuple[Channel | None, Channel |
 def kind_of(plan: Plan, job: run_build.Job, rank: int) -> Kind:
     """The kind of a rank of pp."""
     stages = stages_of(parts_of(job.model, plan), plan, rank)
-    return tuple(
-        tuple((part.name, part.depth, part.functions) for part in parts)
-        for parts in stages.values()
-    )
+    return tuple(tuple((part.name, part.depth, part.functions) for part in parts) for parts in stages.values())
 
 
 def few_parts(plan: Plan, rank: int, parts: int) -> int:
@@ -185,8 +182,12 @@ def trace(
             rows[pp] = row_of_rank(records, s, pp, [known[one] for one in wanted])
     ordered = tuple(rows[pp] for pp in range(s.stages.size))
     fullest = max(range(len(ordered)), key=lambda pp: ordered[pp].peak_bytes)
-    note = f"{parts} micro-batches from {ordered[fullest].record.parts}" if ordered[fullest].record.parts < parts else ""
-    return PipelineTrace(put_together(ordered[fullest], s, fullest, config, rank % stride + fullest * stride, note), s, ordered)
+    note = (
+        f"{parts} micro-batches from {ordered[fullest].record.parts}" if ordered[fullest].record.parts < parts else ""
+    )
+    return PipelineTrace(
+        put_together(ordered[fullest], s, fullest, config, rank % stride + fullest * stride, note), s, ordered
+    )
 
 
 def row_of_rank(records: list[Record], s: Schedule, rank: int, acts: list[list[Stay]]) -> RankRow:
@@ -217,7 +218,9 @@ def profile(stays: Sequence[Stay]) -> tuple[int, int]:
 def edges(record: Record, s: Schedule, acts: Sequence[list[Stay]]) -> tuple[list[Stay], list[Stay]]:
     """The stays before and behind the acts of a row, for all of its micro-batches: with their batch, and without the
     losses that each of them leaves."""
-    begin = [record.before[0]._replace(changes=[scaled(one, record.parts, s.parts) for one in record.before[0].changes])]
+    begin = [
+        record.before[0]._replace(changes=[scaled(one, record.parts, s.parts) for one in record.before[0].changes])
+    ]
     net = {id(act): profile(act)[1] for act in (*acts, *record.acts)}
     left = sum(net[id(act)] for act in acts) - sum(net[id(act)] for act in record.acts)
     after = [of_all(stay, record, s.parts) for stay in record.after]
@@ -244,9 +247,7 @@ def of_all(stay: Stay, record: Record, parts: int) -> Stay:
             each += 1
         return sent_elements(collective, each * parts, ranks)
 
-    return stay._replace(
-        sent=[(key, elements(key[1], key[2], n) if key[3] == "loss" else n) for key, n in stay.sent]
-    )
+    return stay._replace(sent=[(key, elements(key[1], key[2], n) if key[3] == "loss" else n) for key, n in stay.sent])
 
 
 def of_rank(s: Schedule, rank: int, act: Act, stays: Sequence[Stay]) -> list[Stay]:
@@ -270,4 +271,3 @@ def put_together(row: RankRow, s: Schedule, pp: int, config: RunConfig, rank: in
     counts, once = Counter(id(stay.events) for stay in stays), {id(stay.events): stay.events for stay in stays}
     turns = tuple(itertools.chain.from_iterable([counts[key]] * len(events) for key, events in once.items()))
     return found._replace(turns=turns)
-
