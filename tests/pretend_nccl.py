@@ -9,13 +9,17 @@ current stream wait for it, and not the host. Gloo computes the values at once.
 
 import contextlib
 import dataclasses
+import datetime
+import itertools
 
 import pretend_gpu
 import torch.distributed as dist
 from pretend_gpu import Stream, under
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.comm import communicator
+from fzero.comm import channel, communicator
+
+STARTS = itertools.count()  # of the context below, the same on all ranks
 
 
 class Work:
@@ -27,6 +31,18 @@ class Work:
     def wait(self):
         Stream(number=pretend_gpu.WHOLE.current).wait_event(self.event)
         self.tensors = None
+
+
+class Message(Work):
+    """A message under way."""
+
+    def __init__(self, event, x, moving):
+        super().__init__(event, [x])
+        self.moving = moving
+
+    def wait(self):
+        self.moving.wait()
+        super().wait()
 
 
 def on_gpus(mesh):
@@ -44,7 +60,7 @@ def on_gpus(mesh):
 @contextlib.contextmanager
 def nccl():
     """A context in which torch.distributed takes tensors of the pretend GPU."""
-    streams, before = {}, []
+    streams, before, start_number = {}, [], next(STARTS)
 
     def start(group, reads, writes, run):
         whole = pretend_gpu.WHOLE
@@ -79,12 +95,36 @@ def nccl():
 
         return [start(group, reads, writes, run)]
 
+    class Pair:
+        """Two ranks with a stream of their own; what is received has arrived in the memory when it is waited for."""
+
+        def __init__(self, store, number):
+            own = dist.PrefixStore(f"start/{start_number}", store)  # of one mesh there are several on GPUs here
+            self.backend = dist.ProcessGroupGloo(own, number, 2, datetime.timedelta(seconds=60))
+            self.stream = Stream()
+
+        def start(self, method, x, other, reads, writes):
+            whole = pretend_gpu.WHOLE
+            self.stream.wait_stream(Stream(number=whole.current))
+            with whole.on_stream(self.stream):
+                whole.launch([under(y) for y in reads], [under(y) for y in writes])
+                event = self.stream.record_event()
+            with _disable_current_modes():
+                return Message(event, x, method([under(x)], other, 0))
+
+        def send(self, tensors, other, tag):
+            return self.start(self.backend.send, tensors[0], other, tensors, [])
+
+        def recv(self, tensors, other, tag):
+            return self.start(self.backend.recv, tensors[0], other, [], tensors)
+
     sum_all, send_all = dist.all_reduce, dist.batch_isend_irecv
     places = [
         (communicator, "_all_gather", into(communicator._all_gather)),
         (communicator, "_reduce_scatter", into(communicator._reduce_scatter)),
         (dist, "all_reduce", all_reduce),
         (dist, "batch_isend_irecv", messages),
+        (channel, "pair_over_nccl", Pair),
     ]
     for owner, name, instead in places:
         before.append((owner, name, getattr(owner, name)))

@@ -21,6 +21,7 @@ from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
+from fzero.sharding.pipelines import Pipeline
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopen_state
 from fzero.train.update import in_memory, offloaded
@@ -83,6 +84,7 @@ class Case(NamedTuple):
     sequence: bool = False
     on_host: bool = False  # the one-pass form of the update
     slots: int = 2
+    pipeline: Pipeline | None = None
 
 
 def plain_tree():
@@ -108,7 +110,8 @@ def model_of(name):
     """(loss, what the plan and the state are made of)."""
     if name == "plain":
         return plain_loss, plain_tree()
-    model = models.llama(models.LlamaConfig(**SIZES, tied=name == "tied"))
+    sizes = {**SIZES, "n_layers": 4} if name == "tied and deep" else SIZES
+    model = models.llama(models.LlamaConfig(**sizes, tied=name.startswith("tied")))
     return model, model
 
 
@@ -129,7 +132,7 @@ def train(mesh, case, folder=None):
     policy = POLICIES[case.policy]
     plan = fzero.zero_plan(
         case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
-        policy=policy)  # fmt: skip
+        policy=policy, pipeline=case.pipeline)  # fmt: skip
     tx = OPTIMIZERS[case.optimizer]
     tx = optim.with_average(tx, 0.9) if case.ema else tx
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None

@@ -16,11 +16,13 @@ from test_pretend_offload import COMMIT, REDUCE, SCALE, UNITS, UPDATE
 
 import fzero
 from fzero import models, optim
+from fzero.comm import channel
 from fzero.core import gpu, precision
 from fzero.run import loop, pretrain, run_folder, run_lock
 from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
 from fzero.run.ranks.coordinator import Coordinator
+from fzero.sharding.pipelines import Pipeline
 from fzero.train.init import init_state
 
 SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
@@ -28,7 +30,8 @@ SIZES = {"vocab_size": 64, "max_len": 16, "d_model": 16, "n_layers": 2, "n_heads
 
 def train(mesh, device, case, folder=None, seen=None, steps=2):
     """The losses and norms of some steps, and the waits that `seen` counted in the last one."""
-    model, settings = models.build(models.LlamaConfig(**SIZES)), case.get("plan", {})
+    sizes = SIZES | {"n_layers": case.get("layers", SIZES["n_layers"])}
+    model, settings = models.build(models.LlamaConfig(**sizes)), case.get("plan", {})
     policy = precision.POLICIES[case.get("policy", "fp32")]()
     plan = fzero.zero_plan(case["stage"], model, mesh, policy=policy, **settings)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, impl="reference"))
@@ -94,6 +97,8 @@ def unwaited(mesh, case):
 
 
 ON_HOST = {"offload": "params=host,grads=host,opt=host"}
+ALL_ON_HOST = {"offload": f"{ON_HOST['offload']},acts=host"}
+INTERLEAVED = {"pipeline": Pipeline("interleaved", chunks=2)}
 CASES = {
     "dp2": ({"dp": 2}, {"stage": 0}),
     "dp2 stage 3": ({"dp": 2}, {"stage": 3}),
@@ -105,6 +110,11 @@ CASES = {
     "dp2 stage 3 speculate": ({"dp": 2}, {"stage": 3, "plan": {"offload": "opt=host"}, "update": "speculate"}),
     "dp2 stage 3 nvme": ({"dp": 2}, {"stage": 3, "plan": {"offload": "params=nvme,opt=nvme"}}),
     "tp2 all host": ({"tp": 2}, {"stage": 0, "plan": ON_HOST}),
+    "pp2": ({"pp": 2}, {"stage": 0}),
+    "pp2 interleaved": ({"pp": 2}, {"stage": 3, "layers": 4, "plan": INTERLEAVED, "ema": True}),
+    "pp2 all host": ({"pp": 2}, {"stage": 3, "plan": ALL_ON_HOST, "policy": "bf16", "remat": "full"}),
+    "pp2 acts=nvme": ({"pp": 2}, {"stage": 0, "plan": {"offload": "acts=nvme"}, "remat": "full"}),
+    "pp2 nvme": ({"pp": 2}, {"stage": 1, "plan": {"offload": "params=nvme,grads=nvme,opt=nvme"}}),
 }
 # As on one rank: a wait is for the GPU, never for another rank.
 WAITS = {
@@ -114,10 +124,12 @@ WAITS = {
     "dp2 stage 3 speculate": {UPDATE: 2, UNITS: 2 + 3},  # 2: as a layer is updated in the backward pass
     "dp2 stage 3 nvme": {UPDATE: 1, UNITS: 3, COMMIT: 1},
     "tp2 all host": {REDUCE: 1, UPDATE: 1},
+    "pp2 all host": {REDUCE: 1, UPDATE: 1},
+    "pp2 nvme": {UPDATE: 1, COMMIT: 1},
 }
 
 
-OFTEN = ("dp2", "dp2 stage 3", "tp2", "dp2 stage 3 all host")
+OFTEN = ("dp2", "dp2 stage 3", "tp2", "dp2 stage 3 all host", "pp2 interleaved", "pp2 all host")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +146,8 @@ def test_two_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["dp2 stage 3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("dp2", "tp2"))]
+    "name",
+    ["dp2 stage 3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("dp2", "tp2", "pp2 interleaved"))],
 )
 def test_ranks_that_share_a_gpu_send_by_the_host_and_have_the_bits_of_the_cpu(name):
     sizes, case = CASES[name]
@@ -157,19 +170,54 @@ def test_a_wait_that_is_left_out_is_found():
         assert any("comm/communicator.py" in race for race in races), races
 
 
+def early(mesh, case):
+    """The races of a step that uses what a stage sends before it has come, on this rank."""
+    with pytest.MonkeyPatch.context() as patch, pretend() as seen, pretend_nccl.nccl():
+        patch.setattr(pretend_nccl.Message, "wait", lambda message: message.moving.wait())
+        train(pretend_nccl.on_gpus(mesh), "cuda", case, steps=2)
+        return dict(seen.races)
+
+
+@pytest.mark.slow
+def test_a_message_between_stages_that_is_not_waited_for_is_found():
+    sizes, case = CASES["pp2 interleaved"]
+    for races in ranks.run(2, early, case, mesh=sizes):
+        assert any(
+            "comm/channel.py" in race or "train/row.py" in race or "comm/communicator.py" in race for race in races
+        )
+
+
+def channels(mesh, steps):
+    """Of this rank: the labels of the channels that steps opened, and the calls that made them."""
+    made, there = [], pretend_nccl.on_gpus(mesh)
+    with pytest.MonkeyPatch.context() as patch, pretend(), pretend_nccl.nccl():
+        before = channel.pair_over_nccl
+        patch.setattr(channel, "pair_over_nccl", lambda store, number: made.append(number) or before(store, number))
+        train(there, "cuda", CASES["pp2"][1], steps=steps)
+        return sorted(there["pp"].communicator.connections), made
+
+
+@pytest.mark.exhaustive
+def test_each_channel_is_opened_once_and_in_one_direction():
+    assert ranks.run(2, channels, 3, mesh={"pp": 2}) == [
+        (["grad:1-0", "x:0-1"], [1, 0]),
+        (["grad:1-0", "x:0-1"], [0, 1]),
+    ]
+
+
 # ---- whole runs ----
 
 NAMES = ("step", "loss", "grad_norm", "lr", "num_tokens", "skipped", "val_loss", "digest", "saved_step")
 
 
-def stages(mesh, home, device):
+def stages(mesh, home, device, sizes_of_mesh):
     """A run of two ranks that stops, and is resumed: its lines, on rank 0."""
-    sizes = {"max_len": 16, "d_model": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
+    sizes = {"max_len": 16, "d_model": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "d_ff": 32}
     table = {"preset": "llama-tiny", "model": sizes, "data": {"path": str(home / "text.txt"), "seq_len": 16}}
     train = {"steps": 2, "batch": 4, "micro_batch": 2, "eval_every": 1, "checkpoint_every": 1, "digest_every": 1}
     table["train"] = train | {"measure_every": 1, "eval_batches": 1, "compiled": False, "kernels": "reference"}
     table["precision"] = {"policy": "fp32", "fp32_matmul": "default"}
-    table |= {"optim": {"name": "adamw"}, "zero": 3, "mesh": {"dp": 2}, "device": device}
+    table |= {"optim": {"name": "adamw"}, "zero": 3, "mesh": sizes_of_mesh, "device": device}
     folder, lines, store = home / device, [], dist.PrefixStore(f"run/{device}", mesh.store)
 
     def one_start(number):
@@ -191,20 +239,22 @@ def stages(mesh, home, device):
     return lines
 
 
-def whole_run(mesh, home):
+def whole_run(mesh, home, sizes):
     """A run on the CPU, and one on pretend GPUs: of this rank the lines of the latter, and what was found."""
     os.environ["XDG_CACHE_HOME"] = str(home / "cache")
-    stages(mesh, home, "cpu")
+    stages(mesh, home, "cpu", sizes)
     with pretend() as seen, pretend_nccl.nccl():
-        found = stages(mesh, home, "cuda")
+        found = stages(mesh, home, "cuda", sizes)
         gc.collect()
         return found, dict(seen.races), dict(seen.freed)
 
 
-@pytest.mark.slow
-def test_a_run_of_two_ranks_trains_evaluates_saves_and_resumes_with_the_numbers_of_the_cpu(tmp_path):
+@pytest.mark.parametrize(
+    "axis", [pytest.param("dp", marks=pytest.mark.slow), pytest.param("pp", marks=pytest.mark.exhaustive)]
+)
+def test_a_run_of_two_ranks_trains_evaluates_saves_and_resumes_with_the_numbers_of_the_cpu(axis, tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(600)))
-    both = ranks.run(2, whole_run, tmp_path, fresh=True)
+    both = ranks.run(2, whole_run, tmp_path, {axis: 2}, mesh={axis: 2}, fresh=True)
     for lines, races, freed in both:
         assert not races and not freed
         assert any("GPU 0, Pretend H200" in line for line in lines) and any("at step 1 of 2" in line for line in lines)

@@ -23,7 +23,8 @@ from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.chunk_files import read_chunk
 from fzero.offload.store_manifest import StepManifest, read_description, read_step_manifest, sums_name
 from fzero.sharding import Plan, fake_mesh, one_process
-from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
+from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
 
 
 class StoreSnapshot(NamedTuple):
@@ -34,6 +35,7 @@ class StoreSnapshot(NamedTuple):
     ranks: int
     sizes: dict[str, int]  # sizes of its mesh axes
     stage: int | None  # its plan's ZeRO stage
+    pipeline: Pipeline | None  # its plan's, None without pp
     leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
     slots: int
 
@@ -58,8 +60,8 @@ class StoreSnapshot(NamedTuple):
         kept = LeafFiles(tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["stacked"])
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
-        for rank in range(self.ranks):
-            at, extent = local_slice(shape, spec, fake_mesh(self.sizes, rank))
+        windows = ((n, w) for n in range(self.ranks) for w in local_windows(shape, spec, fake_mesh(self.sizes, n)))
+        for rank, (at, extent, first) in windows:
             spans = [(max(a, s), min(a + e, s + n)) for a, e, s, n in zip(at, extent, start, size)]
             if at in done or any(low >= high for low, high in spans):
                 continue  # a copy of another rank's shard, or outside of the box
@@ -69,7 +71,7 @@ class StoreSnapshot(NamedTuple):
             target = narrow_box(out, [low - s for low, s in zip(lows, start)], sizes)
             inner, lead = [low - a for low, a in zip(lows, at)], int(kept.stacked)
             for i in range(sizes[0] if kept.stacked else 1):
-                value = self.chunk(name, kept, inner[0] + i if kept.stacked else 0, rank, sums.get(name))
+                value = self.chunk(name, kept, first + inner[0] + i if kept.stacked else 0, rank, sums.get(name))
                 (target[i] if kept.stacked else target).copy_(narrow_box(value, inner[lead:], sizes[lead:]))
         return out
 
@@ -117,6 +119,7 @@ def find_snapshot(folder: Path) -> StoreSnapshot | None:
         description["ranks"],
         description["owner"].get("mesh", {}),
         description["owner"].get("stage"),
+        Pipeline(**description["owner"]["pipeline"]) if "pipeline" in description["owner"] else None,
         description["leaves"],
         description["slots"],
     )

@@ -20,7 +20,7 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
-from fzero.sharding.slices import Window, local_slice, local_windows, whole_shape
+from fzero.sharding.slices import Window, local_windows, whole_shape
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
@@ -83,8 +83,8 @@ def _restore_from(
             return fresh[name]
         windows, size = slices[name]
         if layer is not None:
-            (window,) = windows  # with pp nothing rests on a disk
-            start, size = (window.start[0] + layer, *window.start[1:]), (1, *size[1:])
+            window = next(w for w in windows if w.at <= layer < w.at + w.size[0])
+            start, size = (window.start[0] + layer - window.at, *window.start[1:]), (1, *size[1:])
             return held.read(source[name], start, size).to(leaf.dtype)[0]
         out, boxes = held.shard(source[name], windows, size)
         with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
@@ -171,10 +171,15 @@ def save_snapshot(
             if not name.startswith(PARAMS) or not snapshot.holds(held):
                 raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
         whole = whole_shape(leaf.shape, spec_of[name], mesh)
-        start, size = local_slice(whole, spec_of[name], mesh)
-        return checkpoint.Lazy(
-            leaf.dtype, tuple(leaf.shape), lambda: snapshot.leaf(held, whole, old_of[held], start, size).to(leaf.dtype)
-        )
+        windows = local_windows(whole, spec_of[name], mesh)
+
+        def give() -> Tensor:
+            read = [snapshot.leaf(held, whole, old_of[held], window.start, window.size) for window in windows]
+            return (read[0] if len(read) == 1 else torch.cat(read) if read else leaf.new_empty(leaf.shape)).to(
+                leaf.dtype
+            )
+
+        return checkpoint.Lazy(leaf.dtype, tuple(leaf.shape), give)
 
     state = pytree.map_named(lazy, like)
     return checkpoint.save(checkpoint_dir, state, step=snapshot.record.step, config=config, specs=specs, mesh=mesh)

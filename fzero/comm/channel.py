@@ -2,6 +2,9 @@
 
 The ranks of an axis that run different programs, as those of a pipeline do, meet in no collective; a channel joins two
 of them in one direction. Both ends count its messages, so that they need no other numbers.
+
+gloo's messages have tags. Those of NCCL have none and go one behind the other, on the stream of their communicator, and
+an early receive would hold up what is sent after it: so there each channel has a communicator, from `open_channels`.
 """
 
 from __future__ import annotations
@@ -12,12 +15,40 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.communicator import Communicator
+from fzero.comm.communicator import Communicator, Connection
+from fzero.core.device import HOST
 from fzero.core.future import Future
+from fzero.core.gpu import current_device
 
 Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
+
+
+def open_channels(link: Communicator, channels: Sequence[tuple[str, int, int]]) -> None:
+    """Make what NCCL's messages go through, for those of `channels` that end at this rank and have nothing yet.
+
+    channels: (label, rank that sends, rank that receives), on all ranks of the axis the same, in the same order. Each
+    carries a message at once: NCCL makes a communicator with its first message, for which both hosts wait, and if two
+    of them did that in the middle of unlike programs, each could wait for the other.
+    """
+    for label, source, target in channels:
+        if link.transport != "nccl" or label in link.connections or link.rank not in (source, target):
+            continue
+        name, sends = f"channel/{link.ranks[source]}-{link.ranks[target]}/{label}", link.rank == source
+        backend = pair_over_nccl(dist.PrefixStore(name, link.agreement.store), int(not sends))
+        connection = link.connections[label] = Connection(backend, int(sends))
+        connection.start(torch.zeros(1, device=current_device()), sends=sends).wait()
+
+
+def pair_over_nccl(store: dist.Store, number: int) -> Any:
+    """NCCL between two processes, of which this one is `number` (0 or 1), beside torch.distributed's own groups.
+
+    A group of theirs may be split off the one of all processes, which all of these then take part in.
+    """
+    backend = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  (which a build of torch for CPUs has not)
+    return backend(store, number, 2, backend.Options())
 
 
 class Sender:
@@ -37,7 +68,7 @@ class Sender:
         """Start to send the tensors, which must not be written to. told: a picklable value to send before them."""
         while len(self.flying) >= self.room:
             self._finish()
-        messages = _as_bytes(told) if told is not None else []
+        messages = _as_bytes(told, told_on(self.communicator)) if told is not None else []
         messages += [x.contiguous() for x in tensors]
         to = self.communicator, self.peer, self.label, self.sent
         self.flying.append([_start(*to, i, x, sends=True) for i, x in enumerate(messages)])
@@ -61,8 +92,9 @@ class Receiver:
         self.received = 0
         self.coming: deque[list[Future[Tensor]]] = deque()
 
-    def told(self, device: torch.device) -> Any:
+    def told(self) -> Any:
         """Wait for the value that comes before the next message's tensors, which `expect` has not been called for."""
+        device = told_on(self.communicator)
         size = self._start(0, torch.empty(1, dtype=torch.int64, device=device)).wait()
         return pickle.loads(
             self._start(1, torch.empty(int(size), dtype=torch.uint8, device=device)).wait().cpu().numpy()
@@ -82,9 +114,15 @@ class Receiver:
         return _start(self.communicator, self.peer, self.label, self.received, place, room, sends=False)
 
 
-def _as_bytes(value: Any) -> list[Tensor]:
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    return [torch.tensor([data.numel()]), data]
+def told_on(link: Communicator) -> torch.device:
+    """Where a value that is told is sent from: the host, for which no GPU waits, unless there is NCCL alone."""
+    alone = link.transport == "nccl" and "cpu" not in dist.get_backend_config(link.group)
+    return current_device() if alone else HOST
+
+
+def _as_bytes(value: Any, device: torch.device) -> list[Tensor]:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    return [torch.tensor([data.numel()], device=device), data]
 
 
 def _start(

@@ -20,7 +20,7 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,20 @@ def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple
     return [(op, rooms[id(t)], j) for op, t, j in messages], arriving
 
 
+class Connection(NamedTuple):
+    """What NCCL's messages of one channel go through: a communicator of the two ranks, with a stream of its own.
+
+    So a receive that was started early holds up no other message.
+    """
+
+    backend: Any  # of torch.distributed, over two processes
+    other: int  # the number of the other end in it
+
+    def start(self, x: Tensor, *, sends: bool) -> dist.Work:
+        """Start to send x, or to receive it, behind the work that the current stream was given so far."""
+        return self.backend.send([x], self.other, 0) if sends else self.backend.recv([x], self.other, 0)
+
+
 class Communicator:
     """The connection of this process with the other ranks of one mesh axis.
 
@@ -106,6 +120,7 @@ class Communicator:
         # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
         # programs, so that of a whole process's calls each would count others.
         self.calls = 0
+        self.connections: dict[str, Connection] = {}  # of NCCL's messages, by the first word of their labels
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -208,6 +223,9 @@ class Communicator:
             self.ledger.add("message", self.axis, label.split()[0], x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
+        if self.transport_of(x) == "nccl" and x.numel():
+            to = self.connections[label.split()[0]]
+            return self._native(call, x, lambda: to.start(x, sends=sends), x)
         return self._exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
@@ -246,6 +264,13 @@ class Communicator:
         """End NCCL's collectives under way, on this rank; nothing on gloo, whose messages end with the process."""
         if self.transport == "nccl" and self.group is not None:
             self.group.abort()
+        for connection in self.connections.values():
+            connection.backend.abort()
+
+    def close(self) -> None:
+        """End what NCCL's messages go through, once they have arrived."""
+        while self.connections:
+            self.connections.popitem()[1].backend.shutdown()
 
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 

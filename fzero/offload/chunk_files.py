@@ -35,6 +35,12 @@ class LeafFiles(NamedTuple):
     dtype: torch.dtype
     stacked: bool = False
     slots: int = 2
+    most: int = 0  # of a stacked leaf whose ranks have unlike numbers of layers, the largest; 0: all have as many
+
+    @property
+    def described(self) -> tuple[int, ...]:
+        """The shape that the store's description has for all ranks."""
+        return (self.most, *self.shape[1:]) if self.most else self.shape
 
     @property
     def layers(self) -> int:
@@ -321,13 +327,13 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
     spec = {"driver": "zarr3", "kvstore": kvstore(folder, "arrays", name), "store_data_equal_to_fill_value": True}
     if create:
         spec["metadata"] = {
-            "shape": [kept.slots, kept.layers, ranks, n],
+            "shape": [kept.slots, kept.described[0] if kept.stacked else 1, ranks, n],
             "data_type": str(kept.dtype).removeprefix("torch."),
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, 1, 1, n]}},
             "codecs": [
                 {"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}
             ],
-            "attributes": {"shape": list(kept.shape), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
+            "attributes": {"shape": list(kept.described), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
         }
     try:
         return tensorstore.open(spec, open=True, create=create, context=context()).result()

@@ -47,7 +47,7 @@ def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: 
         raise ValueError(f"offload: {fault}; rename it")
     listed = {
         name: {
-            "shape": list(kept.shape),
+            "shape": list(kept.described),
             "dtype": str(kept.dtype).removeprefix("torch."),
             "stacked": kept.stacked,
             "fixed": kept.slots < slots,  # written once
@@ -148,9 +148,11 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
             return None
         found = parse_json(text, "it")
         expect_entries(found, STORE_ENTRIES, "it")
-        expect_entries(found["owner"], {"mesh?": dict, "stage?": int | None}, "its owner")
+        expect_entries(found["owner"], {"mesh?": dict, "stage?": int | None, "pipeline?": dict}, "its owner")
         if found["ranks"] < 1 or found["slots"] < 1:
             raise ValueError(f"it has {found['ranks']} ranks and {found['slots']} slots")
+        if "pipeline" in found["owner"]:
+            expect_entries(found["owner"]["pipeline"], {"schedule": str, "chunks": int, "layout": str}, "its pipeline")
         for name, size in found["owner"].get("mesh", {}).items():
             expect_entries(found["owner"]["mesh"], {name: int}, "its mesh")
             if not 1 <= size < 1 << 31:

@@ -244,6 +244,8 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
     Sets how the process makes float32 products, on how many threads, and its current GPU.
     """
     asked, config = config.device, replace(config, device=coordinator.share(lambda: gpu.resolve_device(config.device)))
+    if config.mesh.get("pp", 1) > 1:
+        gpu.widen_queues()
     device = gpu.use_device(config.device, coordinator.local_size)
     why = (
         f"; no GPU can be used: {gpu.complaint()}" if (asked, device) == ("auto", gpu.HOST) and gpu.complaint() else ""

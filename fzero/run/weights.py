@@ -76,7 +76,7 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
 
 def plan_of(model: Model, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> Plan:
     """The plan of a run, as on its rank 0."""
-    options = {"reduce": value.reduce, "sequence": value.sequence}
+    options = {"reduce": value.reduce, "sequence": value.sequence, "pipeline": snapshot.pipeline}
     return zero_plan(value.zero, model, fake_mesh(snapshot.sizes), **options)
 
 

@@ -127,6 +127,9 @@ class Mesh:
         """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards."""
         if self.owned and dist.is_initialized():
             dist.barrier()
+            for axis in self.axes:
+                if axis.communicator is not None:
+                    axis.communicator.close()
             dist.destroy_process_group()
 
     def __str__(self) -> str:
@@ -200,6 +203,8 @@ def make_mesh(
         return one_process()
     if not started:
         device = gpu.resolve_device(device or "auto")
+        if sizes["pp"] > 1:
+            gpu.widen_queues()
         start_processes(gpu.use_device(device, environment_number("LOCAL_WORLD_SIZE", 1, 1)), timeout_s)
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     used = [name for name in ORDER if sizes[name] > 1]

@@ -258,7 +258,6 @@ def zero_plan(
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
-    check_pipeline(mesh, offload)
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
@@ -388,20 +387,6 @@ def at_rest_over_pp(
         return params, opt
     cut = {name: shard_over_pp(name, named[name], spec, sizes) for name, spec in opt.items()}
     return {name: cut[name] if cut[name] != opt[name] else spec for name, spec in params.items()}, cut
-
-
-def check_pipeline(mesh: Mesh, offload: Offload) -> None:
-    """Raise ValueError for what this version does not do with pp."""
-    if mesh["pp"].size == 1:
-        return
-    size = f"mesh: axis pp has size {mesh['pp'].size}"
-    if str(offload):
-        raise ValueError(
-            f"{size} and offload is {str(offload)!r}; a pipeline's state stays on the device: use offload=''"
-        )
-    link = mesh["pp"].communicator
-    if link is not None and link.transport == "nccl":
-        raise ValueError(f"{size}, and this version sends between stages over gloo alone; use --device cpu, or pp=1")
 
 
 def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Spec]:

@@ -116,8 +116,6 @@ def make_gradient(
         known: Callable[[base.Loss], None] | None = None,
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
-        if plan.stages is not None and (transforms() or needs_grad(*pytree.leaves((state.params, parts)))):
-            raise ValueError("a step on a mesh with pp composes with no transform of torch.func; use pp=1")
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh), {}
@@ -131,7 +129,7 @@ def make_gradient(
             if known is not None and len(so_far) == len(parts):  # after the last forward pass
                 known(sum_losses(so_far, mesh))
 
-        params = gather_over_pp(state.params, plan, users)
+        params = gather_over_pp(state.params, plan, users, device)
         losses = backward(params, Batches(parts, firsts, keys), seed, reducer, ready)
         del params
         over_pp = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, start_all_gather, start_psum
 from fzero.comm.communicator import Communicator
 from fzero.core import pytree
+from fzero.core.gpu import copy_in
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding.plan import Plan
@@ -45,9 +46,9 @@ def users_of(parts: Sequence[Part], plan: Plan) -> Users:
 
 
 @torch.no_grad()
-def gather_over_pp(params: Tree, plan: Plan, users: Users) -> Tree:
+def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device) -> Tree:
     """The parameters as this rank's stages use them: a leaf that pp shards at rest is whole over pp on the ranks that
-    use it, and as at rest on the others.
+    use it, on `device`, and as at rest on the others.
 
     Communicates: for each of those leaves its shards, to the ranks that use it; below stage 3 an all_gather over dp.
     """
@@ -55,11 +56,12 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users) -> Tree:
         return params
     axis, leaves = plan.mesh["pp"], pytree.named_leaves(params)
 
-    def whole(name: str, leaf: Tensor) -> Tensor:
+    def whole(name: str, leaf: Any) -> Any:
         rest, use = plan.leaves[name].params, plan.leaves[name].use
         if is_stacked(name) or rest.dims == use.dims:
             return leaf
-        found = link_of(axis).start_gather_to(leaf, sorted({rank for _, rank in users[name]}), name).wait()
+        shard = brought(leaf, device)
+        found = link_of(axis).start_gather_to(shard, sorted({rank for _, rank in users[name]}), name).wait()
         if found is None:
             return leaf
         if "dp" in rest.axes and "dp" not in use.axes:
@@ -68,6 +70,13 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users) -> Tree:
 
     with plan.mesh.ledger.phase("gather"):
         return pytree.from_named({name: whole(name, leaves[name]) for name in leaves}, params)
+
+
+def brought(leaf: Any, device: torch.device) -> Tensor:
+    """A leaf outside the layers on `device`, from where it rests: there, in the host's memory, or on a disk."""
+    if not isinstance(leaf, Tensor):
+        return leaf.read().copy_to(device).wait()
+    return leaf if leaf.device == device else copy_in(leaf, device).use()
 
 
 def scatter_over_pp(

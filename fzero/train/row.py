@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.comm.channel import Receiver, Sender
+from fzero.comm.channel import Receiver, Sender, open_channels
 from fzero.comm.collectives import all_gather
 from fzero.comm.tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, schedule, write_schedule
+from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, write_schedule
 from fzero.sharding.pipeline.simulate import simulate
+from fzero.sharding.pipeline.table import BACKWARD
+from fzero.sharding.pipelines import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.over_stages import gather_over_pp, share_losses, users_of
-from fzero.train.streamed import Activations, Headed, Held, StreamedModel, stages_of
+from fzero.train.streamed import Activations, Headed, Held, Passed, StreamedModel, stages_of
 
 Signature = tuple[Any, ...]
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
@@ -40,22 +43,35 @@ class Batches(NamedTuple):
     key: dict[str, Any]  # of dropout, see layer_keys
 
 
+def channel_name(source: int, target: int, forward: bool) -> str:
+    """The label of a channel from one rank of pp to another."""
+    return f"{'x' if forward else 'grad'}:{source}-{target}"
+
+
+def channels_of(ranks: Sequence[int]) -> list[tuple[str, int, int]]:
+    """(label, rank that sends, rank that receives) of the channels between stages on these ranks, in an order that is
+    the same for all of them."""
+    ends = [(a, b, True) for a, b in itertools.pairwise(ranks)]
+    ends += [(b, a, False) for a, b, _ in ends]
+    return sorted({(channel_name(*end), end[0], end[1]) for end in ends if end[0] != end[1]})
+
+
 def schedule_of(plan: Plan, parts: int) -> Schedule:
     """The schedule of a step of so many micro-batches; raises ValueError if they do not suit it."""
     assert plan.stages is not None and plan.pipeline is not None
-    return made(plan.pipeline.schedule, plan.stages, parts)[0]
+    return made(plan.pipeline, plan.stages, parts)[0]
 
 
 @functools.lru_cache(maxsize=64)
-def made(name: str, stages: Stages, parts: int) -> tuple[Schedule, int]:
+def made(pipeline: Pipeline, stages: Stages, parts: int) -> tuple[Schedule, int]:
     """A schedule, and its `room_of`."""
-    found = schedule(name, stages, parts)
+    found = schedule_for(pipeline, stages, parts)
     return found, room_of(found)
 
 
 def room_for(plan: Plan, parts: int) -> int:
     """The messages on their way that a channel has room for in a step of so many micro-batches."""
-    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline.schedule, plan.stages, parts)[1]
+    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline, plan.stages, parts)[1]
 
 
 def row_of(plan: Plan, parts: int) -> list[Act]:
@@ -103,7 +119,11 @@ class Between:
         self.senders: dict[Channel, Sender] = {}
         self.receivers: dict[Channel, Receiver] = {}
         self.wanted: dict[Channel, list[tuple[int, int]]] = {}  # the messages that this row takes, in its order
+        if axis.communicator is not None:
+            open_channels(axis.communicator, channels_of(self.ranks))
         for act in row:
+            if act.kind == "W":
+                continue  # nobody waits for it
             forward = act.kind == "F"
             source, target = (act.stage - 1, act.stage + 1) if forward else (act.stage + 1, act.stage - 1)
             for stage, sends in ((source, False), (target, True)):
@@ -112,7 +132,7 @@ class Between:
                 assert axis.communicator is not None  # another rank has that stage
                 channel = self.ranks[stage], forward
                 ends = (axis.rank, channel[0]) if sends else (channel[0], axis.rank)
-                name = f"{'x' if forward else 'grad'}:{ends[0]}-{ends[1]}"
+                name = channel_name(*ends, forward)
                 if not sends:
                     self.wanted.setdefault(channel, []).append((act.part, act.stage))
                 if sends and channel not in self.senders:
@@ -164,7 +184,7 @@ class Between:
         if not receiver.coming:
             after = 0
             if known not in self.shapes:
-                (shapes, tree), after = receiver.told(self.device), 2
+                (shapes, tree), after = receiver.told(), 2
                 self.shapes[known] = shapes, pytree.flatten(tree)[1]
             receiver.expect(self.shapes[known][0], self.device, after)
         self.wanted[channel].pop(0)
@@ -205,6 +225,7 @@ def run_row(
 
     held: dict[tuple[int, int], Held] = {}
     headed: dict[tuple[int, int], Headed] = {}
+    owed: dict[tuple[int, int], list[Passed]] = {}  # between gradients by inputs and those by weights
     losses: list[base.Loss] = []
     for i, act in enumerate(row):
         parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
@@ -213,7 +234,7 @@ def run_row(
         head = parts[-1] if parts[-1].kind == "head" else None
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
-            now = head if row[i + 1 : i + 2] == [act._replace(kind="B")] else None
+            now = head if row[i + 1 : i + 2] in ([act._replace(kind=kind)] for kind in BACKWARD) else None
             body, early = parts if head is None else parts[:-1], [] if now is None else now.groups
             ctx = model.context(batches.parts[act.part], batches.key, batches.firsts[act.part])
             with phase("forward"):
@@ -227,7 +248,12 @@ def run_row(
             held[at] = one
             del ctx, x, one
             continue
-        one = held.pop(at)
+        final = act.part == last
+        if act.kind == "W":
+            with phase("backward"):
+                model.backward_weights(owed.pop(at), sink, final)
+            continue
+        one, later = held.pop(at), None if act.kind == "B" else owed.setdefault(at, [])
         if head is not None:
             if at not in headed:
                 with phase("forward"):
@@ -238,14 +264,14 @@ def run_row(
                 ready(losses[-1])
         with phase("backward"):
             if head is not None:
-                x_grads = model.head_backward(head, headed.pop(at), seed, sink, act.part == last)
+                x_grads = model.head_backward(head, headed.pop(at), seed, sink, final)
             else:
                 x_grads = between.take(*at, False, signatures).leaves
                 one.ahead.expect(one.order(), "backward")
-            x_grads = model.backward(one, x_grads, sink, act.part == last)
+            x_grads = model.backward(one, x_grads, sink, final, later)
             if act.stage:
                 between.give(*at, x_grads, False, signatures[act.part])
-        del one, x_grads
+        del one, later, x_grads
     if plan.stages is not None:
         plan.mesh.ledger.at("row", None)
     between.close()
@@ -262,7 +288,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     ctx, signatures = model.context(batch, {}, 0), [signature_of(batch)]
     between = Between(plan, row, 2, model.known, device)
     users = users_of(model.parts, plan)
-    params = gather_over_pp(params, plan, users)
+    params = gather_over_pp(params, plan, users, device)
     between.open(signatures)
     losses = []
     ahead = model.fetcher(params, device)

@@ -3,6 +3,7 @@ again."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from fzero.optim import GradientTransformation
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.draw import Box, draw_leaf
-from fzero.sharding.slices import local_slice, narrow_box, row_blocks, shard_dim
+from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, in_host_memory, meta_state, put_on, state_specs
 
@@ -43,8 +44,11 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
     """The leaves of a state that rest on a disk, by name; leaves of stacked parameters are stacked."""
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
+    most = {name: max(map(len, spec.rows), default=0) for name, spec in named.items()}
     return {
-        name: LeafFiles(tuple(leaf.shape), leaf.dtype, shard_dim(of) == 1, slots=1 if name in frozen else 2)
+        name: LeafFiles(
+            tuple(leaf.shape), leaf.dtype, shard_dim(of) == 1, slots=1 if name in frozen else 2, most=most[name]
+        )
         for name, leaf in pytree.named_leaves(like).items()
         if named[name].memory == "nvme" and (of := owner[name]) is not None
     }
@@ -74,10 +78,9 @@ def init_on_disk(
         if name in leaves:
             store.write_rows(name, i, rows, value)
             return
-        where = out.setdefault(name, torch.empty(shapes[name].shape, dtype=shapes[name].dtype, device=device))
         of = owner[name]
         assert of is not None  # rows are those of a parameter, or of its state
-        RowBlock(name, i if shard_dim(of) == 1 else None, rows).of(where).copy_(value)
+        RowBlock(name, i if shard_dim(of) == 1 else None, rows).of(out[name]).copy_(value)
 
     owner = owner_of(like, plan)
 
@@ -87,9 +90,12 @@ def init_on_disk(
         drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", AVERAGE))]
         windows: dict[Any, list[str]] = {}
         for n in drawn:
-            windows.setdefault(local_slice(shape, named_specs[n], mesh), []).append(n)
+            if n not in leaves:
+                out[n] = torch.empty(shapes[n].shape, dtype=shapes[n].dtype, device=device)
+            for window in local_windows(shape, named_specs[n], mesh):
+                windows.setdefault(window, []).append(n)
         lead = shard_dim(name)
-        for (start, size), targets in windows.items():
+        for (start, size, first), targets in windows.items():
             for i in range(size[0] if lead else 1):
                 for rows in row_blocks(size[lead:]):
                     at, extent = list(start), list(size)
@@ -99,7 +105,7 @@ def init_on_disk(
                         at[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
                     value = element(name, (shape, tuple(at), tuple(extent)), std, mean, dtype)
                     for target in targets:
-                        put(target, i, rows, value)
+                        put(target, first + i, rows, value)
 
     if given:
         for name, leaf in given.items():
@@ -155,7 +161,11 @@ def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resu
 
 def owner_table(plan: Plan) -> dict[str, Any]:
     """The record of a plan in its store."""
-    return {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
+    found: dict[str, Any] = {"mesh": {name: size for name, size in plan.sizes.items() if size > 1}, "stage": plan.stage}
+    if plan.pipeline is not None and plan.stages is not None:
+        layout = ",".join(str(len(layers)) for layers in plan.stages.layers)
+        found["pipeline"] = dataclasses.asdict(dataclasses.replace(plan.pipeline, layout=layout))
+    return found
 
 
 def assemble_state(like: TrainState, held: dict[str, Any], store: VersionedStore) -> TrainState:

@@ -95,7 +95,7 @@ def is_own_store(job: Job) -> bool:
     if record is None or record["ranks"] != job.mesh.size or record["owner"] != owner_table(job.plan):
         return record is None
     leaves = leaves_on_disk(like_of(job), specs_of(job), job.plan)
-    ours = {name: [list(kept.shape), str(kept.dtype).removeprefix("torch.")] for name, kept in leaves.items()}
+    ours = {name: [list(kept.described), str(kept.dtype).removeprefix("torch.")] for name, kept in leaves.items()}
     return ours == {name: [leaf["shape"], leaf["dtype"]] for name, leaf in record["leaves"].items()}
 
 
