@@ -25,6 +25,7 @@ from fzero.run.measure.moments import Change, Life, Stay
 from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
 from fzero.sharding.pipeline.play import peak
+from fzero.sharding.pipeline.table import BACKWARD
 from fzero.train.row import room_for, schedule_of
 from fzero.train.streamed import parts_of, stages_of
 
@@ -77,7 +78,7 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
     chunks, row = s.stages.chunks(rank), s.rows[rank]
     left = Counter(ends_of(s, rank, act)[0] for act in row)
     sent: dict[Channel, list[Act]] = {}  # what each channel was given
-    done: set[tuple[int, int]] = set()  # (micro-batch, stage) of ended backward passes
+    done: dict[tuple[int, int], str] = {}  # by (micro-batch, stage): the kinds of its ended backward passes
     out: list[Circumstance] = []
     for i, act in enumerate(row):
         source, target = ends_of(s, rank, act)
@@ -85,18 +86,18 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
         left[source] -= 1
         found: list[object] = [act.kind, chunks.index(act.stage), source is not None and left[source] > 0]
         if act.kind == "F":
-            found.append(row[i + 1 : i + 2] == (act._replace(kind="B"),))
+            found.append(row[i + 1 : i + 2] in ((act._replace(kind=kind),) for kind in BACKWARD))
         else:
             forward = act._replace(kind="F")
             flying = sent.get(ends_of(s, rank, forward)[1] or (-1, False), [])[-room:]
             found += [min(act.part, 2), act.part == s.parts - 1, row[max(0, i - 1)] == forward, forward in flying]
         if target is not None:
             oldest = given[-room] if len(given) >= room else None
-            found += [min(len(given), room), room, oldest is not None and (oldest.part, oldest.stage) in done]
+            found += [min(len(given), room), room, oldest and done.get((oldest.part, oldest.stage), "")]
         out.append(tuple(found))
         given.append(act)
-        if act.kind in ("B", "W"):
-            done.add((act.part, act.stage))
+        if act.kind != "F":
+            done[act.part, act.stage] = done.get((act.part, act.stage), "") + act.kind
     return out
 
 
@@ -163,6 +164,11 @@ def trace(
     job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
     plan, parts = job.plan, run_build.local_micro_batches(config, mesh)
     s, room = schedule_of(plan, parts), room_for(plan, parts)
+    if any(act.kind == "W" for row in s.rows for act in row):
+        raise ValueError(
+            f"schedule {s.name} has backward passes in two parts, which this version does not plan; plan gpipe, 1f1b or "
+            "interleaved"
+        )
     stride = mesh.size // s.stages.size
     kinds: dict[Kind, list[int]] = {}
     for pp in range(s.stages.size):
