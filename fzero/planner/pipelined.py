@@ -166,7 +166,7 @@ def trace(
     s, room = schedule_of(plan, parts), room_for(plan, parts)
     if any(act.kind == "W" for row in s.rows for act in row):
         raise ValueError(
-            f"schedule {s.name} has backward passes in two parts, which this version does not plan; plan gpipe, 1f1b or "
+            f"schedule {s.name} has backward passes in two parts, which are not planned; plan gpipe, 1f1b or "
             "interleaved"
         )
     stride = mesh.size // s.stages.size
