@@ -135,7 +135,6 @@ TWO = {"schedule": "interleaved", "chunks": 2}
         ({"mesh": {"pp": 2}, "pipeline": {"layout": "3,2"}}, "layout 3,2 has 5 layers in 2 stages"),
         ({"mesh": {"pp": 4}, "parts": 11, "pipeline": TWO, "model": {"n_layers": 8}}, "10 or 12 would do"),
         ({"mesh": {"pp": 2}, "parts": 4, "pipeline": {"schedule": "zb-h1"}}, "zb-h1 has backward passes in two parts"),
-        ({"mesh": {"pp": 2}, "offload": "opt=host"}, "pp"),
     ],
 )  # fmt: skip
 def test_what_a_run_refuses_is_refused_before_anything_is_traced(wrong, said, monkeypatch):
