@@ -86,9 +86,9 @@ def build(
 
     No parameter is made. folder: of the run, for offloaded leaves unless the config names another folder. nvme:
     overrides the config's own (a plan has no disk). model: config.model, built earlier, to reuse its compiled code.
-    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this process, see `place` in
-    run/pretrain.py. Raises ValueError for a mesh that does not fit the
-    processes, the model, the sequences or the micro-batches."""
+    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this
+    process, see `place` in run/pretrain.py. Raises ValueError for a mesh that does not fit the processes, the model,
+    the sequences or the micro-batches."""
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
