@@ -296,12 +296,14 @@ def _split_programs(
     primals = fakes_of(inputs, mode)
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
-        # A view marks in the graph where the backward pass begins.
-        tangents = [t.view_as(t) for t in tangents]
+        def begin() -> list[Tensor]:
+            """The cotangents; a view marks in the graph where the backward pass begins: call it after the forward."""
+            return [t.view_as(t) for t in tangents]
+
         if not compiled:  # by autograd, which some formulas take another way than a vjp that can be differentiated
             eager = _eager_pair(f, wanted[-1] + 1, wanted[0])
             out, residuals = eager.forward(primals)
-            return [*out, *(grad for grad in eager.backward(residuals, tangents) if grad is not None)]
+            return [*out, *(grad for grad in eager.backward(residuals, begin()) if grad is not None)]
 
         def of_wanted(*some: Tensor) -> tuple[Tensor, ...]:
             full = list(primals)
@@ -310,7 +312,7 @@ def _split_programs(
             return tuple(f(*full))
 
         out, vjp, *_ = torch.func.vjp(of_wanted, *(primals[i] for i in wanted))
-        return [*out, *vjp(tuple(tangents))]
+        return [*out, *vjp(tuple(begin()))]
 
     graph = trace(joint, primals, cotangents, mode, compiled)
     hold(graph)
