@@ -234,7 +234,6 @@ def test_a_checkpoint_goes_to_every_other_mesh():
     (
         ({"pipeline": Pipeline(layout="2,2")}, "layout 2,2 has 4 layers in 2 stages; the model has 3"),
         ({"pipeline": Pipeline("interleaved", chunks=2)}, "has 4 stages, and the model has 3 layers"),
-        ({"offload": "opt=host"}, "a pipeline's state stays on the device"),
     ),
 )
 def test_a_plan_refuses(options, words):
