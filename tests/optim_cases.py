@@ -1,5 +1,7 @@
 """Trees and transformations that the tests of `fzero.optim` share."""
 
+from dataclasses import replace
+
 import torch
 
 from fzero import optim
@@ -57,6 +59,12 @@ def tree(seed, shapes=SHAPES, dtype=F64, lead=()):
         return torch.randn((*lead, *node), generator=generator, dtype=F64).to(dtype)
 
     return walk(shapes)
+
+
+def with_rows(specs, rows):
+    """The specs with the layers of the stack shared among the ranks of pp: these rows on each."""
+    place = lambda spec: replace(spec, dims=(("pp",), *spec.dims[1:]), rows=rows)  # noqa: E731
+    return {**specs, "blocks": pytree.map(place, specs["blocks"])}
 
 
 def clone(tree):

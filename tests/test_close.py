@@ -3,6 +3,7 @@
 import pytest
 import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
+from kernel_laws import at_most_twice
 
 
 def test_names_the_leaf_and_the_element_that_differ():
@@ -61,3 +62,18 @@ def test_twice_the_error():
     assert_at_most_twice_the_error(plain, plain, exact)
     with pytest.raises(AssertionError, match="plain torch's"):
         assert_at_most_twice_the_error((exact * 1.01).to(torch.bfloat16), plain, exact)
+
+
+def test_three_times_the_error_is_found_by_both_laws_in_one_element_too():
+    exact = torch.linspace(0.1, 1.0, 64, dtype=torch.float64)
+    error = torch.where(torch.arange(64) % 2 == 0, 1e-4, -1e-4)
+    plain = (exact + error).float()
+    for scale in (torch.full((64,), 3.0), torch.where(torch.arange(64) == 7, 3.0, 1.0)):  # the second: rms 1.06 times
+        worse = (exact + scale * error).float()
+        with pytest.raises(AssertionError, match="plain torch's"):
+            assert_at_most_twice_the_error(worse, plain, exact)
+        with pytest.raises(AssertionError, match="plain torch's"):
+            at_most_twice("x", worse, plain, exact)
+    fine = (exact + 1.9 * error).float()
+    assert_at_most_twice_the_error(fine, plain, exact)
+    at_most_twice("x", fine, plain, exact)

@@ -78,6 +78,7 @@ CASES = [
         pytest.param({"dp": 4}, marks=pytest.mark.slow),
         {"dp": 2, "rp": 2},
         pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "pp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -117,15 +118,15 @@ def test_a_bit_that_flips_in_what_is_replicated_names_its_rank():
         assert lines[0] == "ranks 0, 1, 2 and 3 should hold the same key and rank 1 has another one"
 
 
-def faulty_processor(mesh, rank, stage):
-    """A rank whose products of one layer are off by a bit now and then."""
+def faulty_processor(mesh, rank, stage, layer=1):
+    """A rank whose products of one of its layers are off by a bit now and then."""
     state, _ = made(mesh, stage=stage)
     plan = fzero.zero_plan(stage, MODEL, mesh, policy=precision.bf16())
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2))
     put = sdc_check.Digests.put
 
     def wrong(self, part, names, grads, **options):
-        if mesh.rank == rank and part.layer == 1:
+        if mesh.rank == rank and part.layer == layer:
             grads = [grad.clone() for grad in grads]
             flip(grads[names.index("blocks/mlp/w_in")])
         put(self, part, names, grads, **options)
@@ -153,6 +154,18 @@ def test_a_processor_that_computes_wrongly_is_named():
             lines[0] == "rank 0 and rank 1 compute one micro-batch and differ, first in blocks/mlp/w_in"
             and len(lines) == 2
         )
+
+
+def test_ranks_of_a_stage_are_compared_with_each_other():
+    """With pp: ranks 0 and 1 have the first layer and the tied embedding, 2 and 3 the other layer and the head."""
+    mesh = {"dp": 2, "pp": 2}
+    for lines in ranks.run(4, faulty_processor, 3, 2, 0, mesh=mesh):
+        assert lines == [
+            "rank 2 and rank 3 compute one micro-batch and differ, first in blocks/mlp/w_in",
+            "rank 3 and rank 2 compute one micro-batch and differ, first in blocks/mlp/w_in",
+        ]
+    for lines in ranks.run(4, faulty_memory, 1, ("opt_state", "embed/positions"), 0, mesh=mesh):
+        assert len(lines) == 1 and lines[0].startswith("ranks 0 and 1 should hold the same "), lines
 
 
 def test_a_process_that_computes_otherwise_the_second_time():

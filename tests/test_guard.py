@@ -470,7 +470,6 @@ REFUSED = {
     ],
     "reach back 3; use train.keep_last=3": ["guard.nonfinite=rollback", "guard.rollback_steps=4"],
     "guard.nonfinite is stop and precision.policy is fp16": ["guard.nonfinite=stop", "precision.policy=fp16"],
-    "guard.check_every is 2 and mesh.pp is 2": ["guard.check_every=2", "mesh.pp=2"],
     "a state on a disk cannot be put back while a run goes on; use skip": [
         "guard.nonfinite=rollback",
         'offload="opt=nvme"',

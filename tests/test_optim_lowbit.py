@@ -6,7 +6,7 @@ import pytest
 import ranks
 import torch
 from close import assert_same
-from optim_cases import clone, tree
+from optim_cases import clone, tree, with_rows
 
 import fzero
 from fzero import checkpoint, optim
@@ -136,17 +136,29 @@ def own(mesh, specs, whole):
     return pytree.map_named(lambda name, x: layout.own(name, x).clone(), whole)
 
 
-def compare_steps(mesh, name, plant=lambda layout: layout):
+def compare_steps(mesh, name, plant=lambda layout: layout, rows=()):
     moment_storage.SMALL = 100  # in a process of its own
+    given = with_rows(SPECS, rows) if rows else SPECS
     params, grads = tree(0, SHAPES, torch.float32), gradients(2)
-    layout = plant(optim.sharded(SPECS, mesh, like=params))
+    layout = plant(optim.sharded(given, mesh, like=params))
     tx, whole = optim.bind(LOW[name](0.1), layout), LOW[name](0.1)
     assert tx.needs == "elementwise" and whole.needs == "matrix"
     expected, state = train(whole, params, grads)
-    specs = tx.spec(SPECS)
+    specs = tx.spec(given)
     for form in ("update", "apply"):
-        got = train(tx, own(mesh, SPECS, params), [own(mesh, SPECS, g) for g in grads], form)
-        assert_same(got, (own(mesh, SPECS, expected), own(mesh, specs, state)))
+        got = train(tx, own(mesh, given, params), [own(mesh, given, g) for g in grads], form)
+        assert_same(got, (own(mesh, given, expected), own(mesh, specs, state)))
+
+
+def compare_rows(mesh, name, rows):
+    compare_steps(mesh, name, rows=rows)
+
+
+@every_optimizer
+@pytest.mark.each_value
+@pytest.mark.parametrize("rows", [((0, 2), (1,)), ((), (0, 1, 2))], ids=("interleaved", "none"))
+def test_layers_that_do_not_follow_one_another_have_the_bits_of_the_whole(name, rows):
+    ranks.run(2, compare_rows, name, rows, mesh={"pp": 2})
 
 
 @every_optimizer
@@ -160,7 +172,7 @@ def planted(mesh, name):
     """Local indices, and local sizes, in place of global ones."""
     compare_steps(mesh, name)
     try:
-        compare_steps(mesh, name, lambda layout: layout._replace(window=optim.WHOLE.window))
+        compare_steps(mesh, name, lambda layout: layout._replace(windows=optim.WHOLE.windows))
     except AssertionError:
         return True
     return False
@@ -285,6 +297,7 @@ def test_place_is_that_of_the_layout():
     layout = optim.sharded(
         {"blocks": {"w": Spec.parse("[L, D/dp, F]")}}, mesh, like={"blocks": {"w": torch.empty(3, 8, 5)}}
     )
-    where = optim_lowbit.make_place((0, 0), (3, 2, 5), *layout.window("blocks/w", (3, 2, 5)))
+    (window,), whole = layout.windows("blocks/w", (3, 2, 5))
+    where = optim_lowbit.make_place((0, 0), (3, 2, 5), window.start, whole)
     whole = torch.arange(120).view(3, 8, 5)
     assert torch.equal(where.index(torch.arange(30)), whole[:, 4:6].reshape(-1))

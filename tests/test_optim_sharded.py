@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import ranks
 import torch
-from optim_cases import F64, OPTIMIZERS, assert_same, clone, tree
+from optim_cases import F64, OPTIMIZERS, assert_same, clone, tree, with_rows
 
 import fzero
 from fzero import optim
@@ -94,22 +94,39 @@ def train(tx, params, gradient, form, steps=5):
     return params, state
 
 
-def compare_steps(mesh, name, plant=lambda layout: layout, steps=5):
+def compare_steps(mesh, name, plant=lambda layout: layout, steps=5, rows=()):
     """On one rank: steps on shards are the own part of those on whole leaves, in each form; so is the state."""
-    layout = plant(optim.sharded(SPECS, mesh, like=whole_params()))
+    specs = with_rows(SPECS, rows) if rows else SPECS
+    layout = plant(optim.sharded(specs, mesh, like=whole_params()))
     on_shards, on_whole = make(name, 0.1, layout), make(name, 0.1)
     assert on_shards.needs == "elementwise"
     params, whole_grads = whole_params(), [tree(100 + i, SHAPES) for i in range(steps)]
-    grads = [own(mesh, SPECS, g) for g in whole_grads]
+    grads = [own(mesh, specs, g) for g in whole_grads]
     expected, expected_state = train(on_whole, params, lambda i: clone(whole_grads[i]), "update", steps)
-    mine = own(mesh, SPECS, params)
+    mine = own(mesh, specs, params)
     # All runs before any comparison: a rank that stops early would leave the others waiting.
     runs = [train(on_shards, mine, lambda i: clone(grads[i]), form, steps) for form in ("update", "apply")]
     for got, state in runs:
-        assert_same(got, own(mesh, SPECS, expected), 1e-12)
-        assert_same(state, own(mesh, on_shards.spec(SPECS), expected_state), 1e-12)
+        assert_same(got, own(mesh, specs, expected), 1e-12)
+        assert_same(state, own(mesh, on_shards.spec(specs), expected_state), 1e-12)
     moved = pytree.map(lambda a, b: float((a - b).abs().max()), expected, params)
     assert min(pytree.leaves(moved)) > 1e-4, moved
+
+
+def compare_rows(mesh, name, rows):
+    compare_steps(mesh, name, rows=rows)
+
+
+# Every second layer but the last on a rank, and all of them on one of the ranks.
+STAGES = {"interleaved": ((0, 2, 5), (1, 3, 4)), "none": ((), tuple(range(LAYERS)))}
+
+
+@pytest.mark.parametrize("rows", STAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n not in ("recipe", "muon by label"))) for n in NAMES]
+)
+def test_steps_on_layers_that_do_not_follow_one_another(name, rows):
+    ranks.run(2, compare_rows, name, STAGES[rows], mesh={"pp": 2})
 
 
 def checked_steps(mesh, name):

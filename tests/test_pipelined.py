@@ -16,6 +16,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 import fzero
 from fzero import checkpoint
 from fzero.core import pytree
+from fzero.run.measure import norms
 from fzero.sharding.digests import digests
 from fzero.sharding.pipelines import Pipeline
 from fzero.sharding.plan import zero_plan
@@ -25,6 +26,12 @@ from fzero.train.row import room_of, schedule_of
 from fzero.train.state import state_specs
 
 STEPS = 5
+# A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
+V = """name vee
+layers 0 1 2 3
+rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3I1 3W1 3F2 3B2 0B0 0B1 0B2
+rank 1: 1F0 2F0 1F1 2F1 1F2 2F2 2B0 1B0 2B1 1B1 2B2 1B2
+"""
 PIPELINES = {
     "gpipe": Pipeline("gpipe"),
     "1f1b": Pipeline(),
@@ -86,6 +93,7 @@ FEW = {
         ("gemma", "clipped adam", 3, 4, {**options_of(PIPELINES["interleaved"]), "remat": "full"}),
         ("encoder and decoder", "adam", 2, 2, options_of(PIPELINES["gpipe"])),
         ("deepseek", "adam", 1, 1, options_of(PIPELINES["1f1b"])),
+        ("gemma", "adam", 3, 3, options_of(Pipeline(V))),
     ],
     "pp2 x dp2": [
         ("gpt2", "clipped adam", 1, 3, {**options_of(Pipeline(layout="1,2")), "dropout": 0.1}),
@@ -149,6 +157,41 @@ def test_canonical_sums_have_the_bits_of_one_process(sizes):
         for (ours, theirs), case in zip(rank, cases):
             assert ours == log, case
             assert theirs == found, case
+
+
+# ---- norms of layers -------------------------------------------------------------------------------------------------
+
+
+def layer_norms(mesh, cases):
+    """[(norms of gradients, norms of parameters) of two steps, by case]."""
+    out = []
+    for name, stage, micro_batches, options in cases:
+        model, tx = model_of(name, dropout=0.0), OPTIMIZERS["clipped adam"]
+        plan = zero_plan(stage, model, mesh, policy=FP64, **options)
+        state = fzero.init_state(model, tx, plan, seed=3)
+        local = micro_batches // mesh.data_size
+        step = fzero.make_train_step(model, tx, plan, micro_batches=local, execution=fzero.Execution(norms=True))
+        for i in range(2):
+            state, metrics = step(state, local_batch(batch_for(i, 24), mesh, local))
+            squares, factor = norms.sums(metrics.squares), float(metrics.factor)
+            grads = norms.by_part(squares, plan.opt, mesh, plan.trained(plan.like), factor)
+            out.append((grads, norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)))
+    return out
+
+
+def test_norms_of_layers_are_those_of_one_process():
+    """In the order of the layers, whichever ranks have them: none of a stack, or every second one."""
+    cases = [
+        ("gemma", 3, 4, {"pipeline": PIPELINES["interleaved"]}),
+        ("encoder and decoder", 1, 2, {"pipeline": PIPELINES["gpipe"]}),
+        ("gemma", 2, 4, {"pipeline": PIPELINES["1f1b uneven"], "reduce": "canonical"}),
+    ]
+    plain = [(*case[:3], {k: v for k, v in case[3].items() if k == "reduce"}) for case in cases]
+    (expected,) = ranks.run(1, layer_norms, plain)  # with the threads of a rank
+    for found in ranks.run(2, layer_norms, cases, mesh={"pp": 2}):
+        assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        for ours, theirs in zip(found[-2:], expected[-2:]):  # canonical: bit by bit
+            assert [norm["blocks"] for norm in ours] == [norm["blocks"] for norm in theirs]
 
 
 # ---- evaluation, batches of other shapes, messages -------------------------------------------------------------------
@@ -242,10 +285,10 @@ def test_a_plan_refuses(options, words):
 
 
 def test_a_pipeline_refuses():
-    with pytest.raises(ValueError, match=r"schedule is '1f1'.*it must be one of gpipe, 1f1b, interleaved"):
+    with pytest.raises(ValueError, match=r"schedule is '1f1'.*it must be one of gpipe, 1f1b, .*, or the path"):
         Pipeline("1f1")
     with pytest.raises(
-        ValueError, match="schedule 1f1b has one chunk a rank and chunks is 2; use schedule interleaved"
+        ValueError, match="schedule 1f1b has one chunk a rank and chunks is 2; use chunks=1, or schedule interleaved"
     ):
         Pipeline(chunks=2)
     with pytest.raises(ValueError, match="cuts a layered Model into stages, and this is a plain parameter tree"):
@@ -253,18 +296,67 @@ def test_a_pipeline_refuses():
     plan = zero_plan(0, model_of("gemma"), fzero.fake_mesh({"pp": 2}), pipeline=PIPELINES["interleaved"])
     with pytest.raises(ValueError, match="micro-batches"):
         fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, micro_batches=5)
-    with pytest.raises(ValueError, match=r"norms of layers .* are not summed over pp"):
-        fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, execution=fzero.Execution(norms=True))
 
 
-def unlike_schedules(mesh):
-    pipeline = Pipeline("gpipe" if mesh["pp"].rank else "1f1b")
-    train(mesh, "gpt2", "sgd", 0, 3, plan_options={"pipeline": pipeline}, steps=1)
+def unlike_schedules(mesh, first, other):
+    pipeline = Pipeline(other if mesh["pp"].rank else first)
+    train(mesh, "gemma", "sgd", 0, 3, plan_options={"pipeline": pipeline}, steps=1)
 
 
-def test_ranks_with_unlike_schedules_are_told():
+@pytest.mark.parametrize("first, other", (("1f1b", "gpipe"), ("1f1b", V)))
+def test_ranks_with_unlike_schedules_are_told(first, other):
+    """Of other orders, or of other lengths: a table of two stages a rank has more acts."""
     with pytest.raises(ValueError, match="ranks 0 and 1 of pp have unlike schedules"):
-        ranks.run(2, unlike_schedules, mesh={"pp": 2})
+        ranks.run(2, unlike_schedules, first, other, mesh={"pp": 2})
+
+
+# ---- a table of one's own
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    (
+        (
+            "0G0 0F0 0B0 0D0 \n 1F0 1I0 1W0",
+            "schedule table has the act 0G0; a run has the acts F, B, I, W alone, and gathers by itself",
+        ),
+        ("0F0 0B0 \n 1F0", "line 2: rank 1 has no 1B0, the backward of micro-batch 0 in stage 1"),
+        ("no/such/table", "no/such/table: no such file"),
+    ),
+)
+def test_a_table_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        Pipeline(given)
+
+
+def test_a_table_is_of_one_mesh_model_and_step(tmp_path):
+    model, mesh = model_of("gemma"), fzero.fake_mesh({"pp": 2})
+    (tmp_path / "mine.txt").write_text(V)
+    how = Pipeline(str(tmp_path / "mine.txt"))
+    assert how == Pipeline(V) and how.name == "vee"  # the text itself, so that a run's config has it
+    schedule = how.table()
+    assert Pipeline(schedule).table() == schedule
+    plan = zero_plan(0, model, mesh, pipeline=how)
+    assert schedule_of(plan, 3) == schedule
+    assert [str(act) for act in schedule_of(plan, 1).rows[0]] == [
+        "0F0",
+        "3F0",
+        "3B0",
+        "0B0",
+    ]  # of a comparison of ranks
+    step = fzero.make_train_step
+    with pytest.raises(ValueError, match="vee is a table of 3 micro-batches and a step has 4 on each rank"):
+        step(model, OPTIMIZERS["sgd"], plan, micro_batches=4)
+    with pytest.raises(ValueError, match="vee is a table of 3 micro-batches and a step has 2 on each rank"):
+        step(model, OPTIMIZERS["sgd"], plan, micro_batches=2)
+    with pytest.raises(ValueError, match="vee is a table of 2 ranks and the mesh has pp=4"):
+        zero_plan(0, model, fzero.fake_mesh({"pp": 4}), pipeline=how)
+    with pytest.raises(ValueError, match="vee is a table of 4 layers and the model has 3"):
+        zero_plan(0, model_of("gpt2"), mesh, pipeline=how)
+    with pytest.raises(ValueError, match="chunks is 2, and schedule vee is a table with its own stages"):
+        Pipeline(V, chunks=2)
+    with pytest.raises(ValueError, match="layout is 1,1,1,1, and schedule vee is a table with a line of layers"):
+        Pipeline(V, layout="1,1,1,1")
 
 
 # ---- a rank that ends, or does not come

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from close import assert_same
 from pretend_gpu import GpuTensor, Stream, pretend
 from test_pretend_gpu import by_file
 
@@ -17,6 +18,7 @@ from fzero.offload.activation_stack import DiskActivations
 from fzero.sharding import prefetch, reduce
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
+from fzero.train.update import in_backward
 
 MLP = models.MLPConfig(vocab_size=32, max_len=8, d_model=8, n_layers=2, d_ff=16)
 GPT2 = models.GPT2Config(vocab_size=32, max_len=8, d_model=8, n_layers=2, n_heads=1, d_ff=16)
@@ -166,6 +168,79 @@ def test_small_leaves_come_to_the_gpu_by_one_copy_for_all_layers(monkeypatch):
 def test_layers_in_memory_are_updated_during_the_backward_pass():
     options = {"policy": "bf16", "clip": False}
     assert losses("cpu", offload="opt=host", update="backward", **options)[0] == on_cpu(**options, update="end")
+
+
+def copies_that_leave(monkeypatch, small, offload, **options):
+    """The sizes of the copies from the GPU in the last of two steps, whose tensors of fewer than `small` bytes go
+    together; the bits and the order are checked."""
+    sizes, copy_out = [], gpu.copy_out
+    with pretend() as seen, monkeypatch.context() as patch:
+        for owner in (gpu, reduce, in_backward):
+            patch.setattr(owner, "SMALL_COPY", small)
+        for owner in (gpu, in_backward):
+            patch.setattr(owner, "copy_out", lambda x, **room: sizes.append(x.nbytes) or copy_out(x, **room))
+        found, _ = losses("cuda", None, offload, model=GPT2, **options)
+        gc.collect()
+    assert not seen.races and not seen.freed
+    assert found == on_cpu(**{"model": GPT2, **options, "update": "end"})
+    return sizes
+
+
+LEAVING = {
+    "grads=host": {"micro_batches": 1},
+    "opt=host": {"micro_batches": 1},
+    "params=host,grads=host,opt=host": {"micro_batches": 2, "reduce": "canonical"},
+    "params=host,grads=host,opt=host speculate": {"micro_batches": 1, "update": "speculate"},
+    "grads=host,opt=host backward": {"micro_batches": 2, "policy": "bf16", **BACKWARD},
+}
+
+
+def tier(name):
+    marks = {"grads=host": (), "opt=host": pytest.mark.slow, "grads=host,opt=host backward": pytest.mark.slow}
+    return pytest.param(name, marks=marks.get(name, pytest.mark.exhaustive))
+
+
+@pytest.mark.parametrize("name", map(tier, LEAVING))
+def test_small_gradients_leave_the_gpu_by_one_copy_a_layer(name, monkeypatch):
+    offload, options = name.partition(" ")[0], LEAVING[name]
+    apart = copies_that_leave(monkeypatch, 0, offload, **options)
+    together = copies_that_leave(monkeypatch, 64 << 10, offload, **options)
+    assert sum(together) == sum(apart)
+    # Twelve leaves of each of two layers, and those outside: all are small here.
+    assert len(together) * 4 < len(apart)
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_not_waited_for_is_found(monkeypatch):
+    together = gpu.copy_out_together
+    for owner in (gpu, reduce, in_backward):
+        monkeypatch.setattr(
+            owner, "copy_out_together", lambda *args: [one._replace(event=None) for one in together(*args)]
+        )
+    for offload in ("grads=host", "opt=host"):
+        with pretend() as seen:
+            losses("cuda", None, offload, micro_batches=1)
+        assert seen.races
+
+
+@pytest.mark.parametrize("most, copies", ((64 << 20, 2), (300, 3)))
+def test_small_tensors_of_mixed_dtypes_and_shapes_leave_together(most, copies, monkeypatch):
+    monkeypatch.setattr(gpu, "LARGE_COPY", most)
+    sizes, copy_out = [], gpu.copy_out
+    monkeypatch.setattr(gpu, "copy_out", lambda x, **room: sizes.append(x.nbytes) or copy_out(x, **room))
+    shapes = {(2, 3): torch.float32, (5,): torch.bfloat16, (): torch.float32, (0, 2): torch.float32,
+              (40,): torch.float32, (5, 8): torch.float32, (3,): torch.bfloat16}  # fmt: skip
+    with pretend() as seen:
+        given, wanted = (
+            [torch.full(shape, i + 1.0, dtype=dtype, device=device) for i, (shape, dtype) in enumerate(shapes.items())]
+            for device in ("cuda", "cpu")
+        )
+        here = torch.ones(3)
+        *found, same = gpu.start_fetch([*given, here]).wait()
+        assert same is here and sum(seen.waits.values()) == 1
+        assert_same(found, wanted)
+    assert not seen.races and not seen.unpinned
+    assert len(sizes) == copies and sum(sizes) == sum(x.nbytes for x in wanted)
 
 
 def through_a_disk(folder):

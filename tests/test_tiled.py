@@ -1,6 +1,8 @@
 """Attention by tiles on a CPU: against the reference, at the tiles' edges, in every dtype, with torch's products and
 with plain loops."""
 
+import functools
+
 import kernel_laws as laws
 import pytest
 import torch
@@ -80,6 +82,20 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(products, dtype):
         documents = {"pattern": Pattern("window", 90), "documents": documents_of(b, t), "scale": 0.3, "cap": 2.0}
         for options in ({}, documents):
             laws.numbers(lambda impl, *a, o=options: chosen(impl, *a, **o), draw(b, t, h, g, k), dtype, impl="tiled")
+
+
+@pytest.mark.parametrize("dtype", module.DTYPES, ids=str)
+def test_a_query_that_sees_one_key_has_no_gradient(products, dtype):
+    """Its softmax is 1 whatever the score: the gradient is exactly 0, as plain torch's is, and not a difference of two
+    sums in another order. Documents of one token, and the first token of longer ones."""
+    for t, dim in ((1, 2), (130, 98), (81, 64)):
+        tensors = draw(1, t, 2, 1, dim, dtype)
+        for length, cap in ((1, 0.0), (1, 2.0), (7, 0.0)):
+            documents = torch.arange(t)[None] // length
+            f = functools.partial(tiled_attention, documents=documents, cap=cap)
+            _, (dq, dk, _) = laws.both_passes(f, tensors)
+            assert not dq[:, ::length].any(), (t, dim, length, cap)
+            assert length > 1 or not dk.any(), (t, dim, cap)
 
 
 def test_laws(products):

@@ -1,5 +1,7 @@
-"""torch.func under ZeRO-3 on two ranks: each transform of a loss over sharded parameters equals the same on one
-process."""
+"""torch.func under ZeRO-3 and pipelines on two ranks: each transform of a loss over sharded parameters equals the same
+on one process."""
+
+import math
 
 import pytest
 import ranks
@@ -19,10 +21,10 @@ from fzero.train.state import state_specs
 ROWS = 4
 
 
-def problem(mesh, stage):
+def problem(mesh, stage, name="llama", pipeline=None):
     """(model, plan, this rank's params, the mean loss of what the ranks have of a batch, this rank's rows of one)."""
-    model = model_of("llama", dropout=0.0)
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64)
+    model = model_of(name, dropout=0.0)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
     state = fzero.init_state(model, optim.sgd(0.1), plan, seed=3)
     ctx = base.Ctx(mesh=mesh, dtype=F64)
 
@@ -36,17 +38,23 @@ def problem(mesh, stage):
 def put_together(tree, plan, mesh, lead=0):
     """The whole leaves of a tree like the parameters, with `lead` dims in front."""
     specs = pytree.named_leaves(plan.params)
-    return pytree.map_named(lambda name, leaf: whole_leaf(leaf, specs[name], mesh, lead), tree)
+
+    def whole(name, leaf):
+        if lead and specs[name].rows:
+            return torch.stack([whole_leaf(one, specs[name], mesh) for one in leaf])
+        return whole_leaf(leaf, specs[name], mesh, lead)
+
+    return pytree.map_named(whole, tree)
 
 
-def gradient(mesh, stage):
-    _, plan, params, loss, batch = problem(mesh, stage)
+def gradient(mesh, stage, *which):
+    _, plan, params, loss, batch = problem(mesh, stage, *which)
     return put_together(torch.func.grad(loss)(params, batch), plan, mesh)
 
 
-def per_example(mesh, stage):
+def per_example(mesh, stage, *which):
     """Gradients of every sequence of the global batch, and their norms."""
-    model, plan, params, _, _ = problem(mesh, stage)
+    model, plan, params, _, _ = problem(mesh, stage, *which)
     ctx, dp = base.Ctx(mesh=mesh, dtype=F64), mesh["dp"]
     batch = batch_for(0, ROWS)
     mine = (torch.arange(ROWS) % dp.size == dp.rank).to(F64)
@@ -60,16 +68,16 @@ def per_example(mesh, stage):
     return put_together(grads, plan, mesh, lead=1), norms
 
 
-def hessian_vector(mesh, stage):
-    model, plan, params, loss, batch = problem(mesh, stage)
+def hessian_vector(mesh, stage, *which):
+    model, plan, params, loss, batch = problem(mesh, stage, *which)
     direction = fzero.init_state(model, optim.sgd(0.1), plan, seed=4).params
     gradient = torch.func.grad(lambda p: loss(p, batch))
     return put_together(torch.func.jvp(gradient, (params,), (direction,))[1], plan, mesh)
 
 
-def seeds(mesh, stage):
+def seeds(mesh, stage, *which):
     """Gradients of models drawn from three seeds, all at once."""
-    model, plan, _, loss, batch = problem(mesh, stage)
+    model, plan, _, loss, batch = problem(mesh, stage, *which)
     keys = torch.stack([prng.key(seed) for seed in range(3)])
     draw = lambda key: fzero.init_state(model, optim.sgd(0.1), plan, seed=key).params  # noqa: E731
     params = torch.func.vmap(draw)(keys)
@@ -102,6 +110,65 @@ def test_equals_one_process(case, stage):
     assert max(float(leaf.abs().max()) for leaf in pytree.leaves(expected)) > 1e-3
     for result in ranks.run(2, case, stage, mesh={"dp": 2}):
         assert_close(result, expected, rtol=1e-9, atol=1e-12)
+
+
+def of_one_leaf(mesh, stage, *which):
+    """The gradient, and a Hessian-vector product, by one leaf, which some ranks have no layer of."""
+    model, plan, params, loss, batch = problem(mesh, stage, *which)
+    named = pytree.named_leaves(params)
+    name = next(name for name in named if name.startswith("blocks_encoder/"))
+
+    def of_leaf(leaf):
+        return loss(pytree.from_named({**named, name: leaf}, params), batch)
+
+    out = torch.func.jvp(torch.func.grad(of_leaf), (named[name],), (torch.ones_like(named[name]),))
+    return [whole_leaf(one, plan.leaves[name].params, mesh) for one in out]
+
+
+def through_a_step(mesh, stage, *which):
+    """The slope of the loss after two steps by the initial parameters."""
+    model, plan, params, loss, batch = problem(mesh, stage, *which)
+    tx = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.3))
+    state = fzero.init_state(model, tx, plan, seed=3)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=2, donate=False)
+    parts = local_batch(batch_for(0, ROWS), mesh, 2)
+
+    def after(params):
+        one, _ = step(state._replace(params=params), parts)
+        two, metrics = step(one, parts)
+        return loss(two.params, batch) + metrics.loss
+
+    return put_together(torch.func.grad(after)(state.params), plan, mesh)
+
+
+LAYOUT, INTERLEAVED = fzero.Pipeline(layout="1,2"), fzero.Pipeline("interleaved", chunks=2)
+OVER_PP = {
+    "gradient": (gradient, {"pp": 2}, 3, "gpt2", LAYOUT),
+    "gradient, interleaved": (gradient, {"pp": 2}, 1, "gemma", INTERLEAVED),
+    "gradient, several stacks": (gradient, {"pp": 2}, 0, "encoder and decoder", fzero.Pipeline(layout="2,4")),
+    "gradient, experts": (gradient, {"pp": 2}, 0, "deepseek", LAYOUT),
+    "one leaf": (of_one_leaf, {"pp": 2}, 3, "encoder and decoder", fzero.Pipeline(layout="3,3")),
+    "examples": (per_example, {"pp": 2}, 1, "gpt2", LAYOUT),
+    "hessian": (hessian_vector, {"pp": 2}, 3, "gemma", INTERLEAVED),
+    "seeds": (seeds, {"pp": 2}, 3, "gpt2", LAYOUT),
+    "steps": (through_a_step, {"pp": 2}, 3, "gpt2", LAYOUT),
+    "with dp": (hessian_vector, {"pp": 2, "dp": 2}, 3, "gemma", INTERLEAVED),
+    "with tp": (hessian_vector, {"pp": 2, "tp": 2}, 1, "gpt2", LAYOUT),
+    "examples with dp": (per_example, {"pp": 2, "dp": 2}, 3, "gemma", INTERLEAVED),
+}
+
+
+SLOW = ("seeds", "with dp", "with tp", "examples with dp")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in OVER_PP])
+def test_over_pp_equals_one_process(name):
+    """Uneven layouts, several chunks, tied leaves, leaves of which a rank has no layer."""
+    case, sizes, stage, *which = OVER_PP[name]
+    expected = case(fzero.one_process(), 0, which[0])
+    assert max(float(leaf.abs().max()) for leaf in pytree.leaves(expected)) > 1e-3
+    for result in ranks.run(math.prod(sizes.values()), case, stage, *which, mesh=sizes):
+        assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
 def state_layout(mesh, stage):

@@ -65,11 +65,12 @@ def train(
     policy=FP64,
     rows=24,
     dropout=0.0,
+    sizes=None,
     **options,
 ):
     """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global
     batch."""
-    model = model_of(name, dropout=dropout)
+    model = model_of(name, dropout=dropout, **(sizes or {}))
     plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}), policy=policy)
     tx = OPTIMIZERS[optimizer]
     local = micro_batches // mesh.data_size

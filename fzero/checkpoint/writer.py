@@ -15,30 +15,30 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fzero.checkpoint import directory, manifest
+from fzero.checkpoint import directory
+from fzero.checkpoint.commit import Reports, complete
 from fzero.checkpoint.directory import step_folder
 from fzero.checkpoint.extras import pack_extras
 from fzero.checkpoint.layout import Slab
 from fzero.checkpoint.leaf_source import box_reader, check_state
-from fzero.checkpoint.manifest import Folder, Leaf, join
+from fzero.checkpoint.manifest import Folder, join
 from fzero.checkpoint.part_file import PartFile
 from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wait_for_all
 from fzero.checkpoint.snapshot import SnapshotPlan, is_on_gpu, plan_snapshot, traits_of
-from fzero.checkpoint.zarr import write_descriptions
 from fzero.core import gpu
 from fzero.core.arguments import checked
 from fzero.core.digest import prepare
 from fzero.core.foreign import parse_json
 from fzero.core.gpu import Copied
 from fzero.core.pytree import Tree
-from fzero.core.storage import is_url, sync_file_system, sync_folder
+from fzero.core.storage import is_url, sync_file_system
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 
@@ -93,16 +93,10 @@ class Writer:
             raise ValueError(f"checkpoint: compress is {compress!r}; it must be 'zstd', or '' for none")
         self.checkpoint_dir: Folder = checkpoint_dir if is_url(checkpoint_dir) else Path(checkpoint_dir)
         self.mesh = one_process() if mesh is None else mesh
-        self.keep_last, self.keep_every, self.compress, self.buffer_bytes = (
-            keep_last,
-            keep_every,
-            compress,
-            buffer_bytes,
-        )
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.compress, self.buffer_bytes = compress, buffer_bytes
         self.first = self.mesh.rank == 0
-        # the mesh's own connection may be blocked by a wait
-        store: Any = self.mesh.store  # torch tells a type checker of no `clone`
-        self.store: Any = None if store is None else store.clone()
+        self.reports = Reports(self.mesh)
         self.number, self.saves = next(_WRITERS), itertools.count()
         self.planned: tuple[list[tuple[Any, ...]], SnapshotPlan] | None = None  # of states of these traits
         self.buffers: BufferPool | None = None
@@ -344,7 +338,7 @@ class Writer:
 
     def _write_parts(self, save: Save, key: str) -> dict[str, Any]:
         """Write this rank's parts; returns {leaf: {part: [checksum, digest]}} when they are durable."""
-        begun = self._broadcast(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
+        begun = self.reports.broadcast(f"{key}/begin", lambda: {"arrays": self._begin(save.step)})
         if "error" in begun:
             raise SaveFailed(begun["error"])
         save.arrays = begun["arrays"]
@@ -373,12 +367,11 @@ class Writer:
 
         Returns {} or {"error": ...} on every rank.
         """
-        if self.store is not None and not self.first:
-            self.store.set(f"{key}/{self.mesh.rank}", json.dumps(report))
+        self.reports.send(f"{key}/{self.mesh.rank}", report)
         path = step_folder(self.checkpoint_dir, save.step)
 
         def commit() -> dict[str, Any]:
-            reports = [report, *(self._receive(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
+            reports = [report, *(self.reports.receive(f"{key}/{rank}") for rank in range(1, self.mesh.size))]
             failed = [(rank, report["error"]) for rank, report in enumerate(reports) if "error" in report]
             if failed:
                 with contextlib.suppress(OSError):
@@ -386,7 +379,7 @@ class Writer:
                 rank, why = failed[0]
                 return {"error": why if self.mesh.size == 1 else f"rank {rank}: {why}"}
             try:
-                self._complete(save, path, reports)
+                complete(self.checkpoint_dir, save, reports, self.mesh, self.pool)
             except BaseException:
                 with contextlib.suppress(OSError):
                     directory.clean_step(path)  # keeps the files of the manifest, which may be the new one
@@ -397,46 +390,7 @@ class Writer:
             )
             return {}
 
-        return self._broadcast(f"{key}/end", commit)
-
-    def _complete(self, save: Save, path: Folder, reports: list[dict[str, Any]]) -> None:
-        leaves = {}
-        for name, (mine, spec) in save.layouts.items():
-            layout = mine.layout
-            found = {int(number): value for report in reports for number, value in report.get(name, {}).items()}
-            assert len(found) == len(layout.parts()), (
-                f"{name}: {len(found)} parts of {len(layout.parts())} were written"
-            )
-            digest = sum(value for _, value in found.values()) % (1 << 64)
-            leaves[name] = Leaf(layout, str(spec), f"{digest:016x}", [found[i][0] for i in range(len(found))])
-        write_descriptions(join(path, save.arrays), leaves, self.pool)
-        manifest.write_manifest(path, save.arrays, leaves, step=save.step, config=save.config, mesh=self._sizes())
-        if not is_url(self.checkpoint_dir):
-            sync_folder(Path(self.checkpoint_dir))
-
-    def _sizes(self) -> dict[str, int]:
-        return {axis.name: axis.size for axis in self.mesh.axes if axis.size > 1}
-
-    # ---- messages between ranks ----
-
-    def _broadcast(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the result of `make()` on rank 0, or {"error": ...} if it raised an error, on every rank."""
-        if not self.first:
-            return self._receive(key)
-        try:
-            result = make()
-        except Exception as error:
-            result = {"error": error_line(error)}
-        if self.store is not None:
-            self.store.set(key, json.dumps(result))
-        return result
-
-    def _receive(self, key: str) -> dict[str, Any]:
-        pause = 0.001
-        while not self.store.check([key]):
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return json.loads(self.store.get(key))
+        return self.reports.broadcast(f"{key}/end", commit)
 
 
 def has_spare_core() -> bool:

@@ -103,7 +103,10 @@ VALUES = (
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
-    click.option("--schedule", help="The order of a pipeline's passes, with pp: gpipe, 1f1b or interleaved."),
+    click.option(
+        "--schedule",
+        help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",
+    ),
     click.option("--chunks", type=int, help="The stages of a rank of pp, for --schedule interleaved."),
     click.option("--layout", help="The layers of each stage, such as 8,9,9,6. Default: as even as they go."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),

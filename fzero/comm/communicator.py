@@ -230,9 +230,8 @@ class Communicator:
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
         """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets` of the axis, and None on the others."""
-        call = self._begin("gather_to", x, leaf, 0)
+        call = self._begin("gather_to", x, leaf, x.numel() * len([j for j in targets if j != self.rank]))
         x, out = x.contiguous(), None
-        self._count(call, x, len([j for j in targets if j != self.rank]))
         receives: dict[int, Tensor] = {}
         if self.rank in targets:
             out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
@@ -248,20 +247,14 @@ class Communicator:
 
         cut: the part is one of N along the first dim; False: it is all of x.
         """
-        call = self._begin("scatter_from", out, leaf, 0)
+        call = self._begin("scatter_from", out, leaf, out.numel() * (self.size - 1) * (self.rank == source))
         if self.rank != source:
             return self._exchange(call, {}, {source: out}, lambda: out)
         assert x is not None  # the source has it
         pieces = x.contiguous().view(self.size, *out.shape) if cut else x.contiguous().expand(self.size, *out.shape)
-        self._count(call, out, self.size - 1)
         sending = self._exchange(call, {j: pieces[j] for j in self.others}, {}, lambda: out)
         out.copy_(pieces[self.rank])
         return sending
-
-    def _count(self, call: Call, x: Tensor, times: int) -> None:
-        """Enter in the ledger what this rank alone sends in a collective: x, so many times."""
-        if times:
-            self.ledger.add(call.collective, self.axis, call.leaf, x.dtype, times * x.numel())
 
     def sends(self, perm: Sequence[tuple[int, int]]) -> bool:
         """Whether this rank sends to another one in `perm`."""
@@ -282,7 +275,8 @@ class Communicator:
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
     def _begin(self, collective: str, x: Tensor, leaf: str, elements: int) -> Call:
-        """Record the collective in the ledger; in checked mode first verify that the other ranks are at the same
+        """Record the collective, of so many elements of the whole tensor (of a one-sided one: that this rank sends), in
+        the ledger; in checked mode first verify that the other ranks are at the same
         one.
         """
         if self.transport == "fake" and not (isinstance(x, FakeTensor) or x.is_meta):
@@ -299,8 +293,8 @@ class Communicator:
         self.agreement.last = call
         if self.agreement.checking:
             self.agreement.compare(call, self.ranks[self.rank - 1])
-        sent = sent_elements(collective, elements, self.size)
-        if collective not in ONE_SIDED:
+        sent = elements if collective in ONE_SIDED else sent_elements(collective, elements, self.size)
+        if sent or collective not in ONE_SIDED:
             self.ledger.add(collective, self.axis, leaf, x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(call.order, collective, self.axis, leaf, sent * x.dtype.itemsize)

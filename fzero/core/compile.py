@@ -69,8 +69,13 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=shapes, static_shapes=True)
 
 
-def trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor], mode: Any) -> torch.fx.GraphModule:
-    """The graph of plain functional operators of `f(primals, tangents)`."""
+def trace(
+    f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor], mode: Any, compiled: bool = True
+) -> torch.fx.GraphModule:
+    """The graph of plain functional operators of `f(primals, tangents)`.
+
+    compiled: of those that Inductor knows; else of those that run when `f` is called, for the same bits.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     from fzero.core.torch_private import select_decomp_table
@@ -89,7 +94,8 @@ def trace(f: Callable[..., Any], primals: list[Tensor], tangents: list[Tensor], 
         def named(primals: list[Tensor], tangents: list[Tensor]) -> Any:
             return functional(primals, tangents)
 
-        return make_fx(named, decomposition_table=select_decomp_table())(primals, tangents)
+        table = select_decomp_table() if compiled else {}
+        return make_fx(named, decomposition_table=table)(primals, tangents)
 
 
 def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Run:

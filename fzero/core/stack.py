@@ -9,6 +9,7 @@ writes each layer's gradient directly into the stacked gradient.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.autodiff import Backward, Remat, expect_closed, first_order, needs_grad
 from fzero.core.pytree import Tree
-from fzero.core.vjp_pair import VjpPair, vjp_pair
+from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
 Blocks = Block | tuple[Block, ...]  # of several, layer i of a stack has number i modulo their count
@@ -122,14 +123,15 @@ def part_pair(
     compiled: bool,
     budget: float = 1.0,
     skip: int = 0,
+    split: bool = False,
 ) -> tuple[VjpPair, list[Any]]:
     """Return (the VjpPair of a model's function `f` over flat tensors, a list that will hold the tree structure of its
     result).
 
     kind: "embed", "block", "join" or "head", see CALLS. The inputs of the pair are: parameters, leaves of x, number of
     the layer, tensors of `extra`. structure: the tree structures of the parameters (or a tuple of their names), of x
-    and of `extra`, and the static signature of `extra`. The first `skip` parameters get no gradient. The list is
-    filled when the pair first runs.
+    and of `extra`, and the static signature of `extra`. The first `skip` parameters get no gradient. split: cut
+    the backward pass into the gradients of x and those of the parameters. The list is filled when the pair first runs.
     """
     params_def, x_def, extra_def, static = structure
     n, m = len(params_def) if isinstance(params_def, tuple) else params_def.num_leaves, x_def.num_leaves
@@ -152,7 +154,8 @@ def part_pair(
             for value in structure[:3]
         ]
         what = (f, trees, static)
-    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip, what=what), out_def
+    cut = n if split else 0
+    return vjp_pair(flat, n + m, compiled=compiled, budget=budget, skip=skip, split=cut, what=what), out_def
 
 
 Fetch = Callable[[int], Sequence[Tensor]]  # takes the number of a layer, returns its parameters
@@ -174,6 +177,7 @@ class LayerLoop:
     kept: Any = field(default_factory=list)
     at: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
     first: int = 0  # the number of its first layer among those of all stacks
+    owed: deque[Owed] = field(default_factory=deque)  # what each layer's gradients by weights need, last layer first
 
     def pair(self, i: int) -> VjpPair:
         """The function of layer i."""
@@ -209,6 +213,27 @@ class LayerLoop:
         segments = [range(start, min(start + self.every, self.depth)) for start in starts]
         return [i for s in segments for i in (*s, *(reversed(s[:-1]) if self.drop else ()))]
 
+    def residuals(
+        self, i: int, segment: list[Any], fetch: Fetch, extra: Sequence[Tensor], split: bool
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """(what the forward pass of layer i kept for its backward pass, its parameters if these were dropped).
+
+        segment: that of the layers before it which are run again together with it. split: whether nothing may hold the
+        parameters after the gradients by inputs.
+        """
+        if self.every and not segment:
+            x = self.kept.pop()
+            for j in range(i - i % self.every, i + 1):
+                params = fetch(j)
+                # The last layer of a segment is differentiated next, so it is not fetched again.
+                x, kept = self.pair(j).forward(
+                    self.inputs(j, params, x, extra), self.drop * (j < i or split) * len(params)
+                )
+                segment.append(kept)
+            return segment.pop(), params if self.drop and split else ()
+        residuals = segment.pop() if self.every else self.kept.pop()
+        return residuals, fetch(i) if self.drop else ()
+
     def backward(self, fetch: Fetch, put: Put, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of the leaves of x; call `put` with each layer's parameter gradients, last layer
         first.
@@ -216,25 +241,7 @@ class LayerLoop:
         segment: list[Any] = []
         m = len(grads)
         for i in reversed(range(self.depth)):
-            again = self.drop
-            if not self.every:
-                residuals = self.kept.pop()
-            elif segment:
-                residuals = segment.pop()
-            else:
-                x, again = (
-                    self.kept.pop(),
-                    False,
-                )  # the last layer of a segment is differentiated next, so it keeps its parameters
-                for j in range(i - i % self.every, i + 1):
-                    params = fetch(j)
-                    dropped = self.drop * (j < i) * len(params)
-                    x, kept = self.pair(j).forward(self.inputs(j, params, x, extra), dropped)
-                    segment.append(kept)
-                    del params
-                residuals = segment.pop()
-                del x, kept
-            params = fetch(i) if again else ()
+            residuals, params = self.residuals(i, segment, fetch, extra, False)
             self.at(i)
             out = self.pair(i).backward(residuals, grads, params)
             del params, residuals
@@ -242,6 +249,27 @@ class LayerLoop:
             del out[len(out) - m :]
             put(i, out)
         return list(grads)
+
+    def backward_inputs(self, fetch: Fetch, grads: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the leaves of x, and keep in `owed` what `backward_weights` needs."""
+        segment: list[Any] = []
+        for i in reversed(range(self.depth)):
+            by_inputs = self.pair(i).backward_inputs
+            assert by_inputs is not None  # of pairs that are split
+            residuals, params = self.residuals(i, segment, fetch, extra, True)
+            self.at(i)
+            grads, owed = by_inputs(residuals, grads, params)
+            self.owed.append(owed)
+            del params, residuals
+        return list(grads)
+
+    def backward_weights(self, put: Put) -> None:
+        """Call `put` with each layer's parameter gradients, last layer first."""
+        for i in reversed(range(self.depth)):
+            by_weights = self.pair(i).backward_weights
+            assert by_weights is not None  # of pairs that are split
+            self.at(i)
+            put(i, by_weights(self.owed.popleft()))
 
 
 def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, Sequence[Tensor], Sequence[Tensor]]:

@@ -34,7 +34,9 @@ def check_type(name: str, value: Any, hint: Any) -> Any:
             return tuple(value)
         raise ValueError(f'{name} is {short(value)}; it must be a list of texts, such as ["csv"]')
     if type(value) not in kinds:
-        raise ValueError(f"{name} is {short(value)}; it must be {' or '.join(KINDS[kind] for kind in kinds)}")
+        raise ValueError(
+            f"{name} is {short(value)}; it must be {' or '.join(KINDS[kind] for kind in kinds if kind in KINDS)}"
+        )
     return value
 
 

@@ -39,6 +39,7 @@ NAMES = {
     "clear_interpreter_stack": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
     "compile_fx": "torch._inductor.compile_fx",
     "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
+    "default_op_list": "torch._functorch.partitioners:get_default_op_list",
     "device_interface": "torch._dynamo.device_interface",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
     "dynamo_guards": "torch._C._dynamo.guards",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import kept_programs, observe
+from fzero.core.backward_cut import cut_backward
 from fzero.core.compile import (
     Run,
     compile_graph,
@@ -73,29 +74,45 @@ def _dropper(inputs: Sequence[Tensor], needs: set[int]) -> Callable[[Tensor], An
     return drop
 
 
+class Owed(list):
+    """What the gradients by weights need, once those by inputs are known: the program, and its tensors."""
+
+
 class VjpPair(NamedTuple):
     """A function of tensors and its vector-Jacobian product, as two functions that share residuals.
 
     `backward` uses residuals once: it empties the list and frees each tensor after its last use. With `drop=n` the
     residuals do not hold the first n inputs (each must be alone in its storage); if `residuals.needs` is not empty,
     pass those inputs to `backward` again.
+
+    Of a pair that is split at k, `backward_inputs` gives the gradients of inputs[k:n] and what `backward_weights` needs
+    to give those of inputs[skip:k], later: no product is computed in both, and neither holds any of the dropped inputs
+    afterwards.
     """
 
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
     forward: Callable[..., tuple[list[Tensor], Residuals]]  # (inputs, drop=0) -> (outputs, residuals)
     # (residuals, cotangents, dropped inputs=()) -> gradients of inputs[skip:n]; None for integers
     backward: Callable[..., list[Any]]
+    # (residuals, cotangents, dropped inputs=()) -> (gradients of inputs[k:n], what is owed)
+    backward_inputs: Callable[..., tuple[list[Any], Owed]] | None = None
+    backward_weights: Callable[[Owed], list[Any]] | None = None  # what is owed, which is emptied -> of inputs[skip:k]
 
 
-def vjp_pair(f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0, what: Any = None) -> VjpPair:
+def vjp_pair(
+    f: Flat, n: int, *, compiled: bool, budget: float = 1.0, skip: int = 0, split: int = 0, what: Any = None
+) -> VjpPair:
     """Return the VjpPair of `f`, whose backward pass gives the gradients of inputs skip to n - 1.
 
     compiled: trace forward and backward pass together, split the graph, and compile both halves, once for each
     signature of the inputs. budget: the fraction of residuals that may be kept (see Remat); it also applies when
-    nothing is compiled. what: a value that determines `f` and nothing of which is a side effect of `f`, so that a
-    compiled program may be taken from an earlier process (see kept_programs); None: it may not.
+    nothing is compiled. split: cut the backward pass before this input, in a graph too where nothing is compiled; 0: do
+    not. what: a value that determines `f` and nothing of which is a side effect of `f`, so that a compiled program may
+    be taken from an earlier process (see kept_programs); None: it may not.
     """
-    return _traced_pair(f, n, compiled, budget, skip, what) if compiled or budget < 1.0 else _eager_pair(f, n, skip)
+    if compiled or budget < 1.0 or split:
+        return _traced_pair(f, n, compiled, budget, skip, split, what)
+    return _eager_pair(f, n, skip)
 
 
 class _Substitute(torch.autograd.Function):
@@ -160,8 +177,14 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
     return VjpPair(primal, forward, backward)
 
 
-def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, what: Any) -> VjpPair:
-    programs: dict[Any, tuple[Callable, Callable, int]] = {}
+def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, split: int, what: Any) -> VjpPair:
+    programs: dict[Any, tuple[Run, Sequence[Callable[..., Any]], int]] = {}
+
+    def primal(inputs: Sequence[Tensor]) -> list[Tensor]:
+        if compiled or not split:
+            return forward(inputs)[0]
+        with torch.no_grad():
+            return list(f(*inputs))
 
     def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
         signature = signature_of(inputs)
@@ -170,46 +193,76 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, what
             # recorded.
             with disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
                 wanted = [i for i in range(skip, n) if inputs[i].is_floating_point()]
-                run_fw, run_bw, num_outs = _programs(f, wanted, inputs, compiled and have_compiler(), budget, what)
-                gaps = sorted({*range(skip, n)} - {*wanted})
-                programs[signature] = run_fw, _with_none(run_bw, [i - skip for i in gaps]), num_outs
+                runs, num_outs = _programs(f, wanted, inputs, compiled and have_compiler(), split, budget, what)
+                starts = (split, skip) if split else (skip,)  # of what each backward program gives
+                ends = (n, split) if split else (n,)
+                gaps = [sorted({*range(start, end)} - {*wanted}) for start, end in zip(starts, ends)]
+                run_bw = [_with_none(run, [i - at for i in none]) for run, none, at in zip(runs[1:], gaps, starts)]
+                programs[signature] = runs[0], run_bw, num_outs
         run_fw, run_bw, num_outs = programs[signature]
         out, needs = run_fw(list(inputs)), set()
         keep = _dropper(inputs[:drop], needs)
         saved = [keep(t) if isinstance(t, Tensor) else t for t in out[num_outs:]]
         return list(out[:num_outs]), Residuals([run_bw, *saved], needs)
 
-    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Tensor]:
-        run_bw, *saved = residuals
+    def take(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """The backward programs, and the tensors that the first one takes; empties the residuals."""
+        runs, *saved = residuals
         residuals.clear()
-        saved = [t.of(dropped) if isinstance(t, Dropped) else t for t in saved]
-        saved.extend(c.contiguous() for c in cotangents)
-        return list(run_bw(saved))
+        return runs, [
+            *(t.of(dropped) if isinstance(t, Dropped) else t for t in saved),
+            *(c.contiguous() for c in cotangents),
+        ]
 
-    return VjpPair(lambda inputs: forward(inputs)[0], forward, backward)
+    def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Tensor]:
+        runs, saved = take(residuals, cotangents, dropped)
+        return list(runs[0](saved))
+
+    def backward_inputs(
+        residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()
+    ) -> tuple[list[Any], Owed]:
+        runs, saved = take(residuals, cotangents, dropped)
+        out = runs[0](saved)
+        theirs = {t.untyped_storage()._cdata for t in dropped}
+        kept = [t.clone() if t.untyped_storage()._cdata in theirs else t for t in out[n - split :]]
+        return list(out[: n - split]), Owed([runs[1], *kept])
+
+    def backward_weights(owed: Owed) -> list[Any]:
+        run, *kept = owed
+        owed.clear()
+        return list(run(kept))
+
+    def both(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Any]:
+        grads, owed = backward_inputs(residuals, cotangents, dropped)
+        return [*backward_weights(owed), *grads]
+
+    return (
+        VjpPair(primal, forward, both, backward_inputs, backward_weights)
+        if split
+        else VjpPair(primal, forward, backward)
+    )
 
 
 def _programs(
-    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, budget: float, what: Any
-) -> tuple[Run, Run, int]:
+    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, split: int, budget: float, what: Any
+) -> tuple[Sequence[Run], int]:
     """`_split_programs`, or what it gave in an earlier process."""
     asked = None
     if compiled and fake_device_of(inputs[0]) is None:
         if what is not None:
-            asked = kept_programs.question((what, wanted, budget), inputs)
+            asked = kept_programs.question((what, wanted, split, budget), inputs)
         found = kept_programs.find(asked)
         if found is not None and found.programs is not None:
-            forward, backward = found.programs
             observe.note_all(found.facts["forms"])
-            return forward, backward, found.facts["outputs"]
+            return found.programs, found.facts["outputs"]
         if found is None:
             tell_of_compiling()
     with observe.observe() as forms:
-        forward, backward, outputs = _split_programs(f, wanted, inputs, compiled, budget)
+        runs, outputs = _split_programs(f, wanted, inputs, compiled, split, budget)
     if asked is not None:
         facts = {"outputs": outputs, "forms": {name: sorted(used) for name, used in forms.items()}}
-        kept_programs.keep(asked, (forward, backward), facts)
-    return forward, backward, outputs
+        kept_programs.keep(asked, runs, facts)
+    return runs, outputs
 
 
 def _with_none(run: Run, gaps: list[int]) -> Callable[[list[Tensor]], Any]:
@@ -225,11 +278,13 @@ def _with_none(run: Run, gaps: list[int]) -> Callable[[list[Tensor]], Any]:
 
 
 def _split_programs(
-    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, budget: float
-) -> tuple[Run, Run, int]:
-    """Trace `f` and its vjp, and split the graph into (forward, backward, number of outputs).
+    f: Flat, wanted: list[int], inputs: Sequence[Tensor], compiled: bool, split: int, budget: float
+) -> tuple[Sequence[Run], int]:
+    """Trace `f` and its vjp, and split the graph into ((forward, backward), number of outputs), the backward pass into
+    two with `split`.
 
-    forward returns outputs followed by residuals; backward takes residuals followed by cotangents.
+    forward returns outputs followed by residuals; backward takes residuals followed by cotangents. The first of two
+    gives gradients followed by what the second one takes.
     """
     from fzero.core.torch_private import functorch_config, min_cut_partition
 
@@ -241,6 +296,13 @@ def _split_programs(
     primals = fakes_of(inputs, mode)
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        # A view marks in the graph where the backward pass begins.
+        tangents = [t.view_as(t) for t in tangents]
+        if not compiled:  # by autograd, which some formulas take another way than a vjp that can be differentiated
+            eager = _eager_pair(f, wanted[-1] + 1, wanted[0])
+            out, residuals = eager.forward(primals)
+            return [*out, *(grad for grad in eager.backward(residuals, tangents) if grad is not None)]
+
         def of_wanted(*some: Tensor) -> tuple[Tensor, ...]:
             full = list(primals)
             for i, tensor in zip(wanted, some):
@@ -248,18 +310,17 @@ def _split_programs(
             return tuple(f(*full))
 
         out, vjp, *_ = torch.func.vjp(of_wanted, *(primals[i] for i in wanted))
-        # A view marks in the graph where the backward pass begins.
-        return [*out, *vjp(tuple(t.view_as(t) for t in tangents))]
+        return [*out, *vjp(tuple(tangents))]
 
-    graph = trace(joint, primals, cotangents, mode)
+    graph = trace(joint, primals, cotangents, mode, compiled)
     hold(graph)
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
     # would keep its result.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
+    if split:
+        graphs = (graphs[0], *cut_backward(graphs[1], sum(i < split for i in wanted)))
     if compiled:
         with compiled_together():
-            forward, backward = (compile_graph(g, mode, backward=i == 1) for i, g in enumerate(graphs))
-    else:
-        forward, backward = (lambda args, g=g: g(*args) for g in graphs)
-    return forward, backward, len(outs)
+            return [compile_graph(g, mode, backward=i > 0) for i, g in enumerate(graphs)], len(outs)
+    return [lambda args, g=g: g(*args) for g in graphs], len(outs)

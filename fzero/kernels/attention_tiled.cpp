@@ -146,6 +146,19 @@ void transpose(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
   }
 }
 
+// delta[x] = the sum of out[x, c] g[x, c] for n queries, g turned: the diagonal of the product that makes dp, with out in
+// place of the values. The sum then has the order and the rounding of dp, so that dp - delta is exactly 0 for a query that
+// sees one key, whose out is that key's value. Blocks of 16 queries, as all else of the product is thrown away.
+template <typename T>
+void sum_rows(int64_t n, int64_t k, const T* out, int64_t ld, const T* g, Wide<T>* room, Wide<T>* delta) {
+  constexpr int64_t BLOCK = 16;
+  for (int64_t x = 0; x < n; x += BLOCK, out += BLOCK * ld, g += BLOCK * ROWS<T>) {
+    const int64_t m = std::min(BLOCK, n - x);
+    product(m, m, k, out, ld, g, QUERIES, room, BLOCK, false);
+    for (int64_t i = 0; i < m; i++) delta[x + i] = room[i * BLOCK + i];
+  }
+}
+
 struct Shape {
   int64_t b, t, h, g, k;
   int64_t kind, size, keep;  // of the pattern
@@ -361,17 +374,12 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
       std::fill(acc_k.begin(), acc_k.end(), W(0)), std::fill(acc_v.begin(), acc_v.end(), W(0));
       for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
         const int64_t at = b * z.t * ldq + head * z.k;
-        for (int64_t i = 0; i < z.t; i++) {
-          const T *x = g + at + i * ldq, *y = out + at + i * ldq;
-          W sum = 0;
-#pragma omp simd reduction(+ : sum)
-          for (int64_t c = 0; c < z.k; c++) sum += wide(x[c]) * wide(y[c]);
-          delta[i] = sum, lse_2[i] = lse[(b * z.h + head) * z.t + i] * log2_e;
-        }
+        for (int64_t i = 0; i < z.t; i++) lse_2[i] = lse[(b * z.h + head) * z.t + i] * log2_e;
         for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
           const int64_t width = std::min(QUERIES, z.t - q0), there = at + q0 * ldq, here = q0 * z.k;
           turn(q + there, ldq, width, z.k, &turned_q[here]), turn(g + there, ldq, width, z.k, &turned_g[here]);
           lay(q + there, ldq, width, z.k, &laid_q[here]), lay(g + there, ldq, width, z.k, &laid_g[here]);
+          sum_rows(width, z.k, out + there, ldq, &turned_g[here], s.data(), &delta[q0]);
         }
         std::fill(acc_q.begin(), acc_q.end(), W(0));
         for (int64_t s0 = 0; s0 < z.t; s0 += KEYS)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fzero.comm.collectives import ppermute, psum
 from fzero.core import prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.autodiff import Remat
@@ -256,19 +257,68 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
 
 
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
-    """Return the activations after the last block; ctx is from `prepare`."""
+    """Return the activations after the last block; ctx is from `prepare`. With pp they are those on the last stage's
+    rank."""
     x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     first = 0
     for one in stacks_of(model):
         if one.join is not None:
             x = one.join(unshard_part(model, one.join_name, params, plan, ctx), x, batch, ctx)
-        block = one.block
+        blocks, layers = in_turn(one.block), params[one.name]
         if plan is not None and ctx.mesh.size > 1:
-            block = tuple(unshard_block(f, plan, one.name) for f in in_turn(block))
-        x = stack(block, params[one.name], x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
-        first += depth(params[one.name])
+            blocks = tuple(unshard_block(f, plan, one.name) for f in blocks)
+        if plan is None or plan.stages is None:
+            x = stack(blocks, layers, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
+            first += depth(layers)
+        else:
+            x, first = stack_over_pp(one.name, blocks, layers, x, inner._replace(remat=ctx.remat), first, plan)
     return x
+
+
+def stack_over_pp(
+    name: str, blocks: tuple[Block, ...], layers: Tree, x: Any, ctx: Ctx, first: int, plan: Plan
+) -> tuple[Any, int]:
+    """`stack` over the ranks of pp: (x after this stack, the number of the layer behind it). first: of its first layer.
+
+    Stage by stage x goes on to the next stage's rank, which applies its layers. What the other ranks hold meanwhile is
+    nobody's, and they send it around too: all ranks run the same collectives over pp, also in the backward pass and
+    under transforms, if what they hold depends on the same tensors.
+
+    Communicates: x for each stage that begins in this stack, from each rank of pp; in the backward pass as much.
+    """
+    assert plan.stages is not None
+    axis, inner = plan.mesh["pp"], ctx._replace(remat=Remat())
+    leaves = [leaf for leaf_name, leaf in plan.leaves.items() if leaf_name.startswith(f"{name}/")]
+    rows, end = leaves[0].params.rows[axis.rank], first + leaves[0].shape[0]
+    for stage, numbers in enumerate(plan.stages.layers):
+        low, high = max(first, numbers[0]), min(end, numbers[-1] + 1)
+        if low >= high:
+            continue
+        if stage and low == numbers[0]:
+            step = plan.stages.ranks[stage] - plan.stages.ranks[stage - 1]
+            turn = [(rank, (rank + step) % axis.size) for rank in range(axis.size)]
+            x = pytree.map(lambda leaf, turn=turn: ppermute(leaf, axis, turn, leaf="x") if step else leaf, x)
+        if plan.stages.ranks[stage] == axis.rank:
+            at, by = rows.index(low - first), (low - first) % len(blocks)
+            own = pytree.map(lambda leaf, at=at, n=high - low: leaf[at : at + n], layers)
+            in_order = (*blocks[by:], *blocks[:by])
+            x = stack(in_order, own, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=low)
+        else:
+            x = depend_on(x, [*pytree.leaves(layers), *pytree.leaves(ctx)])
+    return x, end
+
+
+def depend_on(x: Any, others: Sequence[Any]) -> Any:
+    """x, to the bit, as a function also of those of `others` that are tensors: it has their batches under vmap, a
+    gradient and a tangent of 0 by each of them, and so has its own gradient."""
+    tensors = [leaf for leaf in (*pytree.leaves(x), *others) if isinstance(leaf, Tensor)]
+
+    def one(leaf: Tensor) -> Tensor:
+        empty = [other.flatten()[:0].to(leaf.dtype).sum() for other in tensors]
+        return leaf * (1 + sum(empty[1:], empty[0]))
+
+    return pytree.map(one, x)
 
 
 def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
@@ -289,11 +339,11 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
 
     batch: tokens and targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 scalar. total
     is in nats. plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are
-    then this rank's too: equal on the ranks of tp, to be summed over dp and rp; the gradients with respect to `params`
-    are complete and in their layout. Composes with torch.func.
+    then this rank's too: equal on the ranks of tp and pp, to be summed over dp and rp; the gradients with respect to
+    `params` are complete and in their layout. Composes with torch.func.
 
-    Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), and the model's
-    tensor parallelism. Raises ValueError if the batch does not fit the model (see check_batch).
+    Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
+    parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see check_batch).
 
     >>> from fzero import models, random
     >>> model = models.mlp(models.MLPConfig(vocab_size=8))
@@ -304,7 +354,12 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     check_batch(model.config, batch, sequence_parts(ctx))
     ctx = prepare(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
-    return model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
+    out = model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
+    if plan is None or plan.stages is None:
+        return out
+    axis = plan.mesh["pp"]  # whose ranks have computed a head each, as they must gather its leaves
+    mine = torch.full((), axis.rank == plan.stages.ranks[-1], device=out.total.device)
+    return pytree.map(lambda leaf: psum(torch.where(mine, leaf, torch.zeros_like(leaf)), axis, leaf="loss"), out)
 
 
 def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008

@@ -125,28 +125,26 @@ def with_kernel(
     def info(name: str, p: Tensor) -> float:
         return weight_decay if decays(name, p) else 0.0
 
-    def leaves(
-        grads: Tree, state: Tree, params: Tree, at: Mapping[str, Piece] | None = None
-    ) -> tuple[list[Leaf], Rates]:
-        found = []
+    def leaves(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[list[list[Leaf]], Rates]:
+        """The leaves, each as the boxes of it that this rank has, and the rates."""
+        found, copies = [], more.copies or {}
         for row in rows_of(grads, state[1:], params):
-            place = _place(kept, row.name, tuple(row.p.shape), at) if kept.rounding == "stochastic" else None
-            found.append(Leaf(row.p, row.g, row.slots, info(row.name, row.p), place))
+            leaf = Leaf(row.p, row.g, row.slots, info(row.name, row.p), copy=copies.get(row.name))
+            found.append(_placed(kept, row.name, leaf, more.at) if kept.rounding == "stochastic" else [leaf])
         return found, fixed._replace(scalars=scalars(state.count), count=state.count)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        found, rates = leaves(grads, state, params)
-        done, treedef = [step_leaf(step, leaf, rates) for leaf in found], pytree.flatten(params)[1]
+        found, rates = leaves(grads, state, params, Pass())
+        done = [_joined([step_leaf(step, box, rates) for box in boxes]) for boxes in found]
+        treedef = pytree.flatten(params)[1]
         columns = (pytree.unflatten([new[i] for _, new in done], treedef) for i in range(len(state) - 1))
         return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns)
 
     @torch.no_grad()
     def in_pass(grads: Tree, state: Tree, params: Tree, more: Pass) -> tuple[Tree, Tree]:
-        found, rates = leaves(grads, state, params, more.at)
-        if more.copies:
-            found = [leaf._replace(copy=more.copies.get(name)) for name, leaf in zip(pytree.names(params), found)]
+        found, rates = leaves(grads, state, params, more)
         rates = rates._replace(factor=more.factor, skip=more.skip)
-        for group in alike(found):
+        for group in alike([box for boxes in found for box in boxes]):
             on_host = more.host and impl == "auto" and not op.form("cpp").supports(group, rates)
             op(group, rates, impl="cpp" if on_host else impl)
         made = 1 if more.skip is None else 1 - more.skip.to(state.count.device, torch.int64)
@@ -175,10 +173,43 @@ def with_kernel(
     return pure if exact else pure._replace(update=update, donate=None)
 
 
-def _place(kept: Storage, name: str, shape: tuple[int, ...], at: Mapping[str, Piece] | None) -> Any:
+def _placed(kept: Storage, name: str, leaf: Leaf, at: Mapping[str, Piece] | None) -> list[Leaf]:
+    """A leaf, or the piece `at` of it, in boxes whose elements have their places in the whole leaf: one, but where the
+    layers of a rank do not follow one another."""
+    shape = tuple(leaf.p.shape)
     shard, offset = at[name] if at else (shape, (0,) * len(shape))
-    start, whole = kept.shards.window(name, shard)
+    windows, whole = kept.shards.windows(name, shard)
+    if len(windows) < 2:
+        start = windows[0].start if windows else offset
+        return [leaf._replace(place=_place(kept, name, shape, start, offset, whole))]
+    found = []
+    for window in windows:
+        first, end = max(window.at, offset[0]), min(window.at + window.size[0], offset[0] + shape[0])
+        if first < end:
+            box = _narrow_rows(leaf, first - offset[0], end - first)
+            inside = (first - window.at, *offset[1:])
+            found.append(box._replace(place=_place(kept, name, tuple(box.p.shape), window.start, inside, whole)))
+    return found
+
+
+def _place(
+    kept: Storage, name: str, shape: tuple[int, ...], start: Sequence[int], offset: Sequence[int], whole: Any
+) -> optim_lowbit.Place:
     return optim_lowbit.make_place(_key(kept.seed, name), shape, tuple(map(operator.add, start, offset)), whole)
+
+
+def _narrow_rows(leaf: Leaf, first: int, rows: int) -> Leaf:
+    """The views of some rows of a leaf's tensors."""
+    state = tuple(x.narrow(0, first, rows) for x in leaf.state)
+    copy = None if leaf.copy is None else leaf.copy.narrow(0, first, rows)
+    return leaf._replace(p=leaf.p.narrow(0, first, rows), g=leaf.g.narrow(0, first, rows), state=state, copy=copy)
+
+
+def _joined(boxes: Sequence[tuple[Tensor, tuple[Tensor, ...]]]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """(update, new state) of a leaf from those of its boxes."""
+    if len(boxes) == 1:
+        return boxes[0]
+    return torch.cat([u for u, _ in boxes]), tuple(torch.cat(parts) for parts in zip(*(new for _, new in boxes)))
 
 
 def alike(leaves: Sequence[Leaf]) -> list[list[Leaf]]:

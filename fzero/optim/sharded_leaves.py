@@ -18,6 +18,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
+from fzero.core.gpu import copy_in, pinned
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer
@@ -36,7 +37,7 @@ from fzero.optim.norm import (
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.redistribute import gather_layers
-from fzero.sharding.slices import check_dims, local_slice, narrow_part, shard_dim
+from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim
 from fzero.sharding.spec import Rows, Spec
 
 # Up to this many elements, sum over ranks by one exchange, not by a scatter and a gather.
@@ -56,8 +57,8 @@ class ShardedLeaves(NamedTuple):
     >>> shards = sharded(plan.opt, plan.mesh, like=plan.like)
     >>> shards.parts("w", (0,)), shards.parts("w", (1,))
     (4, 1)
-    >>> shards.window("w", (2, 2))  # this rank's rows begin at row 6 of 8
-    ((6, 0), (8, 2))
+    >>> shards.windows("w", (2, 2))  # this rank's rows begin at row 6 of 8
+    ([Window(start=(6, 0), size=(2, 2), at=0)], (8, 2))
     """
 
     parts: Callable[[str, Dims], int]  # (name, dims) -> into how many parts those dims are cut: 1 if they are whole
@@ -72,8 +73,8 @@ class ShardedLeaves(NamedTuple):
     on_matrices: Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
     norm: Callable[[Tree], Tensor]  # tree of shards -> the 2-norm of the whole tree, the same on all ranks
     vary: Callable[[str, Tensor], Tensor]  # (name, a replicated value) -> the same, for use with the shard
-    # (name, shape of the shard) -> (where the shard begins in each dim, shape of the whole leaf)
-    window: Callable[[str, tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+    # (name, shape of the shard) -> (the boxes of the whole leaf that make up the shard, shape of the whole leaf)
+    windows: Callable[[str, tuple[int, ...]], tuple[list[Window], tuple[int, ...]]]
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]  # (name, shape of the shard) -> that of the whole leaf
     square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> its squares, for `norm`
 
@@ -86,7 +87,7 @@ WHOLE = ShardedLeaves(
     on_matrices=lambda name, x, f: f(x),
     norm=global_norm,
     vary=lambda name, x: x,
-    window=lambda name, shape: ((0,) * len(shape), shape),
+    windows=lambda name, shape: ([Window((0,) * len(shape), shape)], shape),
     shape=lambda name, shape: shape,
     square=_piece_square,
 )
@@ -155,7 +156,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         sums = _row_sums(named, axes, layers) if ordered else _set_sums(named, used, _wide(tree))
         _sum_over_ranks(sums, used, mesh)
         sums |= {name: _fold(sums[name].view(-1, shape[0])) for name, (_, shape) in layers.items()}
-        total = _fold(torch.stack([_fold(part) for part in sums.values()])) if sums else torch.zeros(())
+        total = _fold(torch.stack(_on_one([_fold(part) for part in sums.values()]))) if sums else torch.zeros(())
         return safe_sqrt(total).to(_wide(tree))
 
     def vary(name: str, x: Tensor) -> Tensor:
@@ -163,15 +164,15 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
             x = pvary(x, axis, leaf=name)
         return x
 
-    def place(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def windows(name: str, shape: tuple[int, ...]) -> tuple[list[Window], tuple[int, ...]]:
         over(name, None)  # refuses a leaf that is not there
-        start, size = local_slice(shapes[name], named_specs[name], mesh)
+        size = local_shape(shapes[name], named_specs[name], mesh)
         assert size == shape, f"{name}: the shard has shape {shape}, and {size} by its spec"
-        return start, shapes[name]
+        return local_windows(shapes[name], named_specs[name], mesh), shapes[name]
 
     square = _row_squares if ordered else _piece_square
     return ShardedLeaves(
-        parts, gather, own, total, on_matrices, norm, vary, place, lambda name, _: shapes[name], square
+        parts, gather, own, total, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
     )
 
 
@@ -281,3 +282,11 @@ def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Me
     whole = replace(spec, dims=(*spec.dims, *((),) * (len(shapes[name]) - len(spec.dims))))
     check_dims(name, shapes[name], whole, {axis.name: axis.size for axis in mesh.axes})
     return tuple(tuple(mesh[a] for a in dim if mesh[a].size > 1) for dim in whole.dims)
+
+
+def _on_one(sums: list[Tensor]) -> list[Tensor]:
+    """The sums on the GPU, if one is there: gradients that rest in the host's memory may be summed on either."""
+    device = next((x.device for x in sums if x.is_cuda), None)
+    if device is None:
+        return sums
+    return [x if x.is_cuda else copy_in(pinned(x, device), device).use() for x in sums]

@@ -101,6 +101,8 @@ def page(r: PlanReport) -> str:
     blocks = [heading(r), memory(r), communication(r), computation(r)]
     if r.step_s is not None:
         blocks.append(step_time(r))
+    if r.pipeline:
+        blocks.append(pipeline(r))
     if r.days is not None:
         blocks.append(budget(r))
     blocks += [["note: " + note for note in r.notes]] if r.notes else []
@@ -219,6 +221,36 @@ def step_time(r: PlanReport) -> list[str]:
     for name, waited in t["waiting"].items():
         lines.append(f"  {name:<10} {of_step(waited)} waited for, {duration(t['moving'].get(name, 0.0))} busy")
     return lines
+
+
+def pipeline(r: PlanReport) -> list[str]:
+    """The lines about the ranks of pp: their layers, memory and time."""
+    facts, timed = r.pipeline, "row_s" in r.pipeline
+    chunks = f", {facts['chunks']} chunks a rank" if facts["chunks"] > 1 else ""
+    boundary = max(facts["boundary_bytes"], default=0)
+    lines = [f"pipeline: {facts['schedule']} of {len(facts['ranks'])} ranks{chunks}, layers {facts['layout']}"]
+    if timed:
+        wire = max(facts["wire_s"], default=0.0)
+        lines[0] += f"; idle at least {percent(facts['bubble_s'] / r.step_s)} of the step"
+        lines.append(f"  messages   {size(boundary)} from stage to stage, {duration(wire)} on their way")
+        if facts["layout_by_cost"] != facts["layout"]:
+            lines.append(f"  layout     by the cost of layers, embedding and head: --layout {facts['layout_by_cost']}")
+    else:
+        lines.append(f"  messages   {size(boundary)} from stage to stage")
+    header = ("rank", "layers", "in flight", "state", "peak", *(("computes", "idle") if timed else ()))
+    rows = [
+        (
+            str(one["rank"]),
+            "+".join(map(str, one["layers"])),
+            str(one["in_flight"]),
+            size(one["state_bytes"]),
+            size(one["peak_bytes"]),
+            *((duration(one["busy_s"]), percent(one["idle_s"] / facts["row_s"])) if timed else ()),
+        )
+        for one in facts["ranks"]
+    ]
+    shown = [i for i in range(len(rows)) if i == 0 or i == len(rows) - 1 or rows[i][1:] != rows[i - 1][1:]]
+    return [*lines, *("  " + line for line in table(header, [rows[i] for i in shown], text=()))]
 
 
 def between(seconds: tuple[float, float]) -> str:

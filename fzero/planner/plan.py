@@ -14,8 +14,9 @@ from fzero.core import tables
 from fzero.core.arguments import checked
 from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
-from fzero.planner import devices, extrapolate
+from fzero.planner import devices, extrapolate, pipelined
 from fzero.planner.devices import Device
+from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace
 from fzero.planner.trace_cache import cached_trace
@@ -44,7 +45,7 @@ def plan(
     gpu: a device's name (a100, h100, ...; "here": this machine, as measured by `fzero bench`; a path), or a Device,
     which may have a price and a number of ranks on a node: `devices.device("h100", price_per_hour=2, ranks_on_node=4)`.
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
-    rank: whose memory is reported. say: called with the text of each stage of the work. cache: a folder of the traces
+    rank: whose memory is reported; with pp the fullest of its pipeline is. say: called with the text of each stage of the work. cache: a folder of the traces
     of earlier plans.
     Raises ValueError for an unknown device and for any config that a run would refuse.
 
@@ -61,6 +62,10 @@ def plan(
     def trace_anew() -> Trace:
         return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)
 
+    if sizes.get("pp", 1) > 1:  # traced anew each time
+        found = pipelined.trace(resolved, sizes, rank=rank, target=target, say=say)
+        say("playing the schedule")
+        return pipeline_report(found, device)
     trace = trace_anew() if cache is None else cached_trace(trace_anew, resolved, sizes, rank, target, cache)
     say("simulating the step")
     return report_of(trace, device)
@@ -128,6 +133,4 @@ def sizes_of(config: RunConfig, mesh: Mapping[str, int] | None) -> dict[str, int
     """The sizes of the mesh's axes; raises ValueError for an unknown axis or a size below 1."""
     sizes = dict(config.mesh if mesh is None else mesh)
     fake_mesh(sizes)
-    if sizes.get("pp", 1) > 1:
-        raise ValueError(f"mesh: axis pp has size {sizes['pp']}; this version plans no pipelines: plan one with pp=1")
     return sizes

@@ -23,6 +23,8 @@ from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.slices import local_numel
 from fzero.train.capture import SHARE, why_not
+from fzero.train.over_stages import users_of
+from fzero.train.streamed import parts_of
 
 PASSES = ("forward", "backward")
 
@@ -93,6 +95,9 @@ class PlanReport(NamedTuple):
     device_hours: float | None = None
     cost: float | None = None
 
+    # with pp: schedule, chunks, layout, wire_s, acts_s, bubble_s; ranks: of each its layers, bytes and seconds
+    pipeline: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+
     def for_tokens(self, tokens: float) -> PlanReport:
         """This report with a budget of tokens: its days, device hours and cost, as far as rates and price are known."""
         if self.tokens_per_s is None:
@@ -119,8 +124,8 @@ class PlanReport(NamedTuple):
         return page(self)
 
 
-def report_of(trace: Trace, device: Device) -> PlanReport:
-    """Simulate a traced step on a device and return its PlanReport."""
+def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> PlanReport:
+    """Simulate a traced step on a device and return its PlanReport. timing: of the step, if it is known already."""
     ranks = math.prod(trace.sizes.values())
     node = device.on_node(ranks)
     built = build.build(trace.config, fake_mesh(trace.sizes, trace.rank))
@@ -129,7 +134,8 @@ def report_of(trace: Trace, device: Device) -> PlanReport:
     capacity, peak = device.capacity_bytes // share, trace.peak.bytes
     host = device.host_capacity_bytes(node)
     over, host_over = peak > capacity, host is not None and trace.host_peak > host
-    timing = predict(trace, device) if has_rates(device) else None
+    if timing is None and has_rates(device) and not trace.turns:
+        timing = predict(trace, device)
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
     flop, passes = total_flop(trace), total_flop(trace, PASSES)
@@ -192,17 +198,19 @@ def grad_bytes(built: Job) -> int:
     """
     specs, plan = pytree.named_leaves(built.plan.grads), built.plan
     dtype = built.policy.param if build.local_micro_batches(built.config, built.mesh) == 1 else built.policy.accumulate
+    users, pp = users_of(parts_of(built.model, plan), plan), plan.mesh["pp"].rank
     held = [
         local_numel(leaf.shape, specs[name], plan.sizes)
         for name, leaf in pytree.named_leaves(plan.like).items()
         if name not in plan.frozen and specs[name].memory == "device"
+        if name not in users or pp in {rank for _, rank in users[name]}  # else no stage of this rank uses it
     ]
     return sum(held) * dtype.itemsize
 
 
 def turns(trace: Trace) -> list[int]:
     """The number of times that each event of a trace happens in a step."""
-    times = [1] * len(trace.events)
+    times = list(trace.turns) or [1] * len(trace.events)
     for segment in trace.segments:
         for i in range(segment.first, segment.last):
             times[i] *= segment.times
@@ -302,6 +310,8 @@ def capture_notes(trace: Trace, device: Device, timing: Timing | None, built: Jo
     """The note on train.capture=auto on a GPU: the time that it saves, and the memory that it takes."""
     if trace.config.train.capture == "off" or device.kind != "cuda":
         return []
+    if built.plan.stages is not None:
+        return ["capture: what it saves is not predicted with pp"]
     if refused := why_not(built.plan, built.tx, donate=True):
         return [f"capture: steps are issued one by one: {refused}"]
     kept = trace.peak.bytes - sum(trace.state.values())

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from fzero.comm.communicator import SMALL_BYTES
+from fzero.comm.communicator import ONE_SIDED, SMALL_BYTES
 from fzero.planner.devices import Curve, Device, Level, Products, Rates
 from fzero.planner.operations import Op
 from fzero.sharding.mesh import ORDER
@@ -261,6 +261,8 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
     Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
     """
     n = way.size
+    if what in ONE_SIDED:
+        return one_sided_s(way, what, sent_bytes)
     whole = sent_bytes * n / (n - 1) / (2 if what == "psum" else 1)
     late_s = way.curves["late"][0][1] if "late" in way.curves else 0.0
     if what in way.curves and len(way.hops) == 1:
@@ -270,6 +272,27 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
         return Message(level.call_s, seconds, {level.name: seconds}, level.hidden, late_s)
     found = _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
     return found._replace(late_s=late_s)
+
+
+def one_sided_s(way: Way, what: str, sent_bytes: int) -> Message:
+    """The Message of a gather to some ranks, whose links bring the parts of all others one after the other, or of a
+    scatter from one rank, whose link has all that it sends."""
+    level = way.hops[-1][0]
+    seconds = level.latency_s + sent_bytes * (way.size - 1 if what == "gather_to" else 1) / level.bytes_s
+    assert level.hidden is not None  # `_reached` fills it
+    return Message(level.call_s, seconds, {level.name: seconds}, level.hidden)
+
+
+def wire_s(way: Way, a: int, b: int, size: int) -> float:
+    """The seconds of a message of `size` bytes between ranks a and b of an axis, by the innermost links that join
+    them."""
+    inside = 1
+    for level, units in way.hops:
+        inside *= units
+        if a // inside == b // inside:
+            return level.latency_s + size / level.bytes_s
+    level = way.hops[-1][0]
+    return level.latency_s + size / level.bytes_s
 
 
 def _by_rings(way: Way, what: str, sent_bytes: int) -> Message:

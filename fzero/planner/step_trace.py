@@ -28,6 +28,7 @@ from fzero.optim.average import AVERAGE
 from fzero.planner import fake_inductor
 from fzero.planner.fake_disk import PlannedNvme
 from fzero.planner.operations import Op, describe_op, describe_passes
+from fzero.planner.stage_shapes import stage_shapes
 from fzero.run import build as run_build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
@@ -83,6 +84,7 @@ class Trace(NamedTuple):
     host_peak: int = 0  # peak bytes of tensors in the host's memory, if the device is not the host
     segments: tuple[Segment, ...] = ()  # repeated events
     exact: str = ""  # "" if the whole step was traced, else how it was extrapolated
+    turns: tuple[int, ...] = ()  # of a rank of pp: by event how often it happens; () for once, or by the segments
 
 
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
@@ -144,9 +146,13 @@ def run_step(
     mesh.ledger.clear()
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         nvme = fake_nvme(config)
-        job = run_build.build(config, mesh, layers=layers, nvme=nvme, model=shared_model(config.model))
+        known: dict[Any, Any] = {}
+        job = run_build.build(config, mesh, layers=layers, nvme=nvme, model=shared_model(config.model), known=known)
         state, batch = fake_state(job, mode), fake_batch(job, mode)
         step, at_rest = job.train_step, state_bytes(job, state)
+        if job.plan.stages is not None:
+            parts = run_build.local_micro_batches(config, mesh)
+            known.update(stage_shapes(config, job.plan, shared_model(config.model), batch, parts, mode))
         tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
         record = ShortRecord(
             state, batch, device=device, buffers=nvme.buffers if nvme else None, note=tracer.note, told=tracer.told

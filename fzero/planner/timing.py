@@ -26,6 +26,7 @@ from fzero.core.autodiff import Remat
 from fzero.planner.devices import Device
 from fzero.planner.rates import Way, collective_s, least_seconds, op_costs, threads_of, ways_of
 from fzero.planner.step_trace import Op, Trace, Transfer
+from fzero.run.config import RunConfig
 
 STEADY = 3  # turns of a repeated segment to simulate; the others are assumed to equal the last of them
 DISKS = ("nvme", "host")  # names used as `axis` by transfers that are not collectives
@@ -63,24 +64,30 @@ class Timing(NamedTuple):
 
 def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
     """The Timing of a traced step on a device. captured: the step is one graph, of which the host issues nothing."""
-    processes = device.on_node(math.prod(trace.sizes.values()))  # share a machine, its cores and disks
-    threads = threads_of(device.cores, processes) if device.kind == "cpu" else 1
-    fp32_matmul = trace.config.precision.fp32_matmul
-    cost = op_costs(device, threads=threads, processes=processes, fp32_matmul=fp32_matmul)
-    play = Play(device, cost, ways_of(device, trace.sizes), processes, issued=not captured)
-    rates = device.rates_of(threads, processes)
-    op_s, step_s = (rates.op_s, rates.step_s) if rates is not None else (device.op_s, {})
-    if trace.config.train.compiled:
-        play.call_s = op_s.get("compiled", 0.0)
-        play.again = bool(Remat.parse(trace.config.train.remat).every)
-    if step := step_s.get("compiled" if trace.config.train.compiled else "eager", 0.0):
-        play.spend("update", None, step)
+    play = play_of(trace.config, trace.sizes, device, captured)
     play.waited = {e.number for e in trace.events if isinstance(e, Transfer) and e.event == "wait"}
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
     play.settle()
     if device.lost:
         play.spend("lost", None, 0.0, play.clock["device"] * device.lost / (1.0 - device.lost), "lost")
     return play.timing()
+
+
+def play_of(config: RunConfig, sizes: Mapping[str, int], device: Device, captured: bool = False) -> Play:
+    """A simulation of a step of `config` on a mesh of these sizes, at its begin."""
+    processes = device.on_node(math.prod(sizes.values()))  # share a machine, its cores and disks
+    threads = threads_of(device.cores, processes) if device.kind == "cpu" else 1
+    fp32_matmul = config.precision.fp32_matmul
+    cost = op_costs(device, threads=threads, processes=processes, fp32_matmul=fp32_matmul)
+    play = Play(device, cost, ways_of(device, sizes), processes, issued=not captured)
+    rates = device.rates_of(threads, processes)
+    op_s, step_s = (rates.op_s, rates.step_s) if rates is not None else (device.op_s, {})
+    if config.train.compiled:
+        play.call_s = op_s.get("compiled", 0.0)
+        play.again = bool(Remat.parse(config.train.remat).every)
+    if step := step_s.get("compiled" if config.train.compiled else "eager", 0.0):
+        play.spend("update", None, step)
+    return play
 
 
 class Play:
@@ -166,6 +173,10 @@ class Play:
     def start(self, t: Transfer) -> None:
         if t.axis in DISKS:
             self.done[t.number] = self.moved(t)
+            return
+        if t.what == "message":  # between stages of a pipeline; the schedule has its time, see pipeline_timing.py
+            self.spend(t.phase, t.layer, self.ways[t.axis].hops[0][0].call_s)
+            self.done[t.number] = self.clock["device"], 0.0, 0.0
             return
         message = collective_s(self.ways[t.axis], t.what, t.bytes)
         self.spend(t.phase, t.layer, message.host_s)

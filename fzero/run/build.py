@@ -77,6 +77,7 @@ def build(
     nvme: Nvme | None = None,
     model: Model | None = None,
     layers: int = 0,
+    known: dict[Any, Any] | None = None,
     device: torch.device = HOST,
 ) -> Job:
     """The Job of a config whose "auto" values are decided (see fzero.run.machine.resolve_auto), on `mesh` (None:
@@ -84,7 +85,7 @@ def build(
 
     No parameter is made. folder: of the run, for offloaded leaves unless the config names another folder. nvme:
     overrides the config's own (a plan has no disk). model: config.model, built earlier, to reuse its compiled code.
-    layers: planner only: run the first `layers` layers (0: all). device: of this process, see `place` in
+    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this process, see `place` in
     run/pretrain.py. Raises ValueError for a mesh that does not fit the
     processes, the model, the sequences or the micro-batches."""
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
@@ -121,9 +122,10 @@ def build(
         t.kernels,
         config.prefetch,
         config.reshard,
-        t.measure_every > 0 and plan.stages is None,  # norms of layers are not summed over pp
+        t.measure_every > 0,
         t.capture,
         _layers=layers,
+        _known=known,
     )
     train_step = make_train_step(
         model,

@@ -193,11 +193,6 @@ def validate_guard(config: RunConfig) -> None:
             f"guard.nonfinite is {g.nonfinite} and precision.policy is fp16, which finds its loss scale by "
             "steps that overflow; use skip"
         )
-    if g.check_every and config.mesh.get("pp", 1) > 1:
-        raise ValueError(
-            f"guard.check_every is {g.check_every} and mesh.pp is {config.mesh['pp']}: ranks of pp compute unlike "
-            "stages, which this version does not compare; use 0"
-        )
     if "rollback" not in (g.nonfinite, g.spike):
         return
     policy = "guard.nonfinite is rollback" if g.nonfinite == "rollback" else "guard.spike is rollback"

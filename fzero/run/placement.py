@@ -53,6 +53,6 @@ def resume_command(folder: Path, config: RunConfig, processes: int) -> str:
         words += ["--mesh", ",".join(f"{axis}={size}" for axis, size in config.mesh.items())]
     usual = dict(flat(to_table(RunConfig())))
     for key, flag in FLAGS.items():
-        if flag and here[key] != usual[key]:
+        if flag and here[key] != usual[key] and "\n" not in str(here[key]):  # a table: config.json has it
             words += [flag] if here[key] is True else [flag, str(here[key])]
     return f"{pretrain_command(processes)} --out {shlex.quote(str(folder))} --resume {shlex.join(words)}".rstrip()

@@ -75,7 +75,7 @@ def describe(plan: Plan) -> str:
         for text in (
             plan.reduce == "canonical" and "canonical sums",
             plan.sequence and "sequence parallel",
-            plan.stages is not None and f"{plan.pipeline.schedule} of {stages_text(plan)} layers",
+            plan.stages is not None and f"{plan.pipeline.name} of {stages_text(plan)} layers",
         )
         if text
     )

@@ -2,46 +2,180 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fzero.core.arguments import expect_count, expect_kind
+from fzero.core.foreign import read_text_file
 from fzero.core.pytree import nearest
-from fzero.sharding.pipeline import Stages, read_layout
+from fzero.sharding.pipeline import (
+    FAMILIES,
+    Schedule,
+    Stages,
+    check,
+    read_layout,
+    read_schedule,
+    schedule,
+    write_schedule,
+)
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.spec import Spec
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")  # those without a backward pass in two parts
+SCHEDULES = tuple(FAMILIES)
+KINDS = ("F", "B", "I", "W")  # the acts that a run knows
+STAGE = re.compile(r"(\d{1,6})[A-Z]\d", re.ASCII)  # of an act in a table
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """How the layers of a model are shared among the ranks of pp, and in which order these compute.
 
-    schedule: "gpipe", "1f1b" or "interleaved" (see fzero.sharding.pipeline).
-    chunks: the stages of a rank; more than 1 for "interleaved" alone.
-    layout: the number of layers of each stage, such as "8,9,9,6", or "auto": as even as they go.
+    schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zb-v" or "dualpipe-v" (see
+        fzero.sharding.pipeline), or a table of one's own: a Schedule, its text (see
+        fzero.sharding.pipeline.read_schedule), or the path of a file with one, which ends in .txt or has a separator. A
+        table is kept as its text.
+    chunks: the stages of a rank: any number for the interleaved ones, 2 for zb-v and dualpipe-v, else 1. A table has
+        its own.
+    layout: the number of layers of each stage, such as "8,9,9,6", or "auto": as even as they go, or as a table says.
 
     >>> Pipeline("interleaved", chunks=2)
     Pipeline(schedule='interleaved', chunks=2, layout='auto')
+    >>> print(Pipeline("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").name)
+    table
     """
 
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     chunks: int = 1
     layout: str = "auto"
 
     def __post_init__(self) -> None:
-        expect_kind("schedule", self.schedule, str, 'write schedule="1f1b"')
+        expect_kind("schedule", self.schedule, (str, Schedule), 'write schedule="1f1b"')
         expect_kind("layout", self.layout, str, 'write layout="auto", or the layers of each stage: "8,9,9,6"')
         expect_count("chunks", self.chunks)
-        if self.schedule not in SCHEDULES:
-            near, names = nearest(self.schedule, SCHEDULES), ", ".join(SCHEDULES)
-            raise ValueError(f"schedule is {self.schedule!r}{near}; it must be one of {names}")
-        if self.chunks > 1 and self.schedule != "interleaved":
+        object.__setattr__(self, "schedule", text_of(self.schedule))
+        if self.has_table:
+            self._expect_table()
+            return
+        wanted = FAMILIES[str(self.schedule)].chunks
+        if wanted not in (None, self.chunks):
+            fits = " or ".join(name for name in SCHEDULES if FAMILIES[name].chunks in (None, self.chunks))
             raise ValueError(
-                f"schedule {self.schedule} has one chunk a rank and chunks is {self.chunks}; use schedule interleaved"
+                f"schedule {self.schedule} has {'one chunk' if wanted == 1 else f'{wanted} chunks'} a rank and chunks "
+                f"is {self.chunks}; use chunks={wanted}, or schedule {fits}"
             )
+
+    @property
+    def has_table(self) -> bool:
+        """Whether the schedule is a table of one's own."""
+        return self.schedule not in SCHEDULES
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule."""
+        return self.table().name if self.has_table else str(self.schedule)
+
+    @property
+    def split(self) -> bool:
+        """Whether any backward pass is split into inputs and weights."""
+        if self.has_table:
+            return any(act.kind == "I" for row in self.table().rows for act in row)
+        return FAMILIES[str(self.schedule)].split
+
+    def table(self, layers: int = 0) -> Schedule:
+        """The table, its stages cut from so many layers unless it says how (0: one layer each)."""
+        assert isinstance(self.schedule, str)
+        return read_table(self.schedule, layers)
+
+    def _expect_table(self) -> None:
+        table = self.table()
+        for row in table.rows:
+            for act in row:
+                if act.kind not in KINDS:
+                    raise ValueError(
+                        f"schedule {table.name} has the act {act}; a run has the acts {', '.join(KINDS)} alone, and "
+                        "gathers by itself: leave it out"
+                    )
+        if self.chunks > 1:
+            raise ValueError(
+                f"chunks is {self.chunks}, and schedule {table.name} is a table with its own stages; leave chunks out"
+            )
+        if self.layout != "auto" and says_layers(str(self.schedule)):
+            raise ValueError(
+                f"layout is {self.layout}, and schedule {table.name} is a table with a line of layers; give one of them"
+            )
+
+
+def text_of(given: str | Schedule) -> str:
+    """The name of a schedule that a run knows, or the text of a table; raises ValueError for what is neither."""
+    if isinstance(given, Schedule):
+        check(given)
+        return write_schedule(given)
+    if given in SCHEDULES or "\n" in given.strip():
+        return given
+    if given.endswith(".txt") or os.sep in given:
+        text = read_text_file(given)
+        try:
+            read_table(text, 0)
+        except ValueError as error:
+            raise ValueError(f"{given}: {error}") from None
+        return text
+    raise ValueError(
+        f"schedule is {given!r}{nearest(given, SCHEDULES)}; it must be one of {', '.join(SCHEDULES)}, or the path of a "
+        "table that ends in .txt"
+    )
+
+
+def says_layers(text: str) -> bool:
+    """Whether the text of a table has a line of layers."""
+    return any(line.split()[:1] == ["layers"] for line in text.splitlines())
+
+
+@functools.lru_cache(maxsize=64)
+def read_table(text: str, layers: int) -> Schedule:
+    """The table of a text, its stages cut from so many layers unless it says how (0: one layer each)."""
+    if not layers and not says_layers(text):
+        acts = " ".join(line.partition("#")[0] for line in text.splitlines())
+        layers = 1 + max((int(stage) for stage in STAGE.findall(acts)), default=0)
+    return read_schedule(text, [1.0] * layers)
+
+
+def schedule_for(pipeline: Pipeline, stages: Stages, parts: int) -> Schedule:
+    """The schedule of so many micro-batches over these stages.
+
+    Of a table with more of them, or a schedule that needs more, the acts of the first ones, as where ranks are compared
+    by one micro-batch (see `expect_parts` for a step). Raises ValueError if the schedule does not take so many.
+    """
+    if pipeline.has_table:
+        found = pipeline.table()
+        if parts > found.parts:
+            raise ValueError(parts_differ(found, parts))
+    else:
+        name = str(pipeline.schedule)
+        found = schedule(name, stages, max(parts, FAMILIES[name].least(stages.size)))
+        if found.parts == parts:
+            return found
+    rows = tuple(tuple(act for act in row if act.part < parts) for row in found.rows)
+    return Schedule(found.name, stages, parts, rows)
+
+
+def expect_parts(pipeline: Pipeline, stages: Stages, parts: int) -> None:
+    """Raise ValueError if a step of so many micro-batches is none of the schedule: a table has its own number."""
+    if not pipeline.has_table:
+        schedule(str(pipeline.schedule), stages, parts)
+    elif (table := pipeline.table()).parts != parts:
+        raise ValueError(parts_differ(table, parts))
+
+
+def parts_differ(table: Schedule, parts: int) -> str:
+    """What a step of so many micro-batches is told that a table does not take."""
+    return (
+        f"schedule {table.name} is a table of {table.parts} micro-batches and a step has {parts} on each rank; change "
+        "one of them"
+    )
 
 
 def stacks_of(model: Any, named: Mapping[str, Any]) -> dict[str, int]:
@@ -56,7 +190,24 @@ def stages_for(pipeline: Pipeline, model: Any, named: Mapping[str, Any], ranks: 
     if not hasattr(model, "block"):
         raise ValueError(f"pp={ranks} cuts a layered Model into stages, and this is a plain parameter tree; use dp")
     layers = sum(stacks_of(model, named).values())
-    return read_layout(pipeline.layout, [1.0] * layers, ranks, pipeline.chunks)
+    if pipeline.has_table:
+        return stages_of_table(pipeline, layers, ranks)
+    placement = FAMILIES[str(pipeline.schedule)].placement
+    return read_layout(pipeline.layout, [1.0] * layers, ranks, pipeline.chunks, placement)
+
+
+def stages_of_table(pipeline: Pipeline, layers: int, ranks: int) -> Stages:
+    """The stages of a table; raises ValueError if it is for other numbers of ranks or layers."""
+    table = pipeline.table()
+    if len(table.rows) != ranks:
+        raise ValueError(f"schedule {table.name} is a table of {len(table.rows)} ranks and the mesh has pp={ranks}")
+    if pipeline.layout != "auto":
+        cut = read_layout(pipeline.layout, [1.0] * layers, len(table.stages.ranks))  # which counts layers and stages
+        return Stages(cut.layers, table.stages.ranks)
+    stages = pipeline.table(layers).stages
+    if (there := sum(map(len, stages.layers))) != layers:
+        raise ValueError(f"schedule {table.name} is a table of {there} layers and the model has {layers}")
+    return stages
 
 
 def with_layers(

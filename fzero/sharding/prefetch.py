@@ -14,14 +14,10 @@ from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
 from fzero.core.future import Future, ready
-from fzero.core.gpu import Copied, copy_in
+from fzero.core.gpu import LARGE_COPY, SMALL_COPY, Copied, copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked
-
-# Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on
-# it reaches the link's rate, also one of 450 GB/s.
-SMALL_COPY, LARGE_COPY = 512 << 10, 64 << 20
 
 
 class Group(NamedTuple):

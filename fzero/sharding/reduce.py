@@ -21,7 +21,7 @@ from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scat
 from fzero.core import pytree
 from fzero.core.device import kind_of
 from fzero.core.future import Future
-from fzero.core.gpu import Copied, copy_in, copy_out
+from fzero.core.gpu import SMALL_COPY, Copied, copy_in, copy_out_together, rooms_beside
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.describe import Moves, moves, reduce_dtype
@@ -99,6 +99,7 @@ class GradientReducer:
         # On a GPU, what is added to sums that rest elsewhere, with such a sum on its way to the GPU.
         self.late: list[tuple[tuple[str, str, int | None], Tensor, Future[Tensor]]] = []
         self.left: dict[tuple[str, str, int | None], Copied] = {}  # the last copy of each sum to the host's memory
+        self.small: list[tuple[tuple[str, str, int | None], Tensor]] = []  # sums that wait to leave by one copy
         self.squared: dict[tuple[str, str], dict[int, list[Any]]] = {}  # (stream, leaf) -> layer -> its `squares_of`
 
     def put(
@@ -126,6 +127,8 @@ class GradientReducer:
             del tensors
             if next(job, None) is not None:
                 self.flying.append(job)
+        if not self.flying:
+            self.leave_small()
         grads.clear()
 
     def finish(self) -> None:
@@ -134,6 +137,7 @@ class GradientReducer:
             for _ in job:
                 pass
         self.flying.clear()
+        self.leave_small()
 
     def job(
         self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool
@@ -268,7 +272,7 @@ class GradientReducer:
 
     def leave(self, key: tuple[str, str, int | None], total: Tensor) -> None:
         """Start to copy a sum from the GPU to where it rests, or hand it to `early`."""
-        stream, name, layer = key
+        _, name, layer = key
         if self.ends_early(layer):
             self.hand_early(key, total)
             return
@@ -279,12 +283,43 @@ class GradientReducer:
             self.on_disk(key).put(layer or 0, total)
             self.show_early(key)
             return
-        whole = self.final.get((stream, name))
-        if whole is None:
-            whole = self.final[stream, name] = self.room(key, total)
-        self.left.pop(key, None)  # so that the last entry is the last copy
-        self.left[key] = copy_out(total.to(whole.dtype), out=whole if layer is None else whole[layer])
-        self.show_early(key, self.left[key])
+        if total.nbytes < SMALL_COPY:
+            self.small.append((key, total))
+        else:
+            self.send([(key, total)])
+
+    def leave_small(self) -> None:
+        """Start to copy the small sums that wait for it to the host's memory: those of a layer by one copy."""
+        small, self.small = self.small, []
+        if small:
+            self.lay_rooms(small)
+            self.send(small)
+
+    def send(self, leaving: list[tuple[tuple[str, str, int | None], Tensor]]) -> None:
+        """Start to copy sums from the GPU to the host's memory."""
+        tensors, slots = [], []
+        for key, total in leaving:
+            stream, name, layer = key
+            whole = self.final.get((stream, name))
+            if whole is None:
+                whole = self.final[stream, name] = self.room(key, total)
+            tensors.append(total.to(whole.dtype))
+            slots.append(whole if layer is None else whole[layer])
+        for (key, _), copied in zip(leaving, copy_out_together(tensors, slots)):
+            self.left.pop(key, None)  # so that the last entry is the last copy
+            self.left[key] = copied
+            self.show_early(key, copied)
+
+    def lay_rooms(self, sums: list[tuple[tuple[str, str, int | None], Tensor]]) -> None:
+        """Make the memory of those that have none, side by side where they have as many layers."""
+        fresh: dict[int | None, list[tuple[tuple[str, str], Tensor]]] = {}
+        for (stream, name, layer), total in sums:
+            if (stream, name) not in self.rooms:
+                depth = None if layer is None else self.depth[name]
+                fresh.setdefault(depth, []).append(((stream, name), total))
+        for depth, found in fresh.items():
+            rooms = rooms_beside([total for _, total in found], depth, pinned=found[0][1].is_cuda)
+            self.rooms |= {key: room for (key, _), room in zip(found, rooms)}
 
     def bring_home(self, name: str, piece: Tensor) -> Any:
         """This rank's part of a sum over the stages, on its way to where such sums rest."""

@@ -19,20 +19,22 @@ from fzero.sharding.plan import Plan
 from fzero.sharding.spec import Spec
 
 
-def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest.
+def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "", layer: bool = False) -> Tensor:
+    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest. layer: x is one of its layers.
 
     Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
     tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers
     has none.
-    Communicates: an all_gather over dp if that shards the leaf at rest; in the backward pass a psum_scatter, or psums.
+    Communicates: an all_gather over dp if that shards the leaf at rest, and over pp if that shards a leaf outside the
+    layers; in the backward pass psum_scatters, or psums.
     """
     owed = [axis for axis in compute.owed if axis not in rest.axes]
     for axis in owed if x.is_floating_point() else ():
         x = pvary(x, mesh[axis], leaf=leaf)
-    for dim, axes in enumerate(rest.dims):
-        if "dp" in axes and "dp" not in compute.axes:
-            x = all_gather(x, mesh["dp"], dim, leaf=leaf)
+    for dim, axes in enumerate(rest.dims[1:] if layer else rest.dims):
+        for axis in reversed(axes):
+            if axis not in compute.axes:
+                x = all_gather(x, mesh[axis], dim, leaf=leaf)
     return x
 
 
@@ -47,12 +49,8 @@ def unshard_tree(params: Tree, plan: Plan) -> Tree:
 def unshard_block(block: Callable[..., Any], plan: Plan, stack: str = "blocks") -> Callable[..., Any]:
     """`block` as a function of the parameters at rest of a layer of `stack`."""
     leaves = {name: leaf for name, leaf in plan.leaves.items() if name.startswith(f"{stack}/")}
-    specs = tuple((name, _layer(leaf.params), _layer(leaf.compute)) for name, leaf in leaves.items())
+    specs = tuple((name, leaf.params, leaf.compute) for name, leaf in leaves.items())
     return _unshard_block(block, specs, stack, plan.mesh)
-
-
-def _layer(spec: Spec) -> Spec:
-    return Spec(spec.dims[1:], spec.partial)
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,7 +60,7 @@ def _unshard_block(block: Callable[..., Any], specs: tuple, stack: str, mesh: Me
     def fetched_block(params: Tree, x: Any, ctx: Any) -> Any:
         def whole(short: str, leaf: Tensor) -> Tensor:
             name = f"{stack}/{short}"
-            return unshard(leaf, *at[name], mesh, leaf=name)
+            return unshard(leaf, *at[name], mesh, leaf=name, layer=True)
 
         return block(pytree.map_named(whole, params), x, ctx)
 

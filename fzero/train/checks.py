@@ -16,10 +16,10 @@ from fzero.models.batch import check_batch, check_tokens
 from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
+from fzero.sharding.pipelines import expect_parts
 from fzero.sharding.plan import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
-from fzero.train.row import row_of
 from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
@@ -56,17 +56,14 @@ def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execu
     expect_count("micro_batches", micro_batches)
     expect_kind("execution", execution, Execution, 'write fzero.Execution(remat="full", compiled=True)')
     expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
-    row_of(plan, micro_batches)  # which refuses a number of them that its schedule does not take
+    if plan.stages is not None and plan.pipeline is not None:
+        expect_parts(plan.pipeline, plan.stages, micro_batches)
 
 
 def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
     """Raise ValueError for options of a step that are out of range, or do not go together or with the plan."""
     remat = execution.remat
     assert isinstance(remat, Remat)  # Execution parses a text
-    if plan.stages is not None and execution.norms:
-        raise ValueError(
-            "norms of layers (Execution(norms=True), train.measure_every) are not summed over pp; leave them out"
-        )
     if plan.stages is not None and not layered:
         raise ValueError(
             f"pp={plan.sizes['pp']} cuts a layered Model into stages, and this is a plain function; use dp"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import Remat
@@ -43,6 +44,8 @@ class Execution:
     norms: bool = False
     capture: str = "off"
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
+    # planner only: the shapes between stages and of losses, which ranks of pp tell each other in a first step
+    _known: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         write = 'write remat="full" or remat="none"' if isinstance(self.remat, bool) else 'write remat="full"'

@@ -47,8 +47,9 @@ def make_backward(
         ctx = context_of(plan, how)
         parts = parts_of(loss_fn, plan, how._layers)
         assert isinstance(how.remat, Remat)  # Execution parses a text
+        known = {} if how._known is None else how._known
         return partial(
-            run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, how.reshard, nvme, {})
+            run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, how.reshard, nvme, known)
         )
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
@@ -89,7 +90,7 @@ def make_gradient(
     The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. squares: of the leaves that
     the norm need not read, see GradientReducer. lasting: see there, rooms and narrow."""
     loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
-    told: dict[Any, Any] = {}
+    told: dict[Any, Any] = {} if how._known is None else how._known
     users = users_of(parts_of(loss_fn, plan), plan) if isinstance(loss_fn, base.Model) else {}
     mesh, policy, square = plan.mesh, plan.policy, shards_of(plan).square
 
@@ -115,8 +116,6 @@ def make_gradient(
         known: Callable[[base.Loss], None] | None = None,
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
-        if plan.stages is not None and (transforms() or needs_grad(*pytree.leaves((state.params, parts)))):
-            raise ValueError("a step on a mesh with pp composes with no transform of torch.func; use pp=1")
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             grads, losses = pure(state.params, parts, firsts, key, seed)
             return grads, sum_losses(losses, mesh), {}

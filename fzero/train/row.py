@@ -22,12 +22,14 @@ from fzero.comm.tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, schedule, write_schedule
+from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, write_schedule
 from fzero.sharding.pipeline.simulate import simulate
+from fzero.sharding.pipeline.table import BACKWARD
+from fzero.sharding.pipelines import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.over_stages import gather_over_pp, share_losses, users_of
-from fzero.train.streamed import Activations, Headed, Held, StreamedModel, stages_of
+from fzero.train.streamed import Activations, Headed, Held, Passed, StreamedModel, stages_of
 
 Signature = tuple[Any, ...]
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
@@ -57,19 +59,19 @@ def channels_of(ranks: Sequence[int]) -> list[tuple[str, int, int]]:
 def schedule_of(plan: Plan, parts: int) -> Schedule:
     """The schedule of a step of so many micro-batches; raises ValueError if they do not suit it."""
     assert plan.stages is not None and plan.pipeline is not None
-    return made(plan.pipeline.schedule, plan.stages, parts)[0]
+    return made(plan.pipeline, plan.stages, parts)[0]
 
 
 @functools.lru_cache(maxsize=64)
-def made(name: str, stages: Stages, parts: int) -> tuple[Schedule, int]:
+def made(pipeline: Pipeline, stages: Stages, parts: int) -> tuple[Schedule, int]:
     """A schedule, and its `room_of`."""
-    found = schedule(name, stages, parts)
+    found = schedule_for(pipeline, stages, parts)
     return found, room_of(found)
 
 
 def room_for(plan: Plan, parts: int) -> int:
     """The messages on their way that a channel has room for in a step of so many micro-batches."""
-    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline.schedule, plan.stages, parts)[1]
+    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline, plan.stages, parts)[1]
 
 
 def row_of(plan: Plan, parts: int) -> list[Act]:
@@ -120,6 +122,8 @@ class Between:
         if axis.communicator is not None:
             open_channels(axis.communicator, channels_of(self.ranks))
         for act in row:
+            if act.kind == "W":
+                continue  # nobody waits for it
             forward = act.kind == "F"
             source, target = (act.stage - 1, act.stage + 1) if forward else (act.stage + 1, act.stage - 1)
             for stage, sends in ((source, False), (target, True)):
@@ -221,13 +225,16 @@ def run_row(
 
     held: dict[tuple[int, int], Held] = {}
     headed: dict[tuple[int, int], Headed] = {}
+    owed: dict[tuple[int, int], list[Passed]] = {}  # between gradients by inputs and those by weights
     losses: list[base.Loss] = []
     for i, act in enumerate(row):
         parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
+        if plan.stages is not None:
+            plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
         head = parts[-1] if parts[-1].kind == "head" else None
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
-            now = head if row[i + 1 : i + 2] == [act._replace(kind="B")] else None
+            now = head if row[i + 1 : i + 2] in ([act._replace(kind=kind)] for kind in BACKWARD) else None
             body, early = parts if head is None else parts[:-1], [] if now is None else now.groups
             ctx = model.context(batches.parts[act.part], batches.key, batches.firsts[act.part])
             with phase("forward"):
@@ -241,7 +248,12 @@ def run_row(
             held[at] = one
             del ctx, x, one
             continue
-        one = held.pop(at)
+        final = act.part == last
+        if act.kind == "W":
+            with phase("backward"):
+                model.backward_weights(owed.pop(at), sink, final)
+            continue
+        one, later = held.pop(at), None if act.kind == "B" else owed.setdefault(at, [])
         if head is not None:
             if at not in headed:
                 with phase("forward"):
@@ -252,14 +264,16 @@ def run_row(
                 ready(losses[-1])
         with phase("backward"):
             if head is not None:
-                x_grads = model.head_backward(head, headed.pop(at), seed, sink, act.part == last)
+                x_grads = model.head_backward(head, headed.pop(at), seed, sink, final)
             else:
                 x_grads = between.take(*at, False, signatures).leaves
                 one.ahead.expect(one.order(), "backward")
-            x_grads = model.backward(one, x_grads, sink, act.part == last)
+            x_grads = model.backward(one, x_grads, sink, final, later)
             if act.stage:
                 between.give(*at, x_grads, False, signatures[act.part])
-        del one, x_grads
+        del one, later, x_grads
+    if plan.stages is not None:
+        plan.mesh.ledger.at("row", None)
     between.close()
     return losses
 

@@ -33,8 +33,10 @@ from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
 from fzero.train.gradient import layer_keys, make_backward
 from fzero.train.loss import LossFn, dropout_key
+from fzero.train.over_stages import gather_over_pp, users_of
 from fzero.train.row import Batches
 from fzero.train.state import TrainState, expect_alive, state_specs
+from fzero.train.streamed import parts_of
 
 WORD = 1 << 64
 
@@ -71,7 +73,9 @@ def make_check(
     `part(m)` is micro-batch m of a batch, for any m below the number of data ranks R. Data rank r computes the loss and
     the gradient of micro-batch r, and those of micro-batch r - 1 (mod R), which rank r - 1 has computed; alone, it
     computes its own one twice. The state is not changed, and nothing is summed: the digests are of each rank's own
-    values. Leaves on a disk are not compared. The arguments are those of `make_train_step`.
+    values. Leaves on a disk are not compared. On a mesh with pp the ranks of a stage are compared with one another;
+    what one of them computes wrongly goes on to other stages, whose ranks then differ too. The arguments are those of
+    `make_train_step`.
     Communicates: for the parameters, as much as the passes of two micro-batches; and an all_gather of 8 bytes a leaf.
 
     >>> def loss(params, batch):
@@ -85,10 +89,12 @@ def make_check(
     Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
     backward, mesh, policy = make_backward(model, plan, execution, nvme), plan.mesh, plan.policy
-    specs = state_specs(plan, tx)
+    specs, users = state_specs(plan, tx), users_of(parts_of(model, plan), plan) if isinstance(model, base.Model) else {}
+    compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 
     def computed(state: TrainState, m: int, part: Any) -> dict[str, list[Started]]:
+        """The digests of the loss and the gradients; [] of those that are another pp rank's."""
         rows, sink = pytree.leaves(part)[0], Digests()
         # As in a step: float16 gradients need that room.
         seed = torch.ones((), device=state.step.device)
@@ -96,13 +102,13 @@ def make_check(
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
         key = layer_keys(dropout_key(model, state), plan, execution)
-        (loss,) = backward(state.params, Batches([part], [m * rows.shape[0]], key), seed, sink)
-        return {"the loss": [start_digest(loss.total.detach())], **dict(sorted(sink.found.items()))}
+        params = gather_over_pp(state.params, plan, users)
+        losses = backward(params, Batches([part], [m * rows.shape[0]], key), seed, sink)
+        found = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.found}
+        return {name: found.get(name, []) for name in compared}
 
     def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:
         expect_alive(state)
-        if plan.stages is not None:
-            raise ValueError("ranks of pp compute unlike stages, which this version does not compare; use no check")
         with torch.no_grad(), mesh.ledger.phase("check"):
             before = (mesh.data_rank - 1) % mesh.data_size
             own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))

@@ -184,18 +184,23 @@ class StreamedModel(NamedTuple):
         """The parts of this rank's stages, in the order of a forward pass."""
         return tuple(part for stage in stages_of(self.parts, self.plan).values() for part in stage)
 
+    @property
+    def split(self) -> bool:
+        """Whether the schedule has backward passes by inputs and by weights."""
+        return self.plan.stages is not None and self.plan.pipeline is not None and self.plan.pipeline.split
+
     def pairs_of(
         self, part: Part, x_def: Any, ctx: base.Ctx, batch: base.Batch
     ) -> tuple[tuple[VjpPair, ...], list[Any], list[Tensor]]:
         """(pairs, structure of the result, inputs that are not differentiated) of a part's functions; blocks alone are
-        compiled."""
+        compiled, and split."""
         block = part.kind == "block"
         leaves, extra_def = pytree.flatten(ctx if block else (ctx, batch))
         short = tuple(name.removeprefix(f"{part.name}/") for name in part.leaves) if block else part.leaves
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
         structure = (short, x_def, extra_def, static_signature(leaves))
-        frozen = len(part.leaves) - len(self.trained(part))
-        made = [part_pair(part.kind, f, structure, compiled, budget, frozen) for f in part.functions]
+        frozen, split = len(part.leaves) - len(self.trained(part)), block and self.split
+        made = [part_pair(part.kind, f, structure, compiled, budget, frozen, split) for f in part.functions]
         return tuple(pair for pair, _ in made), made[0][1], [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def trained(self, part: Part) -> tuple[str, ...]:
@@ -286,33 +291,59 @@ class StreamedModel(NamedTuple):
             reducer.put(head.groups[0], self.trained(head), grads, last=last, again=used_before(self.here, head))
         return x_grads
 
-    def backward(self, held: Held, x_grads: list[Tensor], reducer: GradientReducer, last: bool) -> list[Tensor]:
+    def backward(
+        self,
+        held: Held,
+        x_grads: list[Tensor],
+        reducer: GradientReducer,
+        last: bool,
+        owed: list[Passed] | None = None,
+    ) -> list[Tensor]:
         """The gradients of the leaves of x that a stage took, from those of the ones that it gave; those of its
-        parameters go to `reducer`."""
+        parameters go to `reducer`.
+
+        owed: is given the stacks, of which the gradients by weights are left for `backward_weights`; None: nothing is
+        left. Only stacks are split: the other parts are a small share of the time, and what they would keep is large (a
+        head whose cross entropy is fused, its whole gradient). They come in the order of micro-batches here too.
+        """
         with torch.no_grad():
             while held.passed:
-                x_grads = self.run_backward(held.passed.pop(), x_grads, held.ahead, reducer, last)
+                one = held.passed.pop()
+                if owed is not None and one.run is not None:
+                    x_grads = one.run.backward_inputs(take_layer(held.ahead, one.part), x_grads, one.extra)
+                    owed.append(one._replace(extra=[]))
+                else:
+                    x_grads = self.run_backward(one, x_grads, held.ahead, reducer, last)
         return x_grads
+
+    def backward_weights(self, owed: list[Passed], reducer: GradientReducer, last: bool) -> None:
+        """Give the gradients of stacks' parameters to `reducer`, in the order of a whole backward pass."""
+        with torch.no_grad():
+            for one in owed:
+                assert one.run is not None  # only stacks are owed
+                one.run.backward_weights(self.putter(one.part, reducer, last))
+
+    def putter(self, part: Part, reducer: GradientReducer, last: bool) -> Callable[[int, list[Tensor]], None]:
+        """The function that gives a layer's gradients to `reducer`."""
+        groups, trained = part.groups, self.trained(part)
+        return lambda i, grads: reducer.put(groups[i], trained, grads, last=last)
 
     def run_backward(
         self, one: Passed, x_grads: list[Tensor], ahead: Prefetcher, reducer: GradientReducer, last: bool
     ) -> list[Tensor]:
         """The gradients of the leaves of x that a part took; those of its parameters go to `reducer`."""
-        part, groups, trained = one.part, one.part.groups, self.trained(one.part)
+        part = one.part
         if one.run is not None:
-
-            def put(i: int, layer_grads: list[Tensor]) -> None:
-                reducer.put(groups[i], trained, layer_grads, last=last)
-
-            return one.run.backward(take_layer(ahead, part), put, x_grads, one.extra)
-        fetched = ahead.take(groups[0]) if one.kept.needs else ()
+            return one.run.backward(take_layer(ahead, part), self.putter(part, reducer, last), x_grads, one.extra)
+        (group,) = part.groups
+        fetched = ahead.take(group) if one.kept.needs else ()
         self.plan.mesh.ledger.at(part.name, None)
         grads = one.pairs[0].backward(one.kept, x_grads, fetched)
         del fetched
         x_grads.clear()
         x_grads = grads[len(grads) - one.inputs :]
         del grads[len(grads) - one.inputs :]
-        reducer.put(groups[0], trained, grads, last=last, again=used_before(self.here, part))
+        reducer.put(group, self.trained(part), grads, last=last, again=used_before(self.here, part))
         return x_grads
 
     def context(self, batch: base.Batch, key: dict[str, Any], first: int) -> base.Ctx:

@@ -270,6 +270,7 @@ class MemoryTrace(LiveBytes):
         self.collective = leaf if gathers else ""
         if self.ledger is not None and self.ledger.entered is not None:
             self.stays[-1].sent.append(self.ledger.entered)
+            self.ledger.entered = None  # a rank that sends nothing in the next one enters nothing
         self.transfer("start", number, collective, axis, sent_bytes)
 
     def wait(self, number: int) -> None:

@@ -138,10 +138,8 @@ class Meter:
         return row | rates | made.measured
 
     def norms(self, state: TrainState, metrics: Metrics) -> dict[str, Any]:
-        """The norms of gradients and parameters by layer, of a step that is measured; nothing with pp."""
+        """The norms of gradients and parameters by layer, of a step that is measured."""
         plan, mesh = self.job.plan, self.job.mesh
-        if plan.stages is not None:
-            return {}
         # A step that measures has both.
         assert not isinstance(metrics.squares, tuple) and not isinstance(metrics.factor, tuple)
         grads = norms.by_part(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import psum
+from fzero.comm.tables import device_of
 from fzero.core import pytree
 from fzero.core.gpu import start_fetch
 from fzero.core.pytree import Tree
@@ -21,6 +22,7 @@ from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import WHOLE, squares
 from fzero.sharding import Mesh
 from fzero.sharding.slices import is_stacked
+from fzero.sharding.spec import Spec
 
 Norms = dict[str, Any]  # {"embed": norm, "blocks": [norm of each layer], "head": norm}
 
@@ -32,7 +34,8 @@ def sums(squared: Mapping[str, Squared]) -> dict[str, Tensor]:
         layers: dict[int, list[Tensor]] = {}
         for layer, square in leaf.squares:
             layers.setdefault(layer, []).append(square.to(torch.float64).sum())
-        out[name] = torch.stack([torch.stack(found).sum() for _, found in sorted(layers.items())])
+        found = [torch.stack(layers[layer]).sum() for layer in sorted(layers)]
+        out[name] = torch.stack(found) if found else torch.zeros(0, dtype=torch.float64)  # other stages have its layers
     return out
 
 
@@ -52,7 +55,7 @@ def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, f
     Communicates: one psum per axis that shards any leaf, of a float64 number per leaf and layer.
     """
     named = pytree.named_leaves(specs)
-    totals = dict(local)
+    totals = {name: place_layers(sums, named[name], mesh) for name, sums in local.items()}
     with mesh.ledger.phase("norms"):
         for axis in mesh.axes:
             names = [name for name in sorted(totals) if axis.size > 1 and axis.name in named[name].axes]
@@ -69,3 +72,13 @@ def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, f
         finite = [value if math.isfinite(value) else None for value in found.tolist()]
         out[part] = finite if is_stacked(names[0]) else finite[0]
     return out
+
+
+def place_layers(sums: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
+    """The sums [layers of this rank] of a leaf whose layers are on several ranks at their places among all of its
+    layers, where those of other ranks are 0: a sum over pp then has each layer's own bits."""
+    if not spec.rows:
+        return sums
+    mine = torch.tensor(spec.rows[mesh["pp"].rank], dtype=torch.int64, device=device_of(mesh))
+    placed = torch.zeros(sum(len(rows) for rows in spec.rows), dtype=sums.dtype, device=device_of(mesh))
+    return placed.index_copy_(0, mine, sums.to(placed.device))

@@ -20,6 +20,7 @@ class Family(NamedTuple):
     order: (p, m, v, r) -> the steps of rank r; those of micro-batches from m on are left out.
     chunks: the stages of a rank, None for any number; placement: "loop" or "v" (see `place`).
     least: the fewest micro-batches for p ranks. groups: whether they must come in equal groups (`group_size`).
+    split: whether any backward is split into inputs and weights.
     ref: where it was published.
     """
 
@@ -29,6 +30,7 @@ class Family(NamedTuple):
     placement: str = "loop"
     least: Callable[[int], int] = lambda p: 1
     groups: bool = False
+    split: bool = False
 
 
 def group_size(p: int, m: int) -> int:
@@ -148,16 +150,19 @@ FAMILIES = {
         chunks=None,
         groups=True,
     ),
-    "zb-h1": Family(lambda p, m, v, r: looped(p, m, v, p - r, r), "Qi et al. 2024, arXiv:2401.10241"),
-    "zb-h2": Family(lambda p, m, v, r: looped(p, m, v, 2 * (p - r) - 1, 2 * r), "Qi et al. 2024, arXiv:2401.10241"),
+    "zb-h1": Family(lambda p, m, v, r: looped(p, m, v, p - r, r), "Qi et al. 2024, arXiv:2401.10241", split=True),
+    "zb-h2": Family(
+        lambda p, m, v, r: looped(p, m, v, 2 * (p - r) - 1, 2 * r), "Qi et al. 2024, arXiv:2401.10241", split=True
+    ),
     "interleaved-zb": Family(
         lambda p, m, v, r: looped(p, m, v, interleaved_warm(p, m, v, r, 1), r),
         "Qi et al. 2024, arXiv:2401.10241, with the chunks of arXiv:2104.04473",
         chunks=None,
         groups=True,
+        split=True,
     ),
-    "zb-v": Family(zb_v, "Qi et al. 2024, arXiv:2405.15362", chunks=2, placement="v"),
+    "zb-v": Family(zb_v, "Qi et al. 2024, arXiv:2405.15362", chunks=2, placement="v", split=True),
     "dualpipe-v": Family(
-        dualpipe_v, "DeepSeek-AI 2024, arXiv:2412.19437", chunks=2, placement="v", least=lambda p: 2 * p
+        dualpipe_v, "DeepSeek-AI 2024, arXiv:2412.19437", chunks=2, placement="v", least=lambda p: 2 * p, split=True
     ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fzero.core.arguments import checked
@@ -42,13 +42,13 @@ class Played(NamedTuple):
 
 
 @checked()
-def play(s: Schedule, cost: Cost, wire: Wire = 0.0) -> Played:
+def play(s: Schedule, cost: Cost | Callable[[Act], float], wire: Wire = 0.0) -> Played:
     """Play a schedule with given times: every rank runs its row in order, and starts an act as soon as what it needs is
     there. Messages are under way while ranks compute.
 
     cost: by kind of act its time, one for all stages or a sequence by stage. B may be left out where I and W are given,
     and is their sum; G and D take no time unless they are given. With a time for "F&B" the pairs of a schedule that has
-    some run together and take that long (by the stage of F); without, one after the other.
+    some run together and take that long (by the stage of F); without, one after the other. Or a function of an act.
     wire: the time of a message between stages s and s + 1 that are on different ranks, one for all or by s.
 
     Raises ValueError if a time is missing, or if the schedule deadlocks.
@@ -61,10 +61,13 @@ def play(s: Schedule, cost: Cost, wire: Wire = 0.0) -> Played:
     >>> round(play(s, {"F": 1.0, "B": 2.0}, wire=0.1).step, 1)
     34.6
     """
-    costs, wires = _times(s, cost), _spread("the time of messages", wire, len(s.stages.ranks) - 1)
-    ranks, rows = s.stages.ranks, groups(s, together=PAIR in cost)
+    costs = {} if callable(cost) else _times(s, cost)
+    wires = _spread("the time of messages", wire, len(s.stages.ranks) - 1)
+    ranks, rows = s.stages.ranks, groups(s, together=PAIR in costs)
 
     def time(group: tuple[Act, ...]) -> float:
+        if callable(cost):
+            return cost(group[0])
         return costs[PAIR if len(group) == 2 else group[0].kind][group[0].stage]
 
     def delay(source: Act, target: Act) -> float:

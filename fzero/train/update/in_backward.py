@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.device import HOST, kind_of
-from fzero.core.gpu import Copied, await_readers, copy_out
+from fzero.core.gpu import SMALL_COPY, Copied, await_readers, copy_out, copy_out_together, rooms_beside
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import UpdateUnit, begin_ahead
 from fzero.sharding import Plan
@@ -52,7 +52,7 @@ class EarlyUpdate:
     with the others.
 
     On a GPU a layer is updated when the next one has been launched, so that the GPU computes meanwhile; its gradients
-    leave at once for where it is updated. old: see Update.
+    leave at once for where it is updated, the small ones of a layer by one copy. old: see Update.
     """
 
     keeps = False  # whether the sums of layers are kept to the end of the step
@@ -83,20 +83,31 @@ class EarlyUpdate:
     def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer; update layers all of whose leaves have arrived."""
         assert self.update is not None, "begin was not called"
-        if copied is None and self.update.where == HOST and isinstance(value, Tensor) and kind_of(value) == "cuda":
-            copied = copy_out(value)
-            value = copied.tensor
         held = self.waiting.setdefault(layer, {})
         held[name] = value, copied
+        if self.leaves(held[name]) and value.nbytes >= SMALL_COPY:
+            copied = copy_out(value)
+            held[name] = copied.tensor, copied
         if len(held) == len(self.stacked):
+            small = {n: x for n, (x, one) in held.items() if self.leaves((x, one))}
+            gone = copy_out_together([*small.values()], rooms_beside([*small.values()])) if small else []
+            held |= {n: (one.tensor, one) for n, one in zip(small, gone)}
             self.catch_up()
-            # The copies are on one stream, in the order in which their leaves come, so the last one is waited for.
-            last = next((one for _, one in reversed(held.values()) if one is not None), None)
+            # The copies are on one stream, the small ones last, so the last one is waited for.
+            copies = [gone[-1]] if gone else [one for _, one in held.values() if one is not None]
+            last = copies[-1] if copies else None
             arrive = None if last is None else functools.cache(last.finish)
             self.ready = layer, {n: (x, None if one is None else arrive) for n, (x, one) in held.items()}
             del self.waiting[layer]
             if kind_of(self.state.step) != "cuda":
                 self.catch_up()
+
+    def leaves(self, held: tuple[Any, Copied | None]) -> bool:
+        """Whether a gradient is on a GPU, and is to be copied to the host, which updates."""
+        assert self.update is not None, "begin was not called"
+        value, copied = held
+        there = copied is None and isinstance(value, Tensor) and kind_of(value) == "cuda"
+        return there and self.update.where == HOST
 
     def catch_up(self) -> None:
         """Update the layer that has arrived, if there is one."""

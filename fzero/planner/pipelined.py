@@ -1,0 +1,273 @@
+"""The steps of all ranks of a pipeline, from short traces: one for each kind of rank.
+
+A rank's row has many acts, and few that differ: a forward of a stage is like the one before it, but for the first ones,
+whose messages meet room, and the last one. So a rank of each kind (ranks whose stages have the same parts) is traced
+with so few micro-batches that every circumstance of the whole row occurs, and the row of every rank is put together of
+what was recorded: memory is the sum of its births and deaths, time is what the schedule makes of the seconds of its
+acts. The law, which is tested: a step that is put together has the bytes and messages of one that was traced whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fzero.comm.ledger import sent_elements
+from fzero.core.device import CPU, Target
+from fzero.planner.step_trace import FakeStep, Trace, fake_nvme, make_trace, run_step, shared_mesh, shared_model
+from fzero.run import build as run_build
+from fzero.run.config import RunConfig
+from fzero.run.machine import resolve_auto
+from fzero.run.measure.moments import Change, Life, Stay
+from fzero.sharding import Plan
+from fzero.sharding.pipeline import Act, Schedule
+from fzero.sharding.pipeline.play import peak
+from fzero.train.row import room_for, schedule_of
+from fzero.train.streamed import parts_of, stages_of
+
+Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
+Circumstance = tuple[object, ...]  # two acts with the same one have the same record
+Kind = tuple[object, ...]  # two ranks of the same kind have stages of the same parts
+
+
+class Record(NamedTuple):
+    """A step of one rank with few micro-batches, cut at its acts."""
+
+    step: FakeStep
+    parts: int
+    before: list[Stay]  # until the first act
+    acts: list[list[Stay]]
+    after: list[Stay]
+    circumstances: list[Circumstance]  # of the acts
+
+
+class RankRow(NamedTuple):
+    """What is known of the step of a rank of pp, without its Trace."""
+
+    record: Record  # of its kind
+    records: list[Record]  # all of its kind, from which its acts are
+    acts: list[list[Stay]]  # of each act of its row, from a record of its kind
+    layers: tuple[int, ...]  # of each of its stages
+    state_bytes: int  # at rest on its device
+    peak_bytes: int
+    in_flight: int  # the most micro-batches of a stage between forward and backward
+
+
+class PipelineTrace(NamedTuple):
+    """The step of a pipeline: the Trace of the rank with the fullest memory, and what is known of all of them."""
+
+    trace: Trace
+    schedule: Schedule
+    ranks: tuple[RankRow, ...]
+
+
+def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
+    """Of each act of a rank's row all that its record may depend on.
+
+    That is its kind and chunk; of a backward pass whether it is the first, the second or the last; whether another
+    message will come in the channel from which it takes, whose memory is then made; how many messages are on their way
+    in the one to which it gives (up to room); and whether the backward pass of a forward follows at once. A stage's
+    result may be kept for its backward pass and be on its way at the same time, and is freed by what ends last: so it
+    matters whether the backward pass finds it on its way, and whether a send, which waits for the oldest message where
+    there is no room, comes after the backward pass of that.
+    """
+    chunks, row = s.stages.chunks(rank), s.rows[rank]
+    left = Counter(ends_of(s, rank, act)[0] for act in row)
+    sent: dict[Channel, list[Act]] = {}  # what each channel was given
+    done: set[tuple[int, int]] = set()  # (micro-batch, stage) of ended backward passes
+    out: list[Circumstance] = []
+    for i, act in enumerate(row):
+        source, target = ends_of(s, rank, act)
+        given = sent.setdefault(target, []) if target is not None else []
+        left[source] -= 1
+        found: list[object] = [act.kind, chunks.index(act.stage), source is not None and left[source] > 0]
+        if act.kind == "F":
+            found.append(row[i + 1 : i + 2] == (act._replace(kind="B"),))
+        else:
+            forward = act._replace(kind="F")
+            flying = sent.get(ends_of(s, rank, forward)[1] or (-1, False), [])[-room:]
+            found += [min(act.part, 2), act.part == s.parts - 1, row[max(0, i - 1)] == forward, forward in flying]
+        if target is not None:
+            oldest = given[-room] if len(given) >= room else None
+            found += [min(len(given), room), room, oldest is not None and (oldest.part, oldest.stage) in done]
+        out.append(tuple(found))
+        given.append(act)
+        if act.kind in ("B", "W"):
+            done.add((act.part, act.stage))
+    return out
+
+
+def ends_of(s: Schedule, rank: int, act: Act) -> tuple[Channel | None, Channel | None]:
+    """The channels from which an act of a rank takes and to which it gives, None for those within a rank."""
+    step = 1 if act.kind == "F" else -1
+
+    def channel(stage: int) -> Channel | None:
+        there = 0 <= stage < len(s.stages.ranks) and s.stages.ranks[stage] != rank and act.kind != "W"
+        return (s.stages.ranks[stage], step > 0) if there else None
+
+    return channel(act.stage - step), channel(act.stage + step)
+
+
+def kind_of(plan: Plan, job: run_build.Job, rank: int) -> Kind:
+    """The kind of a rank of pp."""
+    stages = stages_of(parts_of(job.model, plan), plan, rank)
+    return tuple(
+        tuple((part.name, part.depth, part.functions) for part in parts)
+        for parts in stages.values()
+    )
+
+
+def few_parts(plan: Plan, rank: int, parts: int) -> int:
+    """The fewest micro-batches with which the row of a rank has every circumstance that occurs in it with `parts`."""
+    wanted = set(circumstances_of(schedule_of(plan, parts), rank, room_for(plan, parts)))
+    for few in range(1, parts) if plan.reduce != "canonical" else ():
+        try:
+            s = schedule_of(plan, few)
+        except ValueError:
+            continue  # a number that the schedule does not take
+        if wanted <= set(circumstances_of(s, rank, room_for(plan, few))):
+            return few
+    return parts
+
+
+def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int, few: int, target: Target) -> Record:
+    """The Record of a global rank, with `few` of `parts` micro-batches."""
+    short = replace(config, train=replace(config.train, batch=config.train.batch * few // parts))
+    step = run_step(short, sizes, rank, target)
+    plan = step.job.plan
+    s, pp = schedule_of(plan, few), plan.mesh["pp"].rank
+    names = {str(act): i for i, act in enumerate(s.rows[pp])}
+    marks = [i for i, stay in enumerate(step.stays) if stay.visit.phase == "" and stay.visit.part in names]
+    end = next(i for i, stay in enumerate(step.stays) if (stay.visit.phase, stay.visit.part) == ("", "row"))
+    assert len(marks) == len(s.rows[pp]), f"{len(marks)} of {len(s.rows[pp])} acts"
+    acts = [list(step.stays[i:j]) for i, j in zip(marks, [*marks[1:], end])]
+    found = circumstances_of(s, pp, room_for(plan, few))
+    return Record(step, few, list(step.stays[: marks[0]]), acts, list(step.stays[end:]), found)
+
+
+def trace(
+    config: RunConfig,
+    sizes: Mapping[str, int],
+    *,
+    rank: int = 0,
+    target: Target | None = None,
+    say: Callable[[str], None] = lambda stage: None,
+) -> PipelineTrace:
+    """The step of all ranks of pp, of those at the other coordinates of global rank `rank`.
+
+    say: called with the text of each stage of the work. Raises ValueError for any config that a run would refuse.
+    """
+    target = CPU if target is None else target
+    config = resolve_auto(config, target)
+    mesh = shared_mesh(tuple(sizes.items()), 0)
+    job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
+    plan, parts = job.plan, run_build.local_micro_batches(config, mesh)
+    s, room = schedule_of(plan, parts), room_for(plan, parts)
+    stride = mesh.size // s.stages.size
+    kinds: dict[Kind, list[int]] = {}
+    for pp in range(s.stages.size):
+        kinds.setdefault(kind_of(plan, job, pp), []).append(pp)
+    rows: dict[int, RankRow] = {}
+    for ranks in kinds.values():
+        known: dict[Circumstance, list[Stay]] = {}  # what ranks of this kind have been seen to do
+        records: list[Record] = []
+        for pp in ranks:
+            wanted = circumstances_of(s, pp, room)
+            if not records or not known.keys() >= set(wanted):
+                few = few_parts(plan, pp, parts)
+                say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
+                record = record_of(config, sizes, pp * stride + rank % stride, parts, few, target)
+                records.append(record)
+                known |= {one: act for one, act in zip(record.circumstances, record.acts) if one not in known}
+            rows[pp] = row_of_rank(records, s, pp, [known[one] for one in wanted])
+    ordered = tuple(rows[pp] for pp in range(s.stages.size))
+    fullest = max(range(len(ordered)), key=lambda pp: ordered[pp].peak_bytes)
+    note = f"{parts} micro-batches from {ordered[fullest].record.parts}" if ordered[fullest].record.parts < parts else ""
+    return PipelineTrace(put_together(ordered[fullest], s, fullest, config, rank % stride + fullest * stride, note), s, ordered)
+
+
+def row_of_rank(records: list[Record], s: Schedule, rank: int, acts: list[list[Stay]]) -> RankRow:
+    """The RankRow of a rank that is of the records' kind."""
+    record = records[-1]
+    begin, after = edges(record, s, acts)
+    profiles = {id(act): profile(act) for act in acts}
+    most, now = profile(begin)
+    for act in acts:
+        most = max(most, now + profiles[id(act)][0])
+        now += profiles[id(act)][1]
+    most = max(most, now + profile(after)[0])
+    layers = tuple(len(s.stages.layers[stage]) for stage in s.stages.chunks(rank))
+    return RankRow(record, records, acts, layers, sum(record.step.at_rest[0].values()), most, peak(s.rows[rank]))
+
+
+def profile(stays: Sequence[Stay]) -> tuple[int, int]:
+    """(the most bytes alive in some stays beyond those at their begin, the bytes that they leave more than there
+    were)."""
+    now = most = 0
+    for stay in stays:
+        for change in stay.changes:
+            now += change.sign * change.life.bytes
+            most = max(most, now)
+    return most, now
+
+
+def edges(record: Record, s: Schedule, acts: Sequence[list[Stay]]) -> tuple[list[Stay], list[Stay]]:
+    """The stays before and behind the acts of a row, for all of its micro-batches: with their batch, and without the
+    losses that each of them leaves."""
+    begin = [record.before[0]._replace(changes=[scaled(one, record.parts, s.parts) for one in record.before[0].changes])]
+    net = {id(act): profile(act)[1] for act in (*acts, *record.acts)}
+    left = sum(net[id(act)] for act in acts) - sum(net[id(act)] for act in record.acts)
+    after = [of_all(stay, record, s.parts) for stay in record.after]
+    if left:
+        i = next((i for i, stay in enumerate(after) if stay.visit.phase == "metrics"), 0)
+        life = Life(abs(left), "losses", after[i].visit, "workspace")
+        after[i] = after[i]._replace(changes=[*after[i].changes, Change(life, -1 if left > 0 else 1, -1)])
+    return [*begin, *record.before[1:]], after
+
+
+def scaled(change: Change, few: int, parts: int) -> Change:
+    """The birth of a batch of so many micro-batches; another one as it is."""
+    if change.life.group != "batch":
+        return change
+    return change._replace(life=replace(change.life, bytes=change.life.bytes // few * parts))
+
+
+def of_all(stay: Stay, record: Record, parts: int) -> Stay:
+    """A stay whose messages have the losses of so many micro-batches."""
+
+    def elements(collective: str, axis: str, sent: int) -> int:
+        ranks, each = record.step.job.mesh[axis].size, 0  # elements of a micro-batch's losses, on all ranks
+        while sent_elements(collective, (each + 1) * record.parts, ranks) <= sent:
+            each += 1
+        return sent_elements(collective, each * parts, ranks)
+
+    return stay._replace(
+        sent=[(key, elements(key[1], key[2], n) if key[3] == "loss" else n) for key, n in stay.sent]
+    )
+
+
+def of_rank(s: Schedule, rank: int, act: Act, stays: Sequence[Stay]) -> list[Stay]:
+    """The stays of an act that were recorded on any rank, with the name of the channel that this rank sends to."""
+    target = ends_of(s, rank, act)[1]
+    name = "" if target is None else f"{'x' if target[1] else 'grad'}:{rank}-{target[0]}"
+    return [
+        stay._replace(sent=[((*key[:3], name, key[4]) if key[1] == "message" else key, n) for key, n in stay.sent])
+        for stay in stays
+    ]
+
+
+def put_together(row: RankRow, s: Schedule, pp: int, config: RunConfig, rank: int, note: str) -> Trace:
+    """The Trace of a rank of pp with its whole row."""
+    record = row.record
+    begin, after = edges(record, s, row.acts)
+    acts = [of_rank(s, pp, act, stays) for act, stays in zip(s.rows[pp], row.acts)]
+    stays = [*begin, *itertools.chain.from_iterable(acts), *after]
+    step = record.step._replace(job=record.step.job._replace(config=config), rank=rank)
+    found = make_trace(step, stays, exact=note)
+    counts, once = Counter(id(stay.events) for stay in stays), {id(stay.events): stay.events for stay in stays}
+    turns = tuple(itertools.chain.from_iterable([counts[key]] * len(events) for key, events in once.items()))
+    return found._replace(turns=turns)
+

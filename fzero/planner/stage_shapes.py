@@ -1,0 +1,62 @@
+"""What passes between the stages of a planned pipeline: the shapes that ranks of pp tell each other in a first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.device import FakeDevice
+from fzero.models import base
+from fzero.run import build as run_build
+from fzero.run.config import RunConfig
+from fzero.sharding import Plan, fake_mesh
+from fzero.train.batch import split_batch
+from fzero.train.execution import Execution
+from fzero.train.loss import context_of
+from fzero.train.row import signature_of
+from fzero.train.streamed import Activations, StreamedModel, parts_of, stages_of
+
+
+def stage_shapes(
+    config: RunConfig, plan: Plan, model: base.Model, batch: Mapping[str, Tensor], parts: int, mode: FakeDevice
+) -> dict[Any, Any]:
+    """What a step of `plan`, with pp, knows after its first one (see row.Between and over_stages.share_losses), from a
+    forward pass of one layer of each stack on fake tensors.
+
+    batch: of a rank, of so many micro-batches.
+    """
+    t = replace(config.train, batch=config.train.micro_batch, update="end", compiled=False)
+    alone = replace(config, zero=0, offload="", mesh={}, train=t)  # parameters whole over dp
+    sizes = {axis.name: 1 if axis.name in ("pp", "dp", "rp") else axis.size for axis in plan.mesh.axes}
+    job = run_build.build(alone, fake_mesh(sizes), model=model, layers=1)
+    execution = Execution(kernels=config.train.kernels)
+    assert not isinstance(execution.remat, str)  # Execution parses a text
+    streamed = StreamedModel(
+        job.model, parts_of(job.model, job.plan, 1), job.plan, context_of(job.plan, execution), execution.remat, 0
+    )
+    params = pytree.map(
+        lambda x: torch.empty(x.shape, dtype=x.dtype, device=mode.device), run_build.like_of(job).params
+    )
+    one = split_batch(batch, parts)[1][0]
+    ctx, ahead, x = streamed.context(one, {}, 0), streamed.fetcher(params, mode.device), Activations([], pytree.flatten(())[1])
+    behind: dict[str, tuple[Any, Any]] = {}  # by part: the shapes and the tree of what it gives
+    loss = None
+    for part in streamed.parts:
+        x = streamed.primal((part,), x, one, ctx, ahead)
+        if part.kind == "head":
+            loss = x
+        else:
+            behind[part.name] = [(tuple(leaf.shape), leaf.dtype) for leaf in x.leaves], x.treedef
+    assert plan.stages is not None  # a plan with pp
+    leaves, treedef = pytree.flatten(loss)
+    known: dict[Any, Any] = {"loss": (treedef, [leaf.dtype for leaf in leaves])}
+    for rank in range(plan.stages.size):
+        for stage, held in stages_of(parts_of(job.model, plan), plan, rank).items():
+            if held[-1].kind != "head":
+                known[stage, signature_of(one)] = behind[held[-1].name]
+    return known

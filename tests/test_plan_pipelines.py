@@ -1,0 +1,107 @@
+"""Plans with pp against the steps themselves: memory of every rank to the byte, messages, and composed rows."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+import ranks
+from plan_cases import made
+from test_plan_memory import flop, fullest, measured
+
+import fzero
+from fzero.planner import pipelined
+from fzero.planner.plan_report import total_flop
+from fzero.planner.step_trace import trace_step
+from fzero.sharding import pipeline
+
+FOUR = {"n_layers": 4}
+CASES = {
+    "1f1b": made(mesh={"pp": 2}, parts=5, model=FOUR),
+    "gpipe": made("gpt2", mesh={"pp": 2}, zero=1, parts=4, model=FOUR, pipeline={"schedule": "gpipe", "layout": "3,1"}),
+    "interleaved": made(
+        mesh={"pp": 2}, parts=6, policy="bf16", model=FOUR, pipeline={"schedule": "interleaved", "chunks": 2}
+    ),
+    "stage 3": made(mesh={"pp": 2, "dp": 2}, zero=3, parts=4, model=FOUR, train_remat="full"),
+    "experts": made("mixtral", mesh={"pp": 2, "dp": 2}, zero=2, parts=3),
+    "tp": made("gpt2", mesh={"pp": 2, "tp": 2}, sequence=True, parts=3, model=FOUR),
+    "pp4": made(mesh={"pp": 4}, zero=1, parts=6, model=FOUR),
+}
+
+
+@functools.cache
+def results(name):
+    config = CASES[name]
+    n = 4 if name not in ("1f1b", "gpipe", "interleaved") else 2
+    found = ranks.run(n, measured, {name: config}, mesh=dict(config.mesh), timeout_s=300)
+    return [one[name] for one in found]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_predicted_of_every_rank_is_measured(name):
+    config = CASES[name]
+    for rank, (timeline, at_rest, rows, counted, _) in enumerate(results(name)):
+        trace, peak = trace_step(config, config.mesh, rank=rank), fullest(timeline)
+        print(rank, trace.peak.bytes, peak.bytes)
+        assert (trace.state, trace.state_elsewhere) == at_rest
+        assert sorted(trace.ledger) == sorted(rows)
+        assert flop(trace) == counted > 0
+        assert trace.peak.bytes == peak.bytes, f"rank {rank}\n{peak}\n{trace.peak}"
+        assert [(m.phase, m.layer) for m in trace.timeline] == [(m.phase, m.layer) for m in timeline]
+
+
+LONG = {
+    "1f1b": made(mesh={"pp": 4}, parts=9, model=FOUR),
+    "uneven": made(mesh={"pp": 4}, zero=1, parts=12, model={"n_layers": 6}, pipeline={"layout": "1,2,2,1"}),
+    "gpipe": made("gpt2", mesh={"pp": 2}, parts=8, model={**FOUR, "dropout": 0.1}, pipeline={"schedule": "gpipe"}),
+    "interleaved": made(
+        mesh={"pp": 4}, parts=16, policy="bf16", model={"n_layers": 8}, pipeline={"schedule": "interleaved", "chunks": 2}
+    ),
+    "stage 3": made(mesh={"pp": 4, "dp": 2}, zero=3, parts=8, model=FOUR, train_remat="full"),
+    "stage 2": made("mixtral", mesh={"pp": 4, "dp": 2}, zero=2, parts=8, model={"n_layers": 8}),
+    "once": made(mesh={"pp": 2, "dp": 2}, zero=1, parts=7, model=FOUR, reduce="once"),
+}
+
+
+def passes(trace):
+    """The moments until the last backward pass ends."""
+    end = max(i for i, m in enumerate(trace.timeline) if m.phase == "backward")
+    return [(m.phase, m.layer, m.bytes) for m in trace.timeline[: end + 1]]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_row_is_put_together_of_few_acts(name):
+    config = LONG[name]
+    found = pipelined.trace(config, config.mesh)
+    p = config.mesh["pp"]
+    stride = 1 if len(config.mesh) == 1 else config.mesh["dp"]
+    for pp, row in enumerate(found.ranks):
+        whole = trace_step(config, config.mesh, rank=pp * stride)
+        assert row.record.parts < whole.config.train.batch
+        print(pp, row.record.parts, row.peak_bytes, whole.peak.bytes)
+        assert row.peak_bytes == whole.peak.bytes
+        note = pipelined.put_together(row, found.schedule, pp, config, pp * stride, "")
+        assert sorted(note.ledger) == sorted(whole.ledger)
+        assert (note.state, note.tokens, note.rank) == (whole.state, whole.tokens, whole.rank)
+        assert (note.peak.phase, note.peak.bytes, note.peak.parts) == (whole.peak.phase, whole.peak.bytes, whole.peak.parts)
+        assert total_flop(note) == flop(whole)
+        assert passes(note) == passes(whole)
+    assert p == len(found.ranks)
+
+
+def test_the_schedule_is_played_with_the_times_of_acts():
+    config = made(mesh={"pp": 4}, policy="bf16", parts=8, model={"n_layers": 8})
+    report = fzero.plan(config)
+    facts = report.pipeline
+    f, b = (np.array([one[kind] for one in facts["acts_s"]]) for kind in "FB")
+    assert (f > 0).all() and (b > 0).all() and b[3] > b[1]  # the head
+    s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 8, 4), 8)
+    played = pipeline.play(s, {"F": list(f), "B": list(b)}, wire=facts["wire_s"])
+    assert played.step == pytest.approx(facts["row_s"], rel=0.05)  # the first and last micro-batches differ
+    assert sum(report.time["phases"].values()) + sum(report.time["exposed"].values()) == pytest.approx(report.step_s)
+    assert [one["in_flight"] for one in facts["ranks"]] == [4, 3, 2, 1]
+    assert report.peak_bytes_per_rank == max(one["peak_bytes"] for one in facts["ranks"])
+    assert facts["layout"] == "2,2,2,2" and "pipeline: 1f1b of 4 ranks" in str(report)
+    alone = fzero.plan(made(ranks=1, policy="bf16", parts=8, model={"n_layers": 8}))
+    assert report.pass_flop_per_step == alone.pass_flop_per_step
+    assert json.loads(report.to_json())["pipeline"]["ranks"][0]["layers"] == [2]

@@ -1,0 +1,264 @@
+"""Backward passes in two parts, by inputs and by weights: the same gradients as in one, and steps that equal one
+process under every schedule that splits them.
+
+The steps' cases are those of test_pipelined.py.
+"""
+
+import itertools
+from unittest import mock
+
+import pytest
+import ranks
+import torch
+from close import assert_close, assert_same
+from test_pipelined import MESHES, STEPS, equals_one_process, options_of, serial
+from torch.utils._python_dispatch import TorchDispatchMode
+from zero_cases import OPTIMIZERS, model_of, train, whole
+
+import fzero
+from fzero.core import stack
+from fzero.core.vjp_pair import vjp_pair
+from fzero.sharding.digests import digests
+from fzero.sharding.pipelines import Pipeline
+from fzero.train import streamed
+
+SPLIT = {
+    "zb-h1": Pipeline("zb-h1"),
+    "zb-h2": Pipeline("zb-h2"),
+    "interleaved-zb": Pipeline("interleaved-zb", chunks=2),
+    "zb-v": Pipeline("zb-v", chunks=2),
+    "dualpipe-v": Pipeline("dualpipe-v", chunks=2),
+}
+
+# ---- one pair --------------------------------------------------------------------------------------------------------
+
+
+def mlp(w_in, w_out, scale, x, table):
+    """Products, a norm, a scale that serves elementwise, an integer input."""
+    h = x / x.square().mean(-1, keepdim=True).sqrt() * scale
+    return (x + torch.tanh(h @ w_in) @ w_out)[table], (h * x).sum()
+
+
+def passing(w, x):
+    """The gradients of both inputs are one tensor."""
+    return (w + x,)
+
+
+def bare(w, x):
+    """The gradient by weights needs no product."""
+    return (torch.sin(x) * w,)
+
+
+FUNCTIONS = {
+    "mlp": (mlp, 3, 4, [(4, 6), (6, 4), (4,), (5, 4)], [torch.tensor([4, 0, 1])]),
+    "passing": (passing, 1, 2, [(3, 4), (3, 4)], []),
+    "bare": (bare, 1, 2, [(4,), (3, 4)], []),
+}
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+def halves(name, dtype, compiled, skip=0):
+    """(gradients of a whole backward pass, those of the two halves, products of each, what is owed, the inputs)."""
+    f, split, n, shapes, rest = FUNCTIONS[name]
+    g = torch.Generator().manual_seed(1)
+    inputs = [*(torch.randn(shape, generator=g, dtype=dtype) for shape in shapes), *rest]
+    whole, cut = (vjp_pair(f, n, compiled=compiled, skip=skip, split=k) for k in (0, split))
+    out, kept = whole.forward(inputs, split)
+    cotangents, counted = [torch.cos(t) for t in out], [Products() for _ in range(3)]
+    with counted[0]:
+        expected = whole.backward(kept, [c.clone() for c in cotangents], inputs[:split])
+    again, kept = cut.forward(inputs, split)
+    assert_same(list(again), list(out))
+    with counted[1]:
+        by_inputs, owed = cut.backward_inputs(kept, [c.clone() for c in cotangents], inputs[:split])
+    assert kept == []
+    held = [t for t in owed if isinstance(t, torch.Tensor)]
+    with counted[2]:
+        by_weights = cut.backward_weights(owed)
+    assert owed == []
+    return expected, [*by_weights, *by_inputs], [c.count for c in counted], held, inputs
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16), ids=str)
+def test_the_halves_give_the_bits_of_the_whole(name, dtype):
+    expected, found, _, held, inputs = halves(name, dtype, False)
+    assert_same(found, expected)
+    storages = {t.untyped_storage()._cdata for t in inputs[: FUNCTIONS[name][1]]}
+    assert not any(t.untyped_storage()._cdata in storages for t in held)  # gathered parameters are free to go
+
+
+def test_no_product_is_made_twice_and_none_for_frozen_weights():
+    _, _, (both, by_inputs, by_weights), _, _ = halves("mlp", torch.float64, False)
+    assert (both, by_inputs, by_weights) == (4, 2, 2)
+    expected, found, counts, _, _ = halves("mlp", torch.float64, False, skip=2)
+    assert_same(found, expected)
+    assert counts == [2, 2, 0]
+    expected, found, _, held, _ = halves("mlp", torch.float64, False, skip=3)
+    assert_same(found, expected)
+    assert held == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_compiled_halves_give_the_bits_of_the_whole(dtype):
+    expected, found, *_ = halves("mlp", dtype, True)
+    assert_same(found, expected)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+FEW = {
+    "pp2": [
+        ("gpt2", "sgd", 0, 3, {**options_of(SPLIT["zb-h1"]), "dropout": 0.1}),
+        ("gemma", "clipped adam", 3, 3, {**options_of(SPLIT["zb-v"]), "remat": "full"}),
+    ],
+    "pp2 more": [
+        ("gemma", "adam", 3, 4, {**options_of(SPLIT["dualpipe-v"]), "reshard": False}),
+        ("gemma", "sgd", 1, 4, {**options_of(SPLIT["interleaved-zb"]), "remat": "every:2"}),
+        ("encoder and decoder", "adam", 2, 4, options_of(SPLIT["zb-h2"])),
+        ("qlora", "adam", 3, 2, options_of(SPLIT["zb-h1"])),
+        ("moe dropless", "sgd", 3, 3, options_of(SPLIT["zb-h2"])),
+    ],
+    "pp2 x dp2": [
+        ("gpt2", "clipped adam", 3, 3, {**options_of(SPLIT["zb-h2"]), "dropout": 0.1}),
+        ("gemma", "sgd", 2, 4, options_of(SPLIT["dualpipe-v"])),
+        ("gemma", "adam", 3, 2, {**options_of(SPLIT["interleaved-zb"]), "remat": "full"}),
+        ("gemma", "adam", 0, 4, options_of(SPLIT["zb-v"], reduce="once")),
+    ],
+    "pp2 x tp2": [("gpt2", "adam", 3, 2, options_of(SPLIT["zb-h1"], sequence=True))],
+    "pp4": [("gemma", "sgd", 0, 8, options_of(SPLIT["zb-h2"])), ("gemma", "adam", 3, 4, options_of(SPLIT["zb-h1"]))],
+}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "pp2")) for m in FEW])
+def test_a_split_schedule_equals_one_process(mesh):
+    equals_one_process(mesh.removesuffix(" more"), FEW[mesh])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ("pp2", "pp2 x dp2"))
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_every_product_equals_one_process(mesh, schedule):
+    product = itertools.product(("sgd", "clipped adam"), (0, 3), (4,), ("none", "full"))
+    cases = [("gemma", tx, stage, m, {**options_of(SPLIT[schedule]), "remat": r}) for tx, stage, m, r in product]
+    equals_one_process(mesh, cases)
+
+
+# ---- canonical sums --------------------------------------------------------------------------------------------------
+
+
+def canonical_digests(mesh, cases, compiled):
+    """Heads of four elements: autograd adds gradients in place and a graph does not, so the strides of a dim of size 1
+    differ, and with halves of heads of one element the order in which norms of heads are summed."""
+    out = []
+    for stage, pipeline in cases:
+        options = {"pipeline": pipeline, "reduce": "canonical"} if pipeline else {"reduce": "canonical"}
+        sizes = {"d_model": 16}
+        state, specs, log = train(
+            mesh, "gemma", "clipped adam", stage, 4, plan_options=options, policy=fzero.fp32(), steps=3, sizes=sizes,
+            compiled=compiled,
+        )  # fmt: skip
+        found = digests(state.params, specs.params, mesh)
+        found |= digests(state.opt_state, specs.opt_state, mesh)
+        out.append((log, found))
+    return out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiled", (False, True))
+def test_canonical_sums_have_the_bits_of_one_process(compiled):
+    (((log, found),),) = ranks.run(1, canonical_digests, [(0, None)], compiled)
+    stages = (0, 1, 2, 3, 3)
+    cases = list(zip(stages, SPLIT.values()))
+    for rank in ranks.run(2, canonical_digests, cases, compiled, mesh={"pp": 2}, timeout_s=300):
+        for (ours, theirs), case in zip(rank, cases):
+            assert ours == log, case
+            assert theirs == found, case
+
+
+# ---- teeth -----------------------------------------------------------------------------------------------------------
+
+
+def of_another_micro_batch():
+    """W of the micro-batch before, whose tensors were left: what is owed is kept for one too long."""
+    real, before = streamed.StreamedModel.backward_weights, []
+
+    def wrong(self, owed, reducer, last):
+        before.append(owed)
+        real(self, before[0] if len(before) == 1 else before.pop(0), reducer, last)
+
+    return mock.patch.object(streamed.StreamedModel, "backward_weights", wrong)
+
+
+def last_too_early():
+    real = streamed.StreamedModel.backward_weights
+    return mock.patch.object(
+        streamed.StreamedModel, "backward_weights", lambda self, owed, reducer, last: real(self, owed, reducer, True)
+    )
+
+
+def forgotten():
+    real = streamed.StreamedModel.backward_weights
+
+    def wrong(self, owed, reducer, last):
+        if last:
+            real(self, owed, reducer, last)
+
+    return mock.patch.object(streamed.StreamedModel, "backward_weights", wrong)
+
+
+def dropped_too_early():
+    real = stack.LayerLoop.backward_inputs
+
+    def wrong(self, *args):
+        out = real(self, *args)
+        for owed in self.owed:
+            for t in owed:
+                if isinstance(t, torch.Tensor) and t.is_floating_point():
+                    t.zero_()
+        return out
+
+    return mock.patch.object(stack.LayerLoop, "backward_inputs", wrong)
+
+
+MISTAKES = (of_another_micro_batch, last_too_early, forgotten, dropped_too_early)
+
+
+def mistaken(mesh, planted):
+    with planted():
+        state, specs, log = train(mesh, "gpt2", "sgd", 2, 6, plan_options={"pipeline": SPLIT["zb-h1"]}, steps=STEPS)
+    return whole(state, specs, mesh), log
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("planted", MISTAKES)
+def test_a_mistake_is_seen(planted):
+    expected, _ = serial("gpt2", "sgd", 6)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError, ValueError)):
+        for state, _ in ranks.run(4, mistaken, planted, mesh=MESHES["pp2 x dp2"]):
+            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_refuses_chunks_that_a_schedule_does_not_have():
+    with pytest.raises(ValueError, match=r"schedule zb-v has 2 chunks a rank and chunks is 1; use chunks=2, or"):
+        Pipeline("zb-v")
+    with pytest.raises(ValueError, match="schedule zb-h1 has one chunk a rank and chunks is 2; use chunks=1, or"):
+        Pipeline("zb-h1", chunks=2)
+    plan = fzero.zero_plan(0, model_of("gemma"), fzero.fake_mesh({"pp": 2}), pipeline=SPLIT["dualpipe-v"])
+    with pytest.raises(ValueError, match="needs at least 4 micro-batches, and there are 3"):
+        fzero.make_train_step(model_of("gemma"), OPTIMIZERS["sgd"], plan, micro_batches=3)
