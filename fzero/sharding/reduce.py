@@ -21,7 +21,7 @@ from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scat
 from fzero.core import pytree
 from fzero.core.device import kind_of
 from fzero.core.future import Future
-from fzero.core.gpu import SMALL_COPY, Copied, copy_in, copy_out_together, rooms_beside
+from fzero.core.gpu import SMALL_COPY, Copied, copy_in, copy_out, copy_out_together, rooms_beside
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.describe import Moves, moves, reduce_dtype
