@@ -7,7 +7,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import fzero
 from fzero.checkpoint.convert import huggingface
+from fzero.data.tokenizers import json_tokenizer
 from fzero.models import LlamaConfig, build, init_params
+from fzero.run import run_folder
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -83,3 +85,26 @@ def pairs(n=40):
 def pair_file(path, n=40):
     """The pairs as a file."""
     return write_lines(path, pairs(n))
+
+
+# Of `fzero finetune`, for runs of these models: nothing is compiled, and nothing measured.
+FLAGS = ["--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
+         "--set", "train.compiled=false", "--set", "train.memory_check=false", "--set", "train.loggers=[]"]  # fmt: skip
+
+
+def tuning_folder(place):
+    """A folder with the model, conversations and pairs."""
+    qwen3_folder(place / "qwen3")
+    chat_file(place / "chat.jsonl")
+    pair_file(place / "pairs.jsonl")
+    return place
+
+
+def our_tokenizer():
+    """The tokenizer as a run reads it."""
+    return json_tokenizer(tokenizer().to_str(), "chat", 256)
+
+
+def column(run, name):
+    """The values of a column of a run's metrics, of the rows that have it."""
+    return [row[name] for row in run_folder.read_metrics(run) if name in row]

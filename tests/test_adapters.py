@@ -200,17 +200,14 @@ def test_a_run_with_dora_begins_at_the_model_that_it_is_given(folder, quantize):
     assert_close(models.logits(models.build(config.model), state.params, ids), expected, rtol=1e-4, atol=1e-5)
 
 
-FLAGS = ["--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
-         "--set", "train.compiled=false", "--set", "train.memory_check=false", "--set", "train.loggers=[]"]  # fmt: skip
+FLAGS = chats.FLAGS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with two Qwen3 of one size, conversations, and an adapter of the first."""
-    place = tmp_path_factory.mktemp("adapters")
-    chats.qwen3_folder(place / "qwen3")
+    place = chats.tuning_folder(tmp_path_factory.mktemp("adapters"))
     chats.qwen3_folder(place / "other", seed=1)
-    chats.chat_file(place / "chat.jsonl")
     inner = chats.QWEN3
     model = models.lora(models.build(inner), 2, targets="/attn/w_[qo]$")
     drawn = pytree.named_leaves(models.init_params(model, prng.key(2)))

@@ -17,7 +17,6 @@ from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
 from fzero.data.conversations import prepare_conversations
 from fzero.data.examples import Lengths
 from fzero.data.rows import RowStream, pack
-from fzero.data.tokenizers import json_tokenizer
 from fzero.data.tokens import open_tokens, verify
 from fzero.models.base import Ctx
 from fzero.run import run_folder, weights
@@ -29,21 +28,12 @@ TWO_TURNS = [
     {"role": "user", "content": "and é?"},
     {"role": "assistant", "content": "é is a letter."},
 ]
-FLAGS = ["--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32", "--peak-tflops", 1,
-         "--set", "train.compiled=false", "--set", "train.memory_check=false", "--set", "train.loggers=[]"]  # fmt: skip
+FLAGS = chats.FLAGS
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a Qwen3 and a file of conversations."""
-    place = tmp_path_factory.mktemp("chats")
-    chats.qwen3_folder(place / "qwen3")
-    chats.chat_file(place / "chat.jsonl")
-    return place
-
-
-def our_tokenizer():
-    return json_tokenizer(chats.tokenizer().to_str(), "chat", 256)
+    return chats.tuning_folder(tmp_path_factory.mktemp("chats"))
 
 
 # ---- templates ----
@@ -54,7 +44,7 @@ def test_tokens_and_mask_are_those_of_transformers(folder):
     theirs = transformers.AutoTokenizer.from_pretrained(folder / "qwen3")
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     expected = theirs.apply_chat_template(TWO_TURNS, **options)
-    (example,) = examples_of(read_chat(folder / "qwen3"), encoder(our_tokenizer()), TWO_TURNS)
+    (example,) = examples_of(read_chat(folder / "qwen3"), encoder(chats.our_tokenizer()), TWO_TURNS)
     assert example.ids.tolist() == expected["input_ids"]
     assert example.counted.tolist() == [bool(n) for n in expected["assistant_masks"]]
     assert 0 < example.counted.sum() < len(example.ids)
@@ -103,7 +93,7 @@ def test_packing_keeps_each_document_once_and_no_row_too_long():
 @pytest.fixture(scope="module")
 def corpus(folder):
     chat = Chat(chats.TEMPLATE, EOS)
-    prepare_conversations(folder / "chat.jsonl", folder / "corpus", chat, our_tokenizer(), Lengths(96, 96))
+    prepare_conversations(folder / "chat.jsonl", folder / "corpus", chat, chats.our_tokenizer(), Lengths(96, 96))
     return folder / "corpus"
 
 
@@ -138,10 +128,6 @@ def test_a_conversation_in_a_row_has_the_loss_that_it_has_alone(corpus):
 # ---- runs ----
 
 
-def losses(run):
-    return [row["loss"] for row in run_folder.read_metrics(run)]
-
-
 def test_lora_from_a_hugging_face_folder_learns_and_leaves_the_base_alone(folder, tmp_path, fz):
     run, again = tmp_path / "run", tmp_path / "again"
     start = ["finetune", "--init", folder / "qwen3", "--data", folder / "chat.jsonl", "--lora", "rank=8,on=all", *FLAGS,
@@ -149,7 +135,7 @@ def test_lora_from_a_hugging_face_folder_learns_and_leaves_the_base_alone(folder
     code, out, err = fz(*start, "--out", run, "--prompt", "1+1")
     assert (code, err) == (0, "")
     assert "<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n" in out
-    assert losses(run)[-1] < losses(run)[0] - 0.4
+    assert chats.column(run, "loss")[-1] < chats.column(run, "loss")[0] - 0.4
     trained = weights.load(run)
     _, base = huggingface.load_hf(folder / "qwen3")
     after = pytree.named_leaves(trained.params)
@@ -158,7 +144,7 @@ def test_lora_from_a_hugging_face_folder_learns_and_leaves_the_base_alone(folder
     # Stopped and resumed: the same bits.
     assert fz(*start, "--out", again, "--stop-at", 13)[0] == 0
     assert fz("finetune", "--resume", "--out", again)[0] == 0
-    assert losses(again) == losses(run)
+    assert chats.column(again, "loss") == chats.column(run, "loss")
     assert all(torch.equal(leaf, after[name]) for name, leaf in pytree.named_leaves(weights.load(again).params).items())
 
     # Merged and exported: the same logits, and a chat template.
@@ -182,7 +168,7 @@ def test_whole_weights_and_factors_beside_codes_learn_from_an_import(folder, tmp
     args = ["finetune", "--init", tmp_path / "import", "--data", folder / "chat.jsonl", *FLAGS, "--steps", 30, *more]
     code, _, err = fz(*args, "--out", run)
     assert (code, err) == (0, "")
-    assert losses(run)[-1] < losses(run)[0] - 0.2
+    assert chats.column(run, "loss")[-1] < chats.column(run, "loss")[0] - 0.2
     assert run_folder.read_config(run).preset == ("finetune-lora" if more else "finetune")
     assert fz("export", run, "--out", tmp_path / "merged")[0] == 0
     code, _, err = fz("report", run)

@@ -1,5 +1,5 @@
 """`torchrun -m fzero finetune`: stage 3 on two processes gives the losses of one process, with factors beside weights
-and beside codes, on conversations and on pairs."""
+and beside codes, on conversations, pairs and texts with labels."""
 
 import chats
 import pytest
@@ -10,6 +10,8 @@ FLAGS = ["--batch", 4, "--micro-batch", 1, "--seq-len", 96, "--lr", "1e-2", "--p
          "--set", "train.loggers=[]", "--set", "train.eval_every=2",
          "--set", "precision.fp32_matmul=default"]  # fmt: skip
 CASES = {
+    "lora": ("chat.jsonl", "--lora", "rank=4"),
+    "classify": ("labels.jsonl", "--lora", "rank=4", "--objective", "classify"),
     "qlora": ("chat.jsonl", "--lora", "rank=4", "--quantize", "nf4"),
     "dpo": ("pairs.jsonl", "--lora", "rank=4,dora", "--objective", "dpo"),
 }
@@ -21,6 +23,8 @@ def test_stage_3_on_two_processes_is_one_process(name, tmp_path, fz):
     chats.qwen3_folder(tmp_path / "qwen3")
     chats.chat_file(tmp_path / "chat.jsonl", 12)
     chats.pair_file(tmp_path / "pairs.jsonl", 12)
+    labels = ({"text": f"{i} is", "label": "odd" if i % 2 else "even"} for i in range(24))
+    chats.write_lines(tmp_path / "labels.jsonl", labels)
     data, *more = CASES[name]
     start = ["--init", tmp_path / "qwen3", "--data", tmp_path / data, *FLAGS, *more]
     code, _, err = fz("finetune", *start, "--out", tmp_path / "one")

@@ -20,7 +20,6 @@ from fzero.data.examples import Lengths
 from fzero.data.preferences import pair_of, prepare_preferences
 from fzero.data.reference import read_reference
 from fzero.data.rows import RowStream
-from fzero.data.tokenizers import json_tokenizer
 from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.preference import answer_log_probs, log_probs_of
@@ -28,22 +27,12 @@ from fzero.run import run_folder, weights
 from fzero.sharding.redistribute import gather_on_first
 
 EOS = {"eos_token": "<|im_end|>"}
-FLAGS = ["--objective", "dpo", "--batch", 4, "--micro-batch", 2, "--seq-len", 96, "--lr", "1e-2", "--precision", "fp32",
-         "--peak-tflops", 1, "--set", "train.compiled=false", "--set", "train.memory_check=false",
-         "--set", "train.loggers=[]", "--set", "train.eval_every=6"]  # fmt: skip
+FLAGS = ["--objective", "dpo", *chats.FLAGS, "--set", "train.eval_every=6"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a Qwen3 and a file of pairs."""
-    place = tmp_path_factory.mktemp("pairs")
-    chats.qwen3_folder(place / "qwen3")
-    chats.pair_file(place / "pairs.jsonl")
-    return place
-
-
-def our_tokenizer():
-    return json_tokenizer(chats.tokenizer().to_str(), "chat", 256)
+    return chats.tuning_folder(tmp_path_factory.mktemp("pairs"))
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -55,7 +44,7 @@ def shown(example, tokenizer):
 
 
 def test_texts_and_messages_with_and_without_a_prompt_are_the_same_pairs():
-    tokenizer, chat = our_tokenizer(), Chat(chats.TEMPLATE, EOS)
+    tokenizer, chat = chats.our_tokenizer(), Chat(chats.TEMPLATE, EOS)
     encode = encoder(tokenizer)
     row = next(chats.pairs(1))
     chosen, rejected = pair_of(row, chat, encode, 256)
@@ -75,7 +64,7 @@ def test_texts_and_messages_with_and_without_a_prompt_are_the_same_pairs():
 @pytest.fixture(scope="module")
 def corpus(folder):
     chat = Chat(chats.TEMPLATE, EOS)
-    prepare_preferences(folder / "pairs.jsonl", folder / "corpus", chat, our_tokenizer(), Lengths(200, 96))
+    prepare_preferences(folder / "pairs.jsonl", folder / "corpus", chat, chats.our_tokenizer(), Lengths(200, 96))
     return folder / "corpus"
 
 
@@ -189,10 +178,6 @@ def test_a_mesh_trains_as_one_process(kind, optimizer, sizes, stage, micro_batch
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def column(run, name):
-    return [row[name] for row in run_folder.read_metrics(run) if name in row]
-
-
 def test_lora_prefers_what_is_chosen_and_the_reference_stays(folder, tmp_path, fz):
     run, again = tmp_path / "run", tmp_path / "again"
     start = ["finetune", "--init", folder / "qwen3", "--lora", "rank=8", *FLAGS, "--steps", 12]
@@ -200,14 +185,15 @@ def test_lora_prefers_what_is_chosen_and_the_reference_stays(folder, tmp_path, f
     assert (code, err) == (0, "") and "reads the pairs, once" in out and "nats per pair" in out
     config = run_folder.read_config(run)
     assert config.preset == "finetune-dpo-lora" and len(config.dpo.reference) == 16
-    margins = column(run, "margin")
-    assert abs(column(run, "loss")[0] - np.log(2)) < 1e-4 and abs(margins[0]) < 1e-3
-    assert margins[-1] > 0.2 and column(run, "accuracy")[-1] > 0.9
-    assert column(run, "val_margin")[-1] > 0.2 and column(run, "val_accuracy")[-1] > 0.9
+    margins = chats.column(run, "margin")
+    assert abs(chats.column(run, "loss")[0] - np.log(2)) < 1e-4 and abs(margins[0]) < 1e-3
+    assert margins[-1] > 0.2 and chats.column(run, "accuracy")[-1] > 0.9
+    assert chats.column(run, "val_margin")[-1] > 0.2 and chats.column(run, "val_accuracy")[-1] > 0.9
 
     assert fz("report", run)[0] == 0
     said = (run / "report" / "report.md").read_text()
-    assert "a validation loss of" in said and "(perplexity" not in said.split("\n\n")[1]
+    assert "a validation loss of" in said and "nats per pair" in said
+    assert "perplexity" not in said and "nats per token" not in said
 
     # The reference is the model without factors, which have not moved it.
     base = models.build(chats.QWEN3)
@@ -223,7 +209,7 @@ def test_lora_prefers_what_is_chosen_and_the_reference_stays(folder, tmp_path, f
     resumed = tmp_path / "resumed"
     assert fz(*start, "--data", folder / "pairs.jsonl", "--out", resumed, "--stop-at", 5)[0] == 0
     assert fz("finetune", "--resume", "--out", resumed)[0] == 0
-    assert column(resumed, "loss") == column(run, "loss")
+    assert chats.column(resumed, "loss") == chats.column(run, "loss")
     after = pytree.named_leaves(weights.load(run).params)
     assert all(torch.equal(leaf, after[n]) for n, leaf in pytree.named_leaves(weights.load(resumed).params).items())
 
@@ -241,7 +227,7 @@ def test_another_model_is_another_reference(folder, tmp_path, fz):
     more = ["--set", f"dpo.reference={config.dpo.reference}", "--steps", 1]
     code, out, _ = fz("finetune", "--init", run, *FLAGS, "--data", run / "data", *more, "--out", tmp_path / "d")
     assert code == 0 and "is another model than the one" in out
-    assert column(tmp_path / "d", "margin")[0] > 0.05
+    assert chats.column(tmp_path / "d", "margin")[0] > 0.05
 
 
 def bad(row, **changes):

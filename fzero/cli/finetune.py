@@ -1,4 +1,4 @@
-"""`fzero finetune`: train a model further on conversations, or on pairs of answers."""
+"""`fzero finetune`: train a model further on conversations, pairs of answers, or texts with labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
 @click.option(
     "--objective",
     metavar="WHAT",
-    help="What is learnt. chat (the default): what the assistant says; dpo: to prefer chosen answers to rejected ones.",
+    help="What is learnt. chat (the default): what the assistant says; dpo: to prefer chosen answers to rejected ones; "
+    "classify: the labels of texts; reward: a score for answers.",
 )
 @click.option(
     "--lora",
@@ -66,7 +67,9 @@ def finetune(
     if chat_template is not None:
         table.setdefault("data", {})["template"] = chat_template
     if not begin.resume and table.get("data", {}).get("path") is None:
-        raise ValueError("fzero finetune needs conversations, or pairs of answers: --data FILE.jsonl")
+        raise ValueError(
+            "fzero finetune needs conversations, pairs of answers, or texts with labels: --data FILE.jsonl"
+        )
     adapters = parse_lora(lora) if lora is not None else None
     if quantize is not None and adapters is None:
         raise ValueError("--quantize needs --lora: frozen weights are in codes, and LoRA's factors are trained")

@@ -78,6 +78,7 @@ TABLES = (
     metavar="KIND",
     help="Keep the frozen weights in nf4, int4 or int8. This is QLoRA.",
 )
+@click.option("--classes", type=int, help="Plan a head of so many classes, to learn labels. 1 is a reward.")
 @click.option(
     "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."
 )
@@ -99,6 +100,7 @@ def plan(
     lora_rank: int | None,
     lora_targets: str | None,
     quantize: str | None,
+    classes: int | None,
     by_part: bool,
     no_cache: bool,
     as_json: bool,
@@ -142,6 +144,7 @@ def plan(
     with without_collection():
         from fzero.planner import first_estimate  # noqa: F401  (and torch below it)
     config = config_of(table, config_file)
+    config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
     device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)
     if searches and world_size is not None:
@@ -171,6 +174,18 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
         raise ValueError("--quantize needs --lora-rank: frozen weights are in codes, and LoRA's factors are trained")
     if rank is not None and many:
         raise ValueError(f"--lora-rank is for one plan; leave out {many}")
+
+
+def with_classes(config: Any, classes: int) -> Any:
+    """The config whose model has a head of so many classes, or of a reward, with its objective."""
+    from fzero import models
+
+    if classes < 1:
+        raise ValueError(f"--classes is {classes}; it must be at least 2, or 1 for a reward")
+    model = models.build(config.model)
+    found = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
+    objective = "reward" if classes == 1 else "classify"
+    return dataclasses.replace(config, model=found.config, objective=objective)
 
 
 def with_lora(config: Any, rank: int, targets: str | None, kind: str | None) -> Any:

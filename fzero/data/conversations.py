@@ -39,7 +39,9 @@ def prepare_conversations(
 
 def describe_conversations(meta: Mapping[str, Any]) -> str:
     """The lines that tell a user what was prepared of conversations or pairs of answers."""
-    what, each = {"chat": ("conversations", 1), "pairs": ("pairs of answers", 2)}[meta["kind"]]
+    pairs = ("pairs of answers", 2)
+    kinds = {"chat": ("conversations", 1), "labels": ("texts", 1), "pairs": pairs, "ranked": pairs}
+    what, each = kinds[meta["kind"]]
     return "\n".join(
         f"{split}: {of['documents'] // each:,} {what}, {of['tokens']:,} tokens, {of['said']:,} of them to learn; "
         f"the longest has {of['longest']:,}"

@@ -40,17 +40,25 @@ Read = Callable[[Table], list[Example]]  # a line's JSON object -> its examples;
 
 
 def prepare_examples(
-    path: Path, out: Path, kind: str, read: Read, chat: Chat | None, tokenizer: Tokenizer, *, seed: int = 0
+    path: Path,
+    out: Path,
+    kind: str,
+    read: Read,
+    chat: Chat | None,
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    labels: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
 
-    kind: of the corpus. A line is for validation if its draw (SHA-256 of seed and content) is below VAL_FRACTION; the
-    line with the lowest draw always is, the one with the highest never. Raises ValueError naming file and line: one
-    that is no JSON object, or that `read` refuses; and for a file of fewer than two different lines. Then there is no
-    `out`.
+    kind: of the corpus. labels: the names of the classes that its texts have. A line is for validation if its draw
+    (SHA-256 of seed and content) is below VAL_FRACTION; the line with the lowest draw always is, the one with the
+    highest never. Raises ValueError naming file and line: one that is no JSON object, or that `read` refuses; and for a
+    file of fewer than two different lines. Then there is no `out`.
     """
     expect_regular(path)
-    draws = [_draw(line, seed) for _, line in _lines(path)]
+    draws = [draw_of(line, seed) for _, line in lines_of(path)]
     if len(set(draws)) < 2:
         raise ValueError(
             f"{path}: training and validation need at least two lines that differ, and it has {len(set(draws))}"
@@ -66,7 +74,7 @@ def prepare_examples(
             split: [stack.enter_context(closing(SummedFile(folder / f"{split}.{x}"))) for x in ("bin", "docs", "said")]
             for split in SPLITS
         }
-        for (number, line), draw in zip(_lines(path), draws):
+        for (number, line), draw in zip(lines_of(path), draws):
             split = "val" if draw == low or (draw < below and draw != high) else "train"
             bins, docs, said = files[split]
             for example in _examples(f"{path}:{number}", line, read):
@@ -92,6 +100,7 @@ def prepare_examples(
             "sums": sums,
             "source": {"names": [str(path)], "lines": len(draws)},
             "seed": seed,
+            **({"labels": list(labels)} if labels else {}),
         }
         if tokenizer.json:
             write_text(folder, "tokenizer.json", tokenizer.json)
@@ -117,7 +126,7 @@ def expect_fits(example: Example, lengths: Lengths, what: str) -> None:
         )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, content) of the lines of a file that are not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -125,7 +134,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _draw(line: bytes, seed: int) -> int:
+def draw_of(line: bytes, seed: int) -> int:
     """Hash a line to a number in [0, 2^64)."""
     return int.from_bytes(hashlib.sha256(f"{seed}:".encode() + line.strip()).digest()[:8], "big")
 

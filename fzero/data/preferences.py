@@ -22,6 +22,10 @@ from fzero.data.examples import Lengths, expect_fits, prepare_examples
 from fzero.data.tokenizers import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
+NO_TEMPLATE = (
+    "the line has messages and the model no chat template (chat_template.jinja, or an entry of tokenizer_config.json); "
+    "give one: --chat-template FILE.jinja"
+)
 
 
 def prepare_preferences(
@@ -37,18 +41,23 @@ def prepare_preferences(
 
     def read(row: Table) -> list[Example]:
         pair = pair_of(row, chat, encode, tokenizer.eos)
-        for name, example in zip(ANSWERS, pair):
-            expect_fits(example, lengths, f"the {name} answer with its prompt")
-        if np.array_equal(pair[0].ids, pair[1].ids):
-            raise ValueError("chosen and rejected are equal, so neither is preferred; leave the line out")
-        if (need := sum(len(example.ids) - 1 for example in pair)) > lengths.row:
-            raise ValueError(
-                f"the two answers, each with the prompt, take {need:,} positions of a row and data.seq_len is "
-                f"{lengths.row:,}; use --seq-len {need} or more, up to model.max_len={lengths.model:,}"
-            )
+        expect_pair_fits(pair, lengths)
         return pair
 
     return prepare_examples(path, out, "pairs", read, chat, tokenizer, seed=seed)
+
+
+def expect_pair_fits(pair: list[Example], lengths: Lengths) -> None:
+    """Raise ValueError for two answers that are equal, and for those that are too long for a row together."""
+    for name, example in zip(ANSWERS, pair):
+        expect_fits(example, lengths, f"the {name} answer with its prompt")
+    if np.array_equal(pair[0].ids, pair[1].ids):
+        raise ValueError("chosen and rejected are equal, so neither is preferred; leave the line out")
+    if (need := sum(len(example.ids) - 1 for example in pair)) > lengths.row:
+        raise ValueError(
+            f"the two answers, each with the prompt, take {need:,} positions of a row and data.seq_len is "
+            f"{lengths.row:,}; use --seq-len {need} or more, up to model.max_len={lengths.model:,}"
+        )
 
 
 def pair_of(row: Table, chat: Chat | None, encode: Encode, eos: int) -> list[Example]:
@@ -76,10 +85,7 @@ def pair_of(row: Table, chat: Chat | None, encode: Encode, eos: int) -> list[Exa
         if not all(answers):
             raise ValueError("the line has no 'prompt', and one of chosen and rejected is no more than what both have")
     if chat is None:
-        raise ValueError(
-            "the line has messages and the model no chat template (chat_template.jinja, or an entry of "
-            "tokenizer_config.json); give one: --chat-template FILE.jinja"
-        )
+        raise ValueError(NO_TEMPLATE)
     return [chat_example(chat, encode, before, answer, tools_of(row)) for answer in answers]
 
 

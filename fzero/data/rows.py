@@ -16,6 +16,8 @@ import torch
 from fzero.data.stream import Batch, even_batches, shuffled
 from fzero.data.tokens import Tokens
 
+PAIRED = ("pairs", "ranked")  # the kinds of corpora in which two documents belong together
+
 
 def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
     """Which documents share a row of `room` positions: best fit, the longest first; each row in the documents' order.
@@ -71,7 +73,7 @@ class RowStream:
     @functools.cached_property
     def rows(self) -> list[list[int]]:
         """The documents of each row."""
-        lengths, together = np.diff(self.tokens.docs) - 1, 2 if self.tokens.kind == "pairs" else 1
+        lengths, together = np.diff(self.tokens.docs) - 1, 2 if self.tokens.kind in PAIRED else 1
         rows = pack(lengths.reshape(-1, together).sum(1), self.seq_len)
         return [[i * together + j for i in row for j in range(together)] for row in rows]
 

@@ -37,7 +37,8 @@ class Tokens(NamedTuple):
     vocab_size: int
     eos: int
     sums: ChunkSums | None = None  # of the .bin file; None for arrays made by hand, and corpora of earlier versions
-    kind: str = "text"  # or of examples: chat, or pairs (of a chosen and a rejected answer, each a document)
+    # or of examples: chat; labels (texts with a class); pairs, ranked (of answers, each a document, for two objectives)
+    kind: str = "text"
     said: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
 
 

@@ -13,6 +13,7 @@ from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.preference import answer_log_probs, dpo
 from fzero.models.presets import PRESETS, ModelConfig, build, period, preset, shorten
 from fzero.models.quantized import QuantizedConfig, quantize_weights, quantized
+from fzero.models.score import ScoreConfig, classify, reward
 
 __all__ = [
     "LORA",
@@ -31,9 +32,11 @@ __all__ = [
     "ModelConfig",
     "QuantizedConfig",
     "RopeScaling",
+    "ScoreConfig",
     "answer_log_probs",
     "build",
     "check_tokens",
+    "classify",
     "deepseek",
     "dpo",
     "from_module",
@@ -51,6 +54,7 @@ __all__ = [
     "preset",
     "quantize_weights",
     "quantized",
+    "reward",
     "set_magnitudes",
     "shorten",
 ]

@@ -28,7 +28,7 @@ from fzero.sharding.plan import shapes_of
 from fzero.sharding.slices import is_stacked
 
 LORA = r"_lora_[abm]$"  # the leaves that are trained
-FROZEN = r"^(?!.*_lora_[abm]$)"  # and those that are not, for zero_plan
+FROZEN = r"^(?!.*_lora_[abm]$|head/score$)"  # and those that are not, for zero_plan; a head of scores always is
 
 
 @dataclass(frozen=True)

@@ -61,20 +61,25 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
             if name not in batch:
                 raise ValueError(f"dpo: the batch has no {name!r}; it has {', '.join(sorted(batch))}")
         gains = answer_sums(model, params, x, batch, ctx) - sum_by_document(batch["reference"], batch)
-        counted = sum_by_document(counted_tokens(batch["targets"], batch.get("mask")), batch) > 0
-        pair = counted[:, 0::2] & counted[:, 1::2]
-        chosen, rejected = (torch.where(pair, beta * gains[:, i::2], 0.0) for i in (0, 1))
-        z = chosen - rejected
-        losses = -(1.0 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-
-        def total(values: Tensor) -> Tensor:
-            return torch.where(pair, values, 0.0).sum().to(wide)
-
-        sums = {"accuracy": z > 0, "margin": z, "reward_chosen": chosen, "reward_rejected": rejected}
-        return Loss(total(losses), pair.sum(), {name: total(value) for name, value in sums.items()})
+        return preference_loss(beta * gains, batch, torch.promote_types(ctx.dtype, torch.float32), smoothing)
 
     return model._replace(head=head)
+
+
+def preference_loss(rewards: Tensor, batch: Batch, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
+    """Return the loss of pairs from the rewards [B, S] of the documents of each row: with z that of the chosen answer
+    less that of the rejected one, as in `dpo`. dtype: of the sums."""
+    counted = sum_by_document(counted_tokens(batch["targets"], batch.get("mask")), batch) > 0
+    pair = counted[:, 0::2] & counted[:, 1::2]
+    chosen, rejected = (torch.where(pair, rewards[:, i::2], 0.0) for i in (0, 1))
+    z = chosen - rejected
+    losses = -(1.0 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
+
+    def total(values: Tensor) -> Tensor:
+        return torch.where(pair, values, 0.0).sum().to(dtype)
+
+    sums = {"accuracy": z > 0, "margin": z, "reward_chosen": chosen, "reward_rejected": rejected}
+    return Loss(total(losses), pair.sum(), {name: total(value) for name, value in sums.items()})
 
 
 def expect_own_head(what: str, model: Model) -> None:

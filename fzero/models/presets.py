@@ -18,8 +18,12 @@ from fzero.models.lora import LoRAConfig, lora
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.quantized import QuantizedConfig, quantized
+from fzero.models.score import ScoreConfig, scored
+from fzero.models.weights import ConfigOver
 
-ModelConfig = GPT2Config | LlamaConfig | MoEConfig | DeepSeekConfig | MLPConfig | LoRAConfig | QuantizedConfig
+ModelConfig = (
+    GPT2Config | LlamaConfig | MoEConfig | DeepSeekConfig | MLPConfig | LoRAConfig | QuantizedConfig | ScoreConfig
+)
 
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int, **sizes: Any) -> GPT2Config:
@@ -209,6 +213,7 @@ BUILDERS: dict[type, Callable[[Any], Model]] = {
     MLPConfig: mlp,
     LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets, dora=c.dora),
     QuantizedConfig: lambda c: quantized(build(c.base), c.kind, c.block, c.targets),
+    ScoreConfig: lambda c: scored(build(c.base), c),
 }
 
 
@@ -229,7 +234,7 @@ def shorten(config: ModelConfig, n_layers: int) -> ModelConfig:
     >>> shorten(preset("deepseek-v3"), 2).n_dense
     0
     """
-    if isinstance(config, (LoRAConfig, QuantizedConfig)):
+    if isinstance(config, (LoRAConfig, QuantizedConfig, ScoreConfig)):
         return replace(config, base=shorten(config.base, n_layers))
     if isinstance(config, DeepSeekConfig):
         return replace(config, n_layers=n_layers, n_dense=0)
@@ -258,6 +263,13 @@ def without_adapters(config: ModelConfig) -> ModelConfig:
     return config
 
 
+def body_of(config: ModelConfig) -> Any:
+    """Return the config of a model's layers: below adapters, weights in codes and a head of scores."""
+    while isinstance(config, ConfigOver):
+        config = config.base
+    return config
+
+
 FAMILIES: dict[str, type] = {
     "gpt2": GPT2Config,
     "llama": LlamaConfig,
@@ -268,7 +280,7 @@ FAMILIES: dict[str, type] = {
 
 
 # What stands on the config of another model, its `base`.
-WRAPPERS: dict[str, type] = {"lora": LoRAConfig, "quantized": QuantizedConfig}
+WRAPPERS: dict[str, type] = {"lora": LoRAConfig, "quantized": QuantizedConfig, "score": ScoreConfig}
 
 
 def family_of(model: ModelConfig) -> str:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from fzero.core import pytree
 from fzero.models import DeepSeekConfig, LlamaConfig
 from fzero.models.base import CODES, leaf_shapes
-from fzero.models.presets import without_adapters
+from fzero.models.presets import body_of
+from fzero.models.score import head_rows
 from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate, Layer, Sketcher
 from fzero.planner.devices import Device
@@ -131,7 +132,7 @@ def first_estimate(
 def kept_elements(config: RunConfig, tp: int) -> float:
     """The elements that a layer keeps of each token for its backward pass: inputs of its products, of attention, of
     its norms and of its activation function."""
-    c, split = without_adapters(config.model), tp if config.sequence else 1
+    c, split = body_of(config.model), tp if config.sequence else 1
     experts = getattr(c, "top_k", 0)
     # A compiled GELU is computed again from its input; SwiGLU's kernel keeps its output too.
     gated = isinstance(c, (LlamaConfig, DeepSeekConfig))
@@ -154,13 +155,13 @@ def kept_elements(config: RunConfig, tp: int) -> float:
 def closed_layer(job: Job, device: Device) -> Layer:
     """The Layer of a job by closed forms, as candidates.layer_of traces it."""
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
-    c, seq, itemsize = without_adapters(config.model), config.data.seq_len, policy.compute.itemsize
+    c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
     split = tp if config.sequence else 1
     kept = seq * kept_elements(config, tp) * itemsize
-    logits = seq * c.vocab_size / tp * itemsize
+    logits = seq * head_rows(config.model) / tp * itemsize
     flop = token_flop(job)
     pairs = (flop.model - flop.model_causal) / 6 / c.n_layers  # T D of a layer
-    head = 6.0 * c.vocab_size * c.d_model
+    head = 6.0 * head_rows(config.model) * c.d_model
     products = (flop.model_causal - 6 * c.n_layers * pairs - head) / 6 / c.n_layers  # parameters of a layer in use
     part, dtype = device.efficiency, str(policy.compute).removeprefix("torch.")
     peak = device.flops.get(dtype) or max(device.flops.values(), default=float("inf"))
@@ -204,7 +205,7 @@ def codes_to_decode(job: Job, itemsize: int) -> tuple[int, int]:
     shapes = leaf_shapes(job.model)
     coded = [name.removesuffix(f"/{CODES}") for name in like if name.endswith(f"/{CODES}")]
     numels = [local_numel(shapes[n], Spec(compute[f"{n}/{CODES}"].dims), job.plan.sizes) for n in coded]
-    layers = without_adapters(job.config.model).n_layers
+    layers = body_of(job.config.model).n_layers
     return sum(numels) // layers, max(numels, default=0) // layers * itemsize
 
 

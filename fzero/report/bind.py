@@ -9,7 +9,7 @@ from fzero.report import figures, figures_bars, figures_compare, figures_curves,
 from fzero.report.attempts import starts
 from fzero.report.compare import value_of
 from fzero.report.read import steady
-from fzero.report.values import Report, RunReport, shown
+from fzero.report.values import Report, RunReport, loss_unit, shown
 
 Draw = Callable[[], Any]
 COMPONENTS = tuple(figures.COMPONENTS)
@@ -19,7 +19,7 @@ def loss(run: RunReport) -> Draw:
     """Training and validation loss over tokens seen."""
     s, marks = run.series, starts(run.series, run.attempts)
     val = s.get("val_loss", [None] * len(s["loss"]))
-    return lambda: figures_curves.loss(places(run), s["loss"], val, marks)
+    return lambda: figures_curves.loss(places(run), s["loss"], val, marks, loss_unit([run]))
 
 
 def places(run: RunReport) -> list[int]:
@@ -201,7 +201,8 @@ def losses(report: Report) -> Draw:
     common = ((report.compared or {}).get("losses") or {}).get("tokens")
     ends = {max(tokens) for _, tokens, _, _ in rows}
     marks = [[x for x, _ in starts(run.series, run.attempts)] for run in report.runs]
-    return lambda: figures_compare.losses(rows, marks, common if len(ends) > 1 else None)
+    unit = loss_unit(report.runs)
+    return lambda: figures_compare.losses(rows, marks, common if len(ends) > 1 else None, unit)
 
 
 def speeds(runs: Sequence[RunReport]) -> Draw:

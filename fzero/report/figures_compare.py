@@ -12,8 +12,11 @@ from fzero.report.plots import smooth
 Losses = tuple[str, Sequence[int], Sequence[float | None], Sequence[float | None]]
 
 
-def losses(runs: Sequence[Losses], marks: Sequence[Sequence[int]] = (), common: int | None = None) -> Any:
-    """Draw running means of training loss, and marks of validation loss, of runs (name, tokens, training, validation).
+def losses(
+    runs: Sequence[Losses], marks: Sequence[Sequence[int]] = (), common: int | None = None, unit: str = "token"
+) -> Any:
+    """Draw running means of training loss, and marks of validation loss, of runs (name, tokens, training, validation),
+    in nats per unit.
 
     marks: where attempts of each run begin. common: the tokens that all have seen, if some have seen more."""
     figure, axes = blank(height=4.0)
@@ -37,7 +40,7 @@ def losses(runs: Sequence[Losses], marks: Sequence[Sequence[int]] = (), common: 
         axes.axvline(common, color=DIM, linewidth=1.0)
         place = {"ha": "right", "va": "bottom", "rotation": 90, "transform": axes.get_xaxis_transform()}
         axes.text(common, 0.02, "seen by all", fontsize=7.5, color=DIM, **place)
-    axes.set(xlabel="tokens seen (tokens)", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens seen (tokens)", ylabel=f"loss (nats per {unit})")
     format_counts(axes.xaxis)
     title = "lines: training, running mean; marks: validation" + "; dashed: an attempt begins" * any(map(len, marks))
     axes.legend(handles=handles, frameon=False, title=title, title_fontsize=8, alignment="left")

@@ -25,8 +25,15 @@ NAMED_MARKS = 8  # most attempts with their numbers beside their lines
 Curve = tuple[str, Sequence[float], Sequence[float | None]]  # name, x, y
 
 
-def loss(tokens: Sequence[int], train: Sequence[float | None], val: Sequence[float | None], marks: Marks = ()) -> Any:
-    """Draw losses over tokens seen: each step, a running mean, and validation; `marks`: where attempts begin."""
+def loss(
+    tokens: Sequence[int],
+    train: Sequence[float | None],
+    val: Sequence[float | None],
+    marks: Marks = (),
+    unit: str = "token",
+) -> Any:
+    """Draw losses over tokens seen, in nats per unit: each step, a running mean, and validation; `marks`: where
+    attempts begin."""
     figure, axes = blank()
     known = [(x, y) for x, y in zip(tokens, train) if y is not None]
     if known:
@@ -37,6 +44,7 @@ def loss(tokens: Sequence[int], train: Sequence[float | None], val: Sequence[flo
     seen = [(x, y) for x, y in zip(tokens, val) if y is not None]
     if seen:
         last = seen[-1][1]
+        spread = f", perplexity {digits(perplexity(last), 3)}" if unit == "token" else ""
         axes.plot(
             *zip(*seen),
             linestyle="--",
@@ -44,9 +52,9 @@ def loss(tokens: Sequence[int], train: Sequence[float | None], val: Sequence[flo
             markersize=4.5,
             markevery=every_mark(seen),
             color=VERMILION,
-            label=f"validation (last {last:.3f}, perplexity {digits(perplexity(last), 3)})",
+            label=f"validation (last {last:.3f}{spread})",
         )
-    axes.set(xlabel="tokens seen (tokens)", ylabel="loss (nats per token)")
+    axes.set(xlabel="tokens seen (tokens)", ylabel=f"loss (nats per {unit})")
     format_counts(axes.xaxis)
     mark_attempts(axes, marks)
     if known or seen:

@@ -15,7 +15,7 @@ from fzero.report.figures import stairs
 from fzero.report.figures_memory import along, between
 from fzero.report.parts import Picture, Section, Table, table
 from fzero.report.plots import smooth
-from fzero.report.values import Report, RunReport, digits, perplexity, scale_of, shown
+from fzero.report.values import Report, RunReport, digits, loss_unit, perplexity, scale_of, shown
 
 
 class Outcome(NamedTuple):
@@ -77,7 +77,7 @@ def in_words(run: RunReport, found: Outcome) -> str:
     tokens = f" ({found.tokens:,} tokens)" if found.tokens else ""
     reached = "it has no validation loss"
     if found.val is not None:
-        reached = f"it reached a validation loss of {loss_in_words(found.val) if of_tokens(run) else digits(found.val)}"
+        reached = f"it reached a validation loss of {loss_in_words(found.val, loss_unit([run]))}"
     parameters = f" ({size:,} parameters)" if size else ""
     return f"**{model}**{parameters} made {steps}{tokens} on {where} in {duration(found.seconds)}: {reached}."
 
@@ -96,13 +96,13 @@ def duration(seconds: float) -> str:
 
 
 def of_tokens(run: RunReport) -> bool:
-    """Whether the loss is one of tokens, which has a perplexity, and not one of pairs of answers."""
-    return run.config.get("objective") != "dpo"
+    """Whether the loss is one of tokens, which has a perplexity, and not one of pairs of answers or of texts."""
+    return loss_unit([run]) == "token"
 
 
-def loss_in_words(loss: float) -> str:
-    """Format a loss with its perplexity."""
-    return f"{digits(loss)} (perplexity {digits(perplexity(loss))})"
+def loss_in_words(loss: float, unit: str) -> str:
+    """Format a loss with its perplexity, or with its unit if that is not the token."""
+    return f"{digits(loss)} " + (f"(perplexity {digits(perplexity(loss))})" if unit == "token" else f"nats per {unit}")
 
 
 def compared_in_words(report: Report, found: Sequence[Outcome]) -> str:
@@ -112,6 +112,8 @@ def compared_in_words(report: Report, found: Sequence[Outcome]) -> str:
     tokenizers = {run.environment.get("tokenizer") for run in report.runs}
     if len(tokenizers) > 1:
         why = "their tokenizers differ, so losses and perplexities per token are of different units"
+    elif " or " in (unit := loss_unit(report.runs)):
+        why = f"their objectives differ, so their losses are of different units, nats per {unit}"
     elif not (report.compared or {}).get("losses"):
         why = "the tokens seen were not recorded in all, so their losses are not set beside each other"
     elif len(known) < len(found):
@@ -120,7 +122,7 @@ def compared_in_words(report: Report, found: Sequence[Outcome]) -> str:
         least = min(val for val, _ in known)
         best = " and ".join(name for val, name in known if val == least)
         why = f"after {found[0].tokens:,} tokens, which all have seen, the least validation loss is that of {best}, "
-        why += loss_in_words(least)
+        why += loss_in_words(least, unit)
     return f"**{len(found)} runs**, {names}: {why}."
 
 
@@ -160,20 +162,21 @@ def failed_in_words(run: RunReport) -> str:
 def final_table(report: Report, found: Sequence[Outcome]) -> Table:
     """The final figures: of one run measured and predicted, of several each measured, losses at equal tokens."""
     several = len(report.runs) > 1
-    head = ["" if not several else "run", "validation loss", "perplexity", "training loss", "time"]
+    spread_out = any(of_tokens(run) for run in report.runs)  # whether a perplexity is known
+    head = ["" if not several else "run", "validation loss", *["perplexity"] * spread_out, "training loss", "time"]
     quantities = {"throughput": ("tokens_per_s", "tokens/s"), "MFU": ("mfu", "fraction")}
     quantities |= {"peak memory": ("peak_bytes", "bytes")}
     rows = []
     for run, one in zip(report.runs, found):
         spread = perplexity(one.val) if one.val is not None and of_tokens(run) else None
-        losses = ["-" if v is None else digits(v) for v in (one.val, spread, one.train)]
+        losses = ["-" if v is None else digits(v) for v in (one.val, *[spread] * spread_out, one.train)]
         if several and one.val is not None and one.val_tokens != one.tokens:
             losses[0] += f" (at {one.val_tokens:,})"
         cells = [cell(value_of(run, counted(run, name)), unit) for name, unit in quantities.values()]
         rows.append([run.name if several else "measured", *losses, duration(one.seconds), *cells])
     if not several:
         planned = [cell(value_of(report.runs[0], name, predicted=True), unit) for name, unit in quantities.values()]
-        rows += [["predicted", "-", "-", "-", "-", *planned]] if {*planned} != {"-"} else []
+        rows += [["predicted", *["-"] * (len(head) - 1), *planned]] if {*planned} != {"-"} else []
     at = (report.compared or {}).get("losses")
     caption = "The final figures, each at the run's own end" if several else "The final figures"
     if at:
@@ -203,7 +206,7 @@ def pictures(runs: Sequence[RunReport]) -> list[Picture]:
     if one:
         train = [("training", *c[1:]) for c in train]
     vals = [("validation" if one else f"{c[0]}, validation", *c[1:]) for c in vals]
-    found = [small("loss", "Loss", train, "loss (nats per token)", marks, vals)]
+    found = [small("loss", "Loss", train, f"loss (nats per {loss_unit(runs)})", marks, vals)]
     for name, column, title, unit in (
         ("lr", "lr", "Learning rate", "learning rate (1)"),
         ("throughput", "tokens_per_s", "Throughput", "throughput (tokens/s)"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from fzero.core.storage import naming
 from fzero.run import run_folder
+from fzero.run.objectives import unit_of
 
 # Okabe and Ito's colours: distinct for colour-blind readers and in grey.
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#9A9A9A"
@@ -22,13 +23,13 @@ def write_pictures(folder: Path) -> list[Path]:
     config, environment = run_folder.read_config(folder), run_folder.read_environment(folder)
     title = f"{config.preset or 'model'}, {environment['num_params']:,} parameters, {config.precision.policy}"
     paths = [folder / "loss.png", folder / "throughput.png"]
-    loss(rows, paths[0], title)
+    loss(rows, paths[0], title, unit_of(config.objective))
     throughput(rows, paths[1], title)
     return paths
 
 
-def loss(rows: Rows, path: str | Path, title: str = "") -> None:
-    """Write a picture of training and validation loss, from the rows of metrics.jsonl, to `path`."""
+def loss(rows: Rows, path: str | Path, title: str = "", unit: str = "token") -> None:
+    """Write a picture of training and validation loss, from the rows of metrics.jsonl, to `path`; in nats per unit."""
     known = [row for row in rows if row["loss"] is not None]
     figure, axes = _figure(title)
     tokens, values = [row["tokens"] for row in known], [row["loss"] for row in known]
@@ -45,7 +46,7 @@ def loss(rows: Rows, path: str | Path, title: str = "") -> None:
             markersize=4,
             label=last,
         )
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss (nats per {unit})")
     axes.legend(frameon=False)
     with naming(path):
         figure.savefig(path)

@@ -8,7 +8,7 @@ from typing import Any
 from fzero.report import bind
 from fzero.report.compare import value_of
 from fzero.report.parts import PAIR, Code, Picture, Section, pair, table
-from fzero.report.values import RunReport, digits, shown
+from fzero.report.values import RunReport, digits, loss_unit, shown
 
 
 def loss(run: RunReport) -> Section:
@@ -39,7 +39,7 @@ def loss(run: RunReport) -> Section:
         else "Loss: no step has a finite one."
     )
     parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, bind.loss(run), log=True)]
-    parts.append(table("loss", "Loss (measured, nats per token)", ("", "loss", "at step"), rows))
+    parts.append(table("loss", f"Loss (measured, nats per {loss_unit([run])})", ("", "loss", "at step"), rows))
     if skipped:
         parts.append(f"{skipped} steps were skipped, their updates not made.")
     return Section("loss", "Loss", parts)

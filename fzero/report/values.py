@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fzero.run.objectives import unit_of
+
 FORMAT = 1  # version of report.json
 Number = int | float
 
@@ -66,6 +68,11 @@ def ratio(predicted: Number | None, measured: Number | None) -> float | None:
     if measured == 0:
         return 1.0 if predicted == 0 else None
     return predicted / measured
+
+
+def loss_unit(runs: Sequence[RunReport]) -> str:
+    """The unit that the loss of runs is a mean over: "token", "pair", or "pair or token" where they differ."""
+    return " or ".join(sorted({unit_of(run.config.get("objective")) for run in runs}))
 
 
 def perplexity(loss: float) -> float:

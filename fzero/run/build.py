@@ -23,6 +23,7 @@ from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.models.base import Start
 from fzero.models.lora import FROZEN, column_norms
+from fzero.models.score import SCORE
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_config import load_settings
@@ -202,19 +203,20 @@ def specs_of(job: Job) -> TrainState:
 def first_state(job: Job, params: Tree | None = None) -> TrainState:
     """The state before the first step, drawn from the config's seed, or around the given parameters.
 
-    params: of the model, or of the one without its adapters: weights in codes are made of them, and factors drawn.
+    params: of the model, or of the one without its adapters and its head of scores: weights in codes are made of them,
+    factors and head are drawn.
     """
     config = job.config.train
     start = job.model if params is None else params
-    if params is not None and isinstance(job.config.model, models.LoRAConfig):
+    if params is not None:
         given = pytree.named_leaves(params)
-        if not has_factors(params):
-            inner = models.build(job.config.model.base)
-            if isinstance(inner.config, models.QuantizedConfig):
-                given = pytree.named_leaves(models.quantize_weights(inner, params))
+        adapted = isinstance(job.config.model, models.LoRAConfig) and not has_factors(params)
+        if adapted and isinstance((inner := models.build(job.config.model.base)).config, models.QuantizedConfig):
+            given = pytree.named_leaves(models.quantize_weights(inner, params))
+        if adapted or (SCORE in job.plan.leaves and SCORE not in given):  # what is not given is drawn
             begin = {name: Start((lambda leaf=leaf: leaf,), tuple(leaf.shape), False) for name, leaf in given.items()}
             for name, leaf in job.plan.leaves.items():
-                if name.endswith("_lora_m"):
+                if name.endswith("_lora_m") and adapted:
                     norms = partial(column_norms, given, name, job.config.model)
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)

@@ -159,7 +159,8 @@ class RunConfig:
     preset: str = ""  # that the other values started from; "" for none
     device: str = "auto"  # cpu or cuda; auto: the GPU where there is one. Decided at the start of a run and recorded
     model: ModelConfig = field(default_factory=MLPConfig)
-    # what is learnt: text (each next token), chat (what the assistant says), dpo (to prefer one answer to another)
+    # what is learnt: text (each next token), chat (what the assistant says), dpo (to prefer one answer to another),
+    # classify (the classes of texts), reward (a score for answers)
     objective: str = "text"
     dpo: DPO = DPO()
     data: Data = Data()

@@ -16,8 +16,10 @@ from fzero.core.tables import Table, flat, format_list
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import sizes
+from fzero.models.score import head_of
 from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.measure.loggers import check_loggers
+from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
@@ -83,7 +85,6 @@ BOUNDS: dict[str, Bounds] = {
 }
 
 
-OBJECTIVES = {"text": "text", "chat": "chat", "dpo": "pairs"}  # and the kinds of corpora that they learn from
 CHOICES: dict[str, tuple[Any, ...]] = {
     "objective": tuple(OBJECTIVES),
     "optim.name": tuple(OPTIMIZERS),
@@ -142,6 +143,7 @@ def validate(config: RunConfig) -> None:
             f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
             "other; leave it out"
         )
+    validate_head(c)
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
     if offload.acts.memory != "device" and not remat.every:
         raise ValueError(
@@ -183,6 +185,18 @@ def validate(config: RunConfig) -> None:
                 f"mesh.{axis[:80]} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more"
                 f"{f', at most {MOST_RANKS:,}' if size > MOST_RANKS else ''}"
             )
+
+
+def validate_head(config: RunConfig) -> None:
+    """Raise ValueError if the model has not the head that the objective trains."""
+    head = head_of(config.model)
+    wanted = {"classify": "classes", "reward": "a reward"}.get(config.objective, "")
+    there = "" if head is None else "classes" if head.labels else "a reward"
+    if wanted != there:
+        has = f"a head of {there}" if there else "no head of scores"
+        use = " or ".join(name for name in SCORED if (name == "classify") == bool(head.labels)) if head else ""
+        fix = f"use --objective {use}, or a model without" if there else "fzero finetune --objective makes one"
+        raise ValueError(f"objective is {config.objective} and the model has {has}; {fix}")
 
 
 def validate_guard(config: RunConfig) -> None:
@@ -253,9 +267,15 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
     """Raise ValueError if the prepared corpus is not of what the objective learns from, or has tokens that the model
     does not."""
     meta = read_meta(corpus)
-    kind, wanted, size = meta.get("kind", "text"), OBJECTIVES[config.objective], meta["vocab_size"]
+    kind, wanted, size = meta.get("kind", "text"), OBJECTIVES[config.objective].corpus, meta["vocab_size"]
     if kind != wanted:
         raise ValueError(f"{corpus}: is a corpus of {kind}, and objective={config.objective} learns from {wanted}")
+    head, labels = head_of(config.model), meta.get("labels", [])
+    if head is not None and labels != list(head.labels):
+        raise ValueError(
+            f"{corpus}: has the labels {', '.join(labels)} and the model {', '.join(head.labels)}; "
+            "prepare it for this model: --data FILE.jsonl"
+        )
     if size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size is {config.model.vocab_size} and the corpus has {size} tokens; add --set "

@@ -11,8 +11,9 @@ from typing import Any
 from fzero.core.foreign import parse_json
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, check_type
-from fzero.models import LoRAConfig, ModelConfig, QuantizedConfig
+from fzero.models import ModelConfig
 from fzero.models.presets import FAMILIES, WRAPPERS, family_of
+from fzero.models.weights import ConfigOver
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import (
     check_leaf,
@@ -76,7 +77,7 @@ def without_family(sizes: Table) -> Table:
 
 def with_family(sizes: Table, model: ModelConfig) -> Table:
     """The table of a model's values with the families that `first_sizes` reads."""
-    inner = {"base": with_family(sizes["base"], model.base)} if isinstance(model, (LoRAConfig, QuantizedConfig)) else {}
+    inner = {"base": with_family(sizes["base"], model.base)} if isinstance(model, ConfigOver) else {}
     return {"family": family_of(model), **sizes, **inner}
 
 

@@ -10,10 +10,13 @@ import numpy as np
 from fzero.core.foreign import read_text_file
 from fzero.data.chat import Chat, encoder, read_chat, render
 from fzero.data.conversations import describe_conversations, prepare_conversations
-from fzero.data.examples import Lengths
+from fzero.data.examples import Lengths, prepare_examples
+from fzero.data.labels import expect_labels_seen, labels_reader, ranked_reader
 from fzero.data.preferences import prepare_preferences
 from fzero.data.tokenizers import Tokenizer
+from fzero.models.score import head_of
 from fzero.run.config import RunConfig
+from fzero.run.objectives import OBJECTIVES
 from fzero.run.start_tokenizer import start_chat, start_tokenizer
 
 
@@ -27,24 +30,32 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     if path.suffix != ".jsonl":
         raise ValueError(
             f"data.path is {config.data.path!r} and objective is {config.objective}; give a .jsonl file with a "
-            f"{'pair of answers' if config.objective == 'dpo' else 'conversation'} a line, or a folder that was "
-            "prepared of one: --data FILE.jsonl"
+            f"{OBJECTIVES[config.objective].line} a line, or a folder that was prepared of one: --data FILE.jsonl"
         )
     if init is None:
         raise ValueError(f"objective is {config.objective}, which starts from a model: --init FOLDER")
     tokenizer = start_tokenizer(init)
     chat = chat_of(config, init)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
-    lengths = Lengths(config.data.seq_len, config.model.max_len)
+    seed, lengths = config.train.seed, Lengths(config.data.seq_len, config.model.max_len)
     if config.objective == "dpo":  # pairs of texts need no template
-        meta = prepare_preferences(path, out, chat, tokenizer, lengths, config.train.seed)
+        meta = prepare_preferences(path, out, chat, tokenizer, lengths, seed)
+    elif (head := head_of(config.model)) is not None:
+        if head.labels:
+            read = labels_reader(chat, tokenizer, lengths, head.labels, head.pad)
+        else:
+            read = ranked_reader(chat, tokenizer, lengths, head.pad)
+        kind = OBJECTIVES[config.objective].corpus
+        meta = prepare_examples(path, out, kind, read, chat, tokenizer, seed=seed, labels=head.labels)
+        if head.labels:
+            say(expect_labels_seen(path, out, head.labels))
     elif chat is None:
         raise ValueError(
             f"{init}: has no chat template (chat_template.jinja, or an entry of tokenizer_config.json); give one: "
             "--chat-template FILE.jinja"
         )
     else:
-        meta = prepare_conversations(path, out, chat, tokenizer, lengths, config.train.seed)
+        meta = prepare_conversations(path, out, chat, tokenizer, lengths, seed)
     say(describe_conversations(meta))
     return out
 

@@ -14,6 +14,7 @@ from fzero.core.gpu import read_scalars
 from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.corpus import on_device_ahead
+from fzero.run.objectives import OBJECTIVES
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import split_names, spread
@@ -23,7 +24,8 @@ def evaluate_all(
     job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float
 ) -> dict[str, float]:
     """{"val_loss": nats per token on the validation split, ...}: cross entropy; also per byte unless tokens are
-    bytes, and of the average. Of pairs of answers also the means of what else their loss reports, such as val_accuracy.
+    bytes, and of the average. Of an objective that
+    reports more also the means of that, such as val_accuracy.
 
     The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one
     process. Communicates: what the model does, and two float64 per batch over dp and rp.
@@ -35,7 +37,7 @@ def evaluate_all(
         sums, more = [], {}
         for batch in on_device_ahead(batches(), job.device):
             loss = job.eval_step(params, batch)
-            more = {} if job.config.objective in ("text", "chat") else loss.extra
+            more = loss.extra if OBJECTIVES[job.config.objective].reports else {}
             of_tokens = (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)
             sums += [x.double() for x in (*of_tokens, *more.values())]
         with mesh.ledger.phase("evaluate"):

@@ -15,6 +15,7 @@ from fzero.checkpoint.convert import huggingface, peft
 from fzero.core import pytree
 from fzero.data.chat import read_chat, write_chat
 from fzero.models.presets import without_adapters
+from fzero.models.score import head_of
 from fzero.run import run_folder, run_lock, weights
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
@@ -101,6 +102,8 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
     value = run_folder.read_config(run)
     if not isinstance(value.model, models.LoRAConfig):
         raise ValueError(f"--adapter: {run} has no adapters, as it trains all weights; leave it out")
+    if head_of(value.model) is not None:
+        raise ValueError(f"--adapter: {run} trains a head of scores too, which is no adapter; merge: leave it out")
     trained, base, chat = weights.load(run, wide=True, ema=ema), base_folder(run), read_chat(run)
     peft.save_adapter(out, value.model, trained.params, base=str(base))
     if chat is not None:

@@ -8,9 +8,13 @@ from typing import Any
 
 from fzero import models
 from fzero.core.tables import Table
+from fzero.data.labels import labels_of
+from fzero.models.score import head_of
 from fzero.run import config_table, weights
 from fzero.run.config import RunConfig
+from fzero.run.objectives import SCORED
 from fzero.run.recipes import preset_for
+from fzero.run.start_tokenizer import start_pad
 
 
 def tuned_config(
@@ -18,7 +22,7 @@ def tuned_config(
 ) -> RunConfig:
     """The RunConfig of a new run that starts from the model in `init`: a run, a folder of transformers, an adapter.
 
-    table: the values that differ from the preset, as in a config file; objective is chat unless it says dpo. lora:
+    table: the values that differ from the preset, as in a config file; objective is chat unless it says another. lora:
     arguments of `models.lora` ({} for its defaults); None trains what the model trains. quantize: nf4, int4 or int8, in
     which LoRA's frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values
     that do not go together, and for a model that has LoRA already.
@@ -29,6 +33,7 @@ def tuned_config(
     if quantize is not None and lora is None:
         raise ValueError("weights in codes are frozen, so quantize needs lora")
     _, sizes = weights.start_sizes(init)
+    sizes = with_head(init, table, sizes)
     if lora is not None:
         if isinstance(sizes, models.LoRAConfig):
             raise ValueError(
@@ -45,3 +50,23 @@ def tuned_config(
     if value.objective == "text":
         raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
     return value
+
+
+def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.ModelConfig:
+    """The config of the model in `init` with the head that the objective trains, of the labels that the data has, if it
+    lacks one. Raises ValueError for a model that has LoRA below it."""
+    objective = table.get("objective", "chat")
+    if objective not in SCORED or head_of(sizes) is not None:
+        return sizes
+    if isinstance(sizes, models.LoRAConfig):
+        raise ValueError(
+            f"objective is {objective} and {init} has LoRA without a head of scores; merge it first: fzero export "
+            f"{init} --out FOLDER"
+        )
+    model, pad = models.build(sizes), start_pad(init)
+    if objective == "reward":
+        return models.reward(model, pad).config
+    path = table.get("data", {}).get("path")
+    if not path:
+        raise ValueError("objective is classify, whose labels come from the data; give data.path")
+    return models.classify(model, labels_of(Path(path)), pad).config

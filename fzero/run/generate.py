@@ -12,6 +12,7 @@ from fzero.core import prng, pytree
 from fzero.core.gpu import read_scalars
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
+from fzero.models.score import head_of
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
 from fzero.train.streamed import Part, parts_of
@@ -60,6 +61,11 @@ def generate(
     Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
     anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
     vocabulary."""
+    if head_of(model.config) is not None:
+        raise ValueError(
+            "the model has a head of scores, which says no text; models.logits gives them, and fzero export writes a "
+            "folder for AutoModelForSequenceClassification"
+        )
     plan = zero_plan(0, model, one_process())
     batch, length = tokens.shape
     vocab = vocab_size or model.config.vocab_size

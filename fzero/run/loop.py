@@ -31,6 +31,7 @@ from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import Chosen, chosen, recording
 from fzero.run.memory_check import snapshot_room
+from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
 from fzero.run.ranks.signals import stop_signals
@@ -236,7 +237,7 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
     per_byte = f" ({last['val_loss_per_byte']:.4f} per byte)" if "val_loss_per_byte" in last else ""
     say(
         f"{step} steps in {format_duration(seconds)}; validation loss {last.get('val_loss', math.nan):.4f} "
-        f"nats per {'pair' if config.objective == 'dpo' else 'token'}{per_byte}"
+        f"nats per {OBJECTIVES[config.objective].unit}{per_byte}"
     )
     where = (
         job.nvme.folder

@@ -22,6 +22,7 @@ from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
 from fzero.models.presets import family_of
+from fzero.models.score import head_rows
 from fzero.models.sizes import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
@@ -79,7 +80,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     kept = depth * layer if not remat.every else c.d_model * depth // remat.every + remat.every * layer
     tokens = t.micro_batch * job.config.data.seq_len
-    logits = 2 * 4 * min(tokens, 1024) * c.vocab_size // tp
+    logits = 2 * 4 * min(tokens, 1024) * head_rows(job.config.model) // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)

@@ -55,6 +55,10 @@ FINE_TUNING: dict[str, tuple[str, float]] = {
     "finetune-lora": ("chat", 2e-4),
     "finetune-dpo": ("dpo", 1e-6),
     "finetune-dpo-lora": ("dpo", 1e-5),
+    "finetune-classify": ("classify", 2e-5),
+    "finetune-classify-lora": ("classify", 2e-4),
+    "finetune-reward": ("reward", 1e-5),
+    "finetune-reward-lora": ("reward", 1e-4),
 }
 
 

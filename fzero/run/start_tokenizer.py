@@ -24,6 +24,16 @@ def start_tokenizer(init: Path) -> Tokenizer:
     return found
 
 
+def start_pad(init: Path) -> int:
+    """The token with which transformers fills the rows of the model in `init`: as its config.json says, else the end of
+    a document. Raises ValueError as `start_tokenizer`."""
+    if peft.is_adapter(init):
+        return start_pad(peft.base_of(init))
+    about = read_json(init / "config.json") if not run_folder.is_run(init) else {}
+    pad = about.get("pad_token_id")
+    return pad if isinstance(pad, int) and pad >= 0 else start_tokenizer(init).eos
+
+
 def start_chat(init: Path) -> Chat | None:
     """The chat template of a run, of a folder of another system, or of an adapter, which may have its base's; None if
     there is none."""

@@ -102,7 +102,7 @@ def make_check(
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
         key = layer_keys(dropout_key(model, state), plan, execution)
-        params = gather_over_pp(state.params, plan, users, state.step.device)
+        params = gather_over_pp(state.params, plan, users, rows.device)
         losses = backward(params, Batches([part], [m * rows.shape[0]], key), seed, sink)
         found = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.found}
         return {name: found.get(name, []) for name in compared}

@@ -89,7 +89,7 @@ def save_hf(
     hf |= {
         "torch_dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         "bos_token_id": None,
-        "pad_token_id": None,  # some have one by default, outside of a small vocabulary
+        "pad_token_id": pad if (pad := getattr(config, "pad", -1)) >= 0 else None,  # some have one by default
         "eos_token_id": eos,
     }
     partial = folder.with_name(f"{folder.name}.partial")

@@ -8,9 +8,10 @@ from typing import Any
 
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, NOT_ZERO, PLAIN, REQUIRED, ROPE, Family
 from fzero.checkpoint.convert.huggingface_layers import read_layers, write_layers
+from fzero.checkpoint.convert.huggingface_score import read_labels, scored_family, write_labels
 from fzero.core.bounds import check_bounds
 from fzero.core.foreign import expect_entries, nearest, short
-from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling
+from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling, ScoreConfig
 from fzero.models.layer_kinds import parse_layers
 from fzero.models.sizes import BOUNDS
 
@@ -22,9 +23,13 @@ def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Famil
     """
     names = hf.get("architectures") or []
     for family in FAMILIES:
-        if (names == [family.architecture] or (bare and not names)) and hf.get("model_type") == family.model_type:
+        if hf.get("model_type") != family.model_type:
+            continue
+        if names == [family.architecture] or (bare and not names):
             return family
-    known = ", ".join(family.architecture for family in FAMILIES)
+        if names == [scored_family(family).architecture]:
+            return scored_family(family)
+    known = f"{', '.join(family.architecture for family in FAMILIES)}, and those with ForSequenceClassification"
     raise ValueError(f"{where}: architectures is {names} of model_type {hf.get('model_type')!r}; fzero reads {known}")
 
 
@@ -76,7 +81,8 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
         sizes["pattern"] = read_layers(hf, family, sizes["n_layers"], _local_theta(hf, where) if local else None, where)
     if family.config is MoEConfig:
         sizes["z_coef"] = 0.0
-    return _build(family, sizes, where)
+    found = _build(family, sizes, where)
+    return found if family in FAMILIES else read_labels(hf, found, where)
 
 
 def _build(family: Family, sizes: dict[str, Any], where: Path) -> Any:
@@ -161,6 +167,10 @@ def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
 def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], Family]:
     """(the content of config.json, the family) of one of our configs; ValueError for features that transformers
     lacks. architecture: of the families that compute the model, the one of this name; "" takes the first."""
+    if isinstance(config, ScoreConfig):
+        hf, family = write_config(config.base, architecture)
+        family = scored_family(family)
+        return hf | {"architectures": [family.architecture]} | write_labels(config), family
     family, layers = _family_of(config, architecture)
     hf = {"architectures": [family.architecture], "model_type": family.model_type}
     for field in family.fields:

@@ -17,6 +17,7 @@ from fzero.checkpoint.convert.huggingface_names import (
     MIXTRAL_FUSED_ROWS,
     MIXTRAL_ROWS,
     OLMO2_ROWS,
+    OUTER,
     PHI3_ROWS,
     Row,
 )
@@ -323,4 +324,4 @@ FAMILIES = (
 
 def full_name(family: Family, name: str) -> str:
     """The name in a file of transformers, from the one in a row."""
-    return name if name.startswith("lm_head.") else family.prefix + name
+    return name if name.startswith(OUTER) else family.prefix + name

@@ -8,6 +8,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+OUTER = ("lm_head.", "score.")  # names without the family's prefix begin so
+
 
 class Row(NamedTuple):
     """A leaf of ours in tensors of theirs: `ours[l, e]` is `theirs`, or a part of it along the last dim."""
@@ -41,6 +43,7 @@ GPT2_ROWS = (
     *_dense("blocks/mlp/w_out", "blocks/mlp/b_out", "h.{l}.mlp.c_proj"),
     *_dense("head/norm/scale", "head/norm/bias", "ln_f"),
     Row("head/w", "lm_head.weight"),
+    Row("head/score", "score.weight"),
 )
 EMBED_ROW = Row("embed/tokens", "embed_tokens.weight")
 NORM_ROWS = (
@@ -59,7 +62,8 @@ GEMMA_NORM_ROWS = (
 PROJECTIONS = tuple(Row(f"blocks/attn/w_{n}", f"layers.{{l}}.self_attn.{n}_proj.weight", True) for n in "qkvo")
 MLP_ROWS = tuple(Row(f"blocks/mlp/w_{n}", f"layers.{{l}}.mlp.{n}_proj.weight", True) for n in ("gate", "up", "down"))
 ATTENTION_ROWS = (EMBED_ROW, *NORM_ROWS, *PROJECTIONS)
-HEAD_ROWS = (Row("head/norm/scale", "norm.weight"), Row("head/w", "lm_head.weight"))
+SCORE_ROW = Row("head/score", "score.weight")  # in place of the head's weights
+HEAD_ROWS = (Row("head/norm/scale", "norm.weight"), Row("head/w", "lm_head.weight"), SCORE_ROW)
 BIASES = tuple(Row(f"blocks/attn/b_{n}", f"layers.{{l}}.self_attn.{n}_proj.bias") for n in "qkv")
 HEAD_NORMS = tuple(Row(f"blocks/attn/norm_{n}/scale", f"layers.{{l}}.self_attn.{n}_norm.weight") for n in "qk")
 LLAMA_ROWS = (*ATTENTION_ROWS, *MLP_ROWS, *HEAD_ROWS)

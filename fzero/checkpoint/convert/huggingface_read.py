@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fzero.checkpoint.convert.huggingface_config import find_family, read_config
 from fzero.checkpoint.convert.huggingface_families import Family, full_name
-from fzero.checkpoint.convert.huggingface_names import Row, columns, places, their_shape
+from fzero.checkpoint.convert.huggingface_names import OUTER, Row, columns, places, their_shape
 from fzero.checkpoint.convert.safetensors import Entry, memory_of, read_safetensors
 from fzero.core import pytree
 from fzero.core.foreign import read_json
@@ -173,7 +173,7 @@ def find_names(
         there
         for name, there in sorted(plain.items())
         if there not in where.values()
-        and (alone or name.startswith((stem, f"{outer}lm_head.")))
+        and (alone or name.startswith((stem, *(f"{outer}{part}" for part in OUTER))))
         and not re.fullmatch(family.passed_over, name.removeprefix(stem))
     ]
     for what, names in (("are missing", missing), ("are unexpected", extra)):
@@ -187,7 +187,7 @@ def find_names(
 
 def _put(stem: str, family: Family, name: str) -> str:
     """The name in the source of a tensor of the rows, with prefix `stem`."""
-    return (stem.removesuffix(family.prefix) if name.startswith("lm_head.") else stem) + name
+    return (stem.removesuffix(family.prefix) if name.startswith(OUTER) else stem) + name
 
 
 def _check(

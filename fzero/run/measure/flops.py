@@ -29,6 +29,7 @@ from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.registry import FILES
 from fzero.models.base import leaf_shapes
 from fzero.models.presets import without_adapters
+from fzero.models.score import head_of
 from fzero.run.build import Job
 from fzero.sharding.slices import is_stacked
 
@@ -63,12 +64,12 @@ def token_flop(job: Job) -> TokenFlop:
     section 4.1; hardware: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
     c: Any = without_adapters(job.model.config)
-    t = job.config.train
+    t, tied = job.config.train, getattr(job.model.config, "tied", False) and head_of(job.model.config) is None
     active = layers = mlps = 0.0
     trained = {name for name, leaf in job.plan.leaves.items() if leaf.trained}
     for name, shape in leaf_shapes(job.model).items():
         numel = math.prod(shape)
-        looked_up = name == "embed/positions" or (name == "embed/tokens" and not getattr(c, "tied", False))
+        looked_up = name == "embed/positions" or (name == "embed/tokens" and not tied)
         share = c.top_k / c.n_experts if "/moe/w_" in name else 1.0
         needed = 1.0 if name in trained else 2 / 3  # a frozen weight has no gradient of its own: 4 N
         active += 0.0 if looked_up else needed * share * numel
