@@ -86,7 +86,7 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
         left[source] -= 1
         found: list[object] = [act.kind, chunks.index(act.stage), source is not None and left[source] > 0]
         if act.kind == "F":
-            found.append(row[i + 1 : i + 2] in ((act._replace(kind=kind),) for kind in BACKWARD))
+            found.append(any(row[i + 1 : i + 2] == (act._replace(kind=kind),) for kind in BACKWARD))
         else:
             forward = act._replace(kind="F")
             flying = sent.get(ends_of(s, rank, forward)[1] or (-1, False), [])[-room:]
