@@ -230,19 +230,29 @@ def waits_of(run: Any, device: str) -> dict[str, int]:
 def rank_cases(where: Where) -> Cases:
     """Ranks that share one GPU, over gloo, beside one process."""
     for size in (2,) if where.tiny else (2, 4):
-        yield f"{size} ranks", functools.partial(ranks_of_one_gpu, size, where)
+        yield f"{size} ranks", functools.partial(ranks_of_one_gpu, "dp", size, where)
+    yield "2 stages", functools.partial(ranks_of_one_gpu, "pp", 2, where)
 
 
-def losses_at(mesh: Any, stage: int, device: str, tiny: bool) -> list[float]:
-    """The losses of some float32 steps at a stage of ZeRO, of this rank's rows of one batch."""
-    sizes = TINY if tiny else SIZES
+KINDS: dict[str, dict[str, dict[str, Any]]] = {  # of plans, by the axis of the ranks
+    "dp": {"stage 0": {"stage": 0}, "stage 3": {"stage": 3}},
+    "pp": {
+        "1f1b": {"stage": 0},
+        "interleaved": {"stage": 3, "pipeline": fz.Pipeline("interleaved", chunks=2)},
+        "in the host's memory": {"stage": 3, "offload": f"{HOST},acts=host"},
+    },
+}
+
+
+def losses_of(mesh: Any, device: str, tiny: bool, stage: int, **options: Any) -> list[float]:
+    """The losses of some float32 steps by a plan with these options, of this rank's rows of one batch."""
+    sizes = {**(TINY if tiny else SIZES), "n_layers": 4}
     model = models.build(models.LlamaConfig(**sizes, n_kv_heads=sizes["n_heads"]))
-    plan = fz.zero_plan(stage, model, mesh, policy=precision.fp32())
+    plan = fz.zero_plan(stage, model, mesh, policy=precision.fp32(), **options)
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
     state, out = fz.init_state(model, tx, plan, seed=0, device=device), []
-    step = fz.make_train_step(
-        model, tx, plan, micro_batches=4 // mesh.data_size, execution=fz.Execution(compiled=False)
-    )
+    execution = fz.Execution(compiled=False, remat="full" if options.get("offload") else "none")
+    step = fz.make_train_step(model, tx, plan, micro_batches=4 // mesh.data_size, execution=execution)
     tokens = torch.randint(sizes["vocab_size"], (4, sizes["max_len"] + 1), generator=torch.Generator().manual_seed(1))
     own = tokens.chunk(mesh.data_size)[mesh.data_rank].to(device)
     for _ in range(3):
@@ -251,33 +261,33 @@ def losses_at(mesh: Any, stage: int, device: str, tiny: bool) -> list[float]:
     return [float(x) for x in out]
 
 
-def one_rank(rank: int, size: int, port: int, device: str, tiny: bool, results: Any) -> None:
-    """A rank: puts its losses by stage on the queue."""
+def one_rank(rank: int, axis: str, size: int, port: int, device: str, tiny: bool, results: Any) -> None:
+    """A rank of an axis: puts its losses by kind of plan on the queue."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ.update(address | {"GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(0)
-    mesh = fz.make_mesh({"dp": size}, device="cpu", timeout_s=120.0)  # gloo, also for tensors of the GPU
-    results.put((rank, {stage: losses_at(mesh, stage, device, tiny) for stage in (0, 3)}))
+    mesh = fz.make_mesh({axis: size}, device="cpu", timeout_s=120.0)  # gloo, also for tensors of the GPU
+    results.put((rank, {kind: losses_of(mesh, device, tiny, **options) for kind, options in KINDS[axis].items()}))
     mesh.close()
 
 
-def ranks_of_one_gpu(size: int, where: Where) -> dict[str, Any]:
+def ranks_of_one_gpu(axis: str, size: int, where: Where) -> dict[str, Any]:
     """Losses of ranks that share a GPU, of whose tensors gloo sends copies, beside those of one process."""
-    alone = losses_at(fz.one_process(), 0, where.device, where.tiny)
+    alone = losses_of(fz.one_process(), where.device, where.tiny, stage=0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    given = (size, port, where.device, where.tiny, results)
+    given = (axis, size, port, where.device, where.tiny, results)
     torch.multiprocessing.spawn(one_rank, given, nprocs=size)
     found = dict(results.get() for _ in range(size))
     worst = max(
-        abs(a - b) / b for by_stage in found.values() for losses in by_stage.values() for a, b in zip(losses, alone)
+        abs(a - b) / b for by_kind in found.values() for losses in by_kind.values() for a, b in zip(losses, alone)
     )
     if not worst <= 1e-4:
-        raise RuntimeError(f"losses of {size} ranks {found} differ from those of one {alone} by {worst:.1e}")
-    print(f"  {size} ranks on one GPU: losses as of one process within {worst:.1e}", flush=True)
+        raise RuntimeError(f"losses of {axis}={size} {found} differ from those of one {alone} by {worst:.1e}")
+    print(f"  {axis}={size} on one GPU: losses as of one process within {worst:.1e}", flush=True)
     return {"losses of one process": alone, "losses of rank 0": found[0], "largest relative difference": worst}

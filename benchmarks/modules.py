@@ -11,8 +11,6 @@ do what ours does. How the figures are taken: see `single.py` and `zero.py`, who
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 import single
 import zero
 from peers import problem
-from turns import LOSS_TOLERANCE, machine
+from turns import LOSS_TOLERANCE
 
 ALONE = ["module", "compile"]
 RANKS = ["module-3", "fsdp2", "fsdp2+compile+reshard-root"]
@@ -56,11 +54,7 @@ def main() -> None:
     runs.append(zero.compare(args.config, args.dtype, 2, RANKS, {}, ranks))
     print(zero.table(runs[-1]), flush=True)
     if args.out:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        command = shlex.join(["python", "benchmarks/modules.py", *sys.argv[1:]])
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        report = {"command": command, "date": now, "machine": machine(), "runs": runs}
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        zero.write_runs(args.out, shlex.join(["python", "benchmarks/modules.py", *sys.argv[1:]]), runs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The planner beside published figures: ZeRO's memory table, and runs of torchtitan and llm.c on A100 and H100.
 
     python benchmarks/plan_published.py --out benchmarks/results/plan-published.json
+    python benchmarks/plan_published.py --pipelines --out benchmarks/results/plan-published-pipelines.json
     python benchmarks/plan_published.py --rows gpt2-124m
 
 A row is fzero's own step of the published model, mesh, lengths and recomputation, planned for the listed device, and
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_runs import LEFT_OUT, Run, runs
+from published_runs import LEFT_OUT, Run, pipelines, runs
 
 import fzero
 from fzero import optim
@@ -124,6 +125,7 @@ def planned(run: Run) -> PlanReport:
         "data.within_documents": False,
         "precision.policy": "bf16",
         "optim.name": "adamw",
+        **run.settings,
     }
     return plan(run.model, run.mesh, gpu=device_of(run), settings=settings)
 
@@ -213,14 +215,18 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Plan the rows, print the tables, write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", help=f"comma list of {', '.join(run.name for run in runs())}; all without it")
+    parser.add_argument(
+        "--rows", help=f"comma list of {', '.join(run.name for run in (*runs(), *pipelines()))}; all without it"
+    )
+    parser.add_argument("--pipelines", action="store_true", help="the runs with pp, and none else")
     parser.add_argument("--out", type=Path, help="JSON file to write; its tables go beside it as .md")
     args = parser.parse_args()
-    wanted = args.rows.split(",") if args.rows else [run.name for run in runs()]
-    if unknown := set(wanted) - {run.name for run in runs()}:
-        parser.error(f"--rows: {', '.join(unknown)} is none of {', '.join(run.name for run in runs())}")
-    table, rows = zero_rows(), []
-    for run in runs():
+    known = pipelines() if args.pipelines else runs()
+    wanted = args.rows.split(",") if args.rows else [run.name for run in known]
+    if unknown := set(wanted) - {run.name for run in known}:
+        parser.error(f"--rows: {', '.join(unknown)} is none of {', '.join(run.name for run in known)}")
+    table, rows = [] if args.pipelines else zero_rows(), []
+    for run in known:
         if run.name in wanted:
             rows.append(run_row(run))
             e = {name: f"{error:+.1%}" for name, error in rows[-1]["errors"].items()}
@@ -230,9 +236,10 @@ def main() -> None:
                 flush=True,
             )
     told = [[row for row in rows if row["older"] is older] for older in (False, True)]
-    text = "\n\n".join([zero_markdown(table), *(markdown(group) for group in told if group)])
+    text = "\n\n".join([*([zero_markdown(table)] if table else []), *(markdown(group) for group in told if group)])
     print(text)
-    print(f"\nZeRO's table: {sum(r['agrees'] for r in table)} of {len(table)} figures agree")
+    if table:
+        print(f"\nZeRO's table: {sum(r['agrees'] for r in table)} of {len(table)} figures agree")
     if args.out:
         head = {
             "command": shlex.join(["python", "benchmarks/plan_published.py", *sys.argv[1:]]),

@@ -6,7 +6,7 @@ to a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fzero.models.presets import GPT2Config, ModelConfig
 
@@ -32,6 +32,7 @@ class Run(NamedTuple):
     network_bytes_s: float | None = None  # between nodes, of a GPU; None: as listed
     older: bool = False  # software of 2023 on Hopper, before its products and attention were tuned
     differs: str = ""
+    settings: dict[str, Any] = {}  # noqa: RUF012  (more of the config, by dotted name; never written to)
 
 
 def _mpt(d_model: int, n_layers: int, n_heads: int, seq_len: int) -> GPT2Config:
@@ -231,8 +232,72 @@ def runs() -> list[Run]:
     return [*named, *_mosaic("a100", MOSAIC_A100), *_mosaic("h100", MOSAIC_H100)]
 
 
+def _megatron_pipelines() -> list[Run]:
+    # Narayanan et al. 2021, table 1: GPUs, ranks of pp, sequences of a batch, TFLOP/s of a GPU. These count what is
+    # computed with all activations recomputed: 96 B s l h^2 (1 + s / 6h + V / 16 l h), section 5.1.
+    rows = [
+        ("gpt-145b", 80, 12288, 1536, 8, 2304, 148),
+        ("gpt-310b", 96, 16384, 1920, 16, 2160, 155),
+        ("gpt-530b", 105, 20480, 2520, 35, 2520, 163),
+        ("gpt-1t", 128, 25600, 3072, 64, 3072, 163),
+    ]
+    differs = (
+        "attention without a fused kernel; interleaved with chunks that are not said, here 1f1b; micro-batches of 1"
+    )
+    return [
+        Run(
+            f"{model}-pp{pp}",
+            "Narayanan et al. 2021 (SC21), table 1",
+            "a100",
+            model,
+            {"pp": pp, "dp": gpus // pp // 8, "tp": 8},
+            batch=batch,
+            micro_batch=1,
+            seq_len=2048,
+            remat="full",
+            compiled=False,
+            tokens_per_s=tflops * 1e12 / (96 * layers * d**2 * (1 + 2048 / (6 * d) + 51200 / (16 * layers * d))),
+            zero=0,
+            differs=differs,
+        )
+        for model, layers, d, gpus, pp, batch, tflops in rows
+    ]
+
+
+def _llama_pipelines() -> list[Run]:
+    # Grattafiori et al. 2024, table 4: 43% and 41% of 989 TFLOP/s with 8 x 16 ranks of tp and pp, 16 M tokens a batch.
+    # Counted here as 6 N and causal attention, 6 L T D; the paper does not say.
+    flop = 6 * 405.85e9 + 6 * 126 * 8192 * 16384
+    layout = ",".join(map(str, (7, *[8] * 14, 7)))  # the first and the last stage have a layer less, section 3.3.2
+    return [
+        Run(
+            f"llama-405b-pp16-{gpus}",
+            "Grattafiori et al. 2024 (Llama 3), table 4",
+            "h100",
+            "llama-405b",
+            {"pp": 16, "dp": gpus // 128, "tp": 8},
+            batch=2048,
+            micro_batch=1,
+            seq_len=8192,
+            remat="none",
+            compiled=True,
+            tokens_per_s=tflops * 1e12 / flop,
+            zero=2,
+            differs="interleaved, with a number of micro-batches in a row that is not said; here 1f1b",
+            settings={"sequence": True, "pipeline.layout": layout},
+        )
+        for gpus, tflops in ((8192, 430), (16384, 400))
+    ]
+
+
+def pipelines() -> list[Run]:
+    """The published runs with pp that fzero can plan."""
+    return [*_megatron_pipelines(), *_llama_pipelines()]
+
+
 LEFT_OUT = {
-    "Llama 3 405B, torchtitan tables 5 and 6, Megatron-LM above 22B": "pipelines, which a plan does not have",
+    "torchtitan tables 5 and 6": "context parallelism; interleaved schedules whose chunks are not said",
+    "zero-bubble's tables (Qi et al. 2023)": "backward passes in two parts, which no run of this version has",
     "torchtitan tables 2 and 4": "float8 products with asynchronous tensor parallelism; context parallelism",
     "Megatron-LM on H100 (41 to 48% MFU)": "its sizes and meshes are in a picture",
     "DeepSpeed ZeRO-2 on H200 (47% causal MFU)": "published without batch, mesh or recomputation",

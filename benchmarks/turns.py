@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import select
+import socket
 import statistics
 import subprocess
 import sys
@@ -96,12 +97,20 @@ class Group:
             process.stdout.close()
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 def of_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """One step's row from those of its processes: from the first start to the last end, the mean loss, the largest
     memory."""
     rss = [row["rss_peak_bytes"] for row in rows]
     return {
         "step_s": max(row["end_s"] for row in rows) - min(row["begin_s"] for row in rows),
+        "cpu_s": sum(row["cpu_s"] for row in rows),
         "loss": statistics.fmean(row["loss"] for row in rows),
         "rss_peak_bytes": None if None in rss else max(rss),
     }
@@ -131,6 +140,7 @@ def summary(name: str, ours: list[float], rows: list[dict], tokens: int) -> dict
     return {
         "contender": name,
         "step_s": times,
+        "cpu_s": [row["cpu_s"] for row in rows],
         "min_s": min(times),
         "median_s": median,
         "spread": (max(times) - min(times)) / median,
@@ -139,6 +149,11 @@ def summary(name: str, ours: list[float], rows: list[dict], tokens: int) -> dict
         "ours_is_x_faster": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
         "rss_peak_bytes": rows[-1]["rss_peak_bytes"],
     }
+
+
+def fullest(peaks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The memory of the process with the highest peak, with the peaks of all."""
+    return max(peaks, key=lambda peak: peak["peak_bytes"]) | {"of_processes": [p["peak_bytes"] for p in peaks]}
 
 
 def sitting(
@@ -152,12 +167,14 @@ def sitting(
     tokens: int,
     skippable: Sequence[str] = (),
     counted: dict[str, dict[str, Any]] | None = None,
+    together: bool = False,
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """(results, {absent contender: why}): warm up, check the losses, take turns, count memory; ValueError where losses
     differ.
 
     `start(contender, mode)` starts its processes, in mode "time" or "live"; the first contender is what the ratios
-    refer to. `counted` is {contender: its memory} of earlier sittings of the same problem, and is added to.
+    refer to. `counted` is {contender: its memory} of earlier sittings of the same problem, and is added to. together:
+    memory is counted in a step of the processes that were timed (mode "both"), which are not started again.
     """
     counted = {} if counted is None else counted
     groups: dict[str, Group] = {}
@@ -166,7 +183,7 @@ def sitting(
     try:
         for name in contenders:
             print(f"{title}: warming up {name}", file=sys.stderr)
-            groups[name] = start(name, "time")
+            groups[name] = start(name, "both" if together else "time")
             if why := groups[name].first[0].get("absent"):
                 if name not in skippable:
                     raise ValueError(f"{name}: {why}; install it, or leave it out of --contenders")
@@ -179,6 +196,8 @@ def sitting(
         for i in range(repeats):
             for name, group in groups.items():
                 steps[name].append(of_ranks(group.ask(warmup + i)))
+        for name, group in groups.items() if together else ():
+            counted[name] = fullest(group.ask("live"))
     finally:
         for group in groups.values():
             group.close()
@@ -194,9 +213,7 @@ def sitting(
             group = start(name, "live")
             peaks = group.first
             group.close()
-            counted[name] = max(peaks, key=lambda peak: peak["peak_bytes"]) | {
-                "of_processes": [p["peak_bytes"] for p in peaks]
-            }
+            counted[name] = fullest(peaks)
         row["live"] = counted[name]
     return results, skipped
 

@@ -1,8 +1,9 @@
-"""One contender, or one rank of it, in its own process, driven by `single.py` or `zero.py` over stdin and stdout.
+"""One contender, or one rank of it, in its own process, driven by `single.py`, `zero.py` or `pipeline.py` over stdin
+and stdout.
 
 A process each, because the switches, thread pools, compile caches and the memory high-water mark belong to a process.
 The first line in is the order (JSON); then, in mode "time", each further line is a batch number and is answered by one
-JSON line.
+JSON line. In mode "both" memory is counted too, in a step for the line "live".
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MODULES = {
     "deepspeed-STAGE": "deepspeed_zero",
     "jax-fsdp": "jax_fsdp",
 }
+PIPELINES = {"fzero-pp": "fzero_pipeline", "pipelining": "torch_pipelining"}  # before =SCHEDULE
 JAX = ("jax", "jax-fsdp")
 
 
@@ -72,6 +74,8 @@ def use_onednn() -> dict[str, float]:
 
 def peer(name: str) -> ModuleType:
     """The module of the contender; ImportError where its library is absent."""
+    if name.partition("=")[0] in PIPELINES:
+        return importlib.import_module(f"peers.{PIPELINES[name.partition('=')[0]]}")
     base, _, stage = name.rpartition("-")
     key = f"{base}-STAGE" if stage.isdecimal() else name
     if key not in MODULES:
@@ -79,9 +83,11 @@ def peer(name: str) -> ModuleType:
     return importlib.import_module(f"peers.{MODULES[key]}")
 
 
-def maker(name: str) -> Callable:
-    """`make` of the contender, bound to what its name says besides the library."""
+def maker(name: str, parts: int) -> Callable:
+    """`make` of the contender, bound to what its name says besides the library, and to a pipeline's micro-batches."""
     make = peer(name).make
+    if "=" in name:
+        return functools.partial(make, schedule=name.partition("=")[2], parts=parts)
     _, _, stage = name.rpartition("-")
     if stage.isdecimal():
         return functools.partial(make, stage=int(stage))
@@ -169,18 +175,35 @@ def live(make_step: Callable, batch_at: Callable, order: dict) -> dict:
     return live_bytes.peak(setup) | {"method": "torch allocator"}
 
 
+def counted(step: Callable[[], object]) -> dict:
+    """Peak bytes of a step in a process that has counted from its first tensor on, with the method."""
+    import live_bytes
+
+    return live_bytes.peak(lambda: step) | {"method": "torch allocator"}
+
+
 def timed(make_step: Callable, batch_at: Callable, order: dict, reply: Callable[[dict], None], facts: dict) -> None:
-    """Warm up, reply with the losses, then a step a line until stdin ends."""
+    """Warm up, reply with the losses, then a step a line until stdin ends; for the line "live" the peak bytes of a
+    step."""
+    if order["mode"] == "both":
+        import live_bytes  # and torch, which JAX's contenders do without
+
+        live_bytes.count_in_all_threads()
     start = time.perf_counter()
     step = make_step()
     losses = [step(batch_at(i)) for i in range(order["warmup"])]
     setup_s = time.perf_counter() - start
     reply(facts | {"losses": losses, "setup_s": setup_s, "rss_without_setup": reset_rss_peak()})
     for line in sys.stdin:
+        if json.loads(line) == "live":
+            reply(counted(functools.partial(step, batch_at(order["warmup"]))))
+            continue
         batch = batch_at(int(line))
-        begin = time.perf_counter()  # one clock for all processes of the machine
+        begin, cpu = time.perf_counter(), time.process_time()  # one clock for all processes of the machine
         loss = step(batch)
-        reply({"begin_s": begin, "end_s": time.perf_counter(), "loss": loss, "rss_peak_bytes": rss_peak_bytes()})
+        end = time.perf_counter()
+        cpu = time.process_time() - cpu
+        reply({"begin_s": begin, "end_s": end, "cpu_s": cpu, "loss": loss, "rss_peak_bytes": rss_peak_bytes()})
 
 
 def serve(order: dict, reply: Callable[[dict], None]) -> None:
@@ -188,7 +211,7 @@ def serve(order: dict, reply: Callable[[dict], None]) -> None:
     if hasattr(os, "sched_setaffinity"):  # before any import: XLA sizes its thread pool by it
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order["cores"]])
     try:
-        make = maker(order["name"])
+        make = maker(order["name"], order.get("parts", 1))
     except ImportError as error:
         reply({"absent": str(error)})
         return
@@ -197,12 +220,14 @@ def serve(order: dict, reply: Callable[[dict], None]) -> None:
 
     def batch_at(step: int) -> dict:
         batch = problem.batch_at(config, order["batch"], order["seed"], step)
+        if "parts" in order:  # the ranks of a pipeline have the same rows
+            return batch
         return problem.rows_of_rank(batch, order["rank"], order["ranks"])
 
     def make_step() -> Callable:
         return make(problem.weights(config, order["seed"]), config, order["dtype"], frozenset(order["switches"]))
 
-    if order["mode"] == "time":
+    if order["mode"] in ("time", "both"):
         timed(make_step, batch_at, order, reply, facts)
     elif order["mode"] == "live":
         reply(live(make_step, batch_at, order))

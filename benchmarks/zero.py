@@ -22,13 +22,12 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 from peers import problem
-from turns import LOSS_TOLERANCE, Group, columns, machine, sitting
+from turns import LOSS_TOLERANCE, Group, columns, free_port, machine, sitting
 
 PEERS = {
     "ddp": 0,
@@ -69,13 +68,6 @@ def contenders_of(peer: str, dtype: str, onednn: bool) -> list[str]:
     library, switch = kind(peer), "+onednn" if onednn and dtype == "fp32" else ""
     equal = [] if library == "jax" else [peer + EQUAL[library] + (EQUAL_BF16[library] if dtype == "bf16" else switch)]
     return [f"fzero-{PEERS[peer]}{switch}", peer, *equal]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start(name: str, mode: str, order: dict[str, Any], pythons: dict[str, str]) -> Group:
@@ -210,6 +202,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def write_runs(out: Path, command: str, runs: list[dict]) -> None:
+    """Write the results of some runs, with the command, the time and the machine."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    report = {"command": command, "date": now, "machine": machine(), "runs": runs}
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main() -> None:
     args = parse()
     given = sys.argv[1:]
@@ -224,10 +224,7 @@ def main() -> None:
             runs.append(compare(config_name, dtype, ranks, contenders, counted, args))
             print(table(runs[-1]) + "\n", flush=True)
             if args.out:
-                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                report = {"command": command, "date": now, "machine": machine(), "runs": runs}
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
+                write_runs(args.out, command, runs)
 
 
 if __name__ == "__main__":

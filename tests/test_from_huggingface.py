@@ -4,6 +4,7 @@ bit."""
 import functools
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,13 @@ def named(module):
     return list(module.named_parameters())
 
 
-def by_fzero(mesh, name, stage, folder, remat="none"):
+def by_fzero(mesh, name, stage, folder, remat="none", tp=None):
     """(parameters after one step and after all of them, losses), by what the folder says that fzero writes."""
     task, tx, log, after = theirs.TASKS.get(name, ""), optim.sgd(RATE), [], []
-    model = fzero.from_huggingface(theirs.MODELS[name](), task=task, batch=theirs.batch_of(name, 0), seed=3)
-    plan = fzero.zero_plan(stage, model, mesh, policy="fp64")
+    model = fzero.from_huggingface(theirs.MODELS[name](), task=task, batch=theirs.batch_of(name, 0), seed=3, tp=tp)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "[A-Za-z0-9]+: tp=2 splits")
+        plan = fzero.zero_plan(stage, model, mesh, policy="fp64")
     state = fzero.init_state(model, tx, plan, seed=0)
     step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(remat=remat))
     for i in range(STEPS):
@@ -115,6 +118,37 @@ def test_five_steps_at_stage_3_on_two_ranks_are_theirs(name, tmp_path):
 @pytest.mark.parametrize("name", [pytest.param("Gemma3", marks=slow), pytest.param("Qwen3", marks=slow)])
 def test_five_steps_split_by_their_own_plan_are_theirs(name, tmp_path):
     for result in ranks.run(2, by_fzero, name, 0, tmp_path, mesh={"tp": 2}):
+        assert_theirs(name, result)
+
+
+FOUND = {  # linear layers of a layer that tp=2 splits by what is found, and all of them; see docs/huggingface.md
+    "GPTNeoX": (4, 4),
+    "BERT": (6, 6),
+    "OPT": (6, 6),
+    "ViT": (6, 6),
+    "GPT2": (2, 4),
+    "Bloom": (2, 4),
+    "Falcon": (2, 4),
+    "T5": (4, 16),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=slow if name in ("GPTNeoX", "BERT") else pytest.mark.exhaustive) for name in FOUND],
+)
+def test_five_steps_split_by_what_is_found_are_theirs(name, tmp_path):
+    model = fzero.from_huggingface(
+        theirs.MODELS[name](), task=theirs.TASKS.get(name, ""), batch=theirs.batch_of(name, 0), tp="auto"
+    )
+    with pytest.warns(UserWarning, match="tp=2 splits"):
+        plan = fzero.zero_plan(0, model, fzero.fake_mesh({"tp": 2}))
+    linears = [leaf for leaf, one in plan.leaves.items() if leaf.endswith("/weight") and "tp" in one.params.axes]
+    split, every = FOUND[name]
+    assert len(linears) == split and every == sum(map(len, model.embed.__self__.ways.values()))
+    page = (Path(__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    assert any(line.startswith(f"| {name} | {split} of {every} |") for line in page.splitlines())
+    for result in ranks.run(2, by_fzero, name, 0, tmp_path, "none", "auto", mesh={"tp": 2}):
         assert_theirs(name, result)
 
 

@@ -23,6 +23,9 @@ from fzero.run import run_folder
 from fzero.run.measure import flops, norms, rank_times, step_records
 from fzero.run.measure.profiler import Named, steps_of
 from fzero.run.measure.timer import PHASES, Clock, Comm, Times
+from fzero.run.recipes import recipe
+from fzero.sharding import pipeline
+from fzero.sharding.pipeline import feeds, read_schedule, write_schedule
 from fzero.train.batch import local_batch
 
 # -- the clock, by hand
@@ -386,6 +389,31 @@ def test_which_steps_are_recorded():
     for wrong in ("", "5-3", "0-2", "a", "2-", "-2"):
         with pytest.raises(ValueError, match="is not of the form FROM-TO"):
             steps_of(wrong, 0)
+
+
+@pytest.mark.slow
+def test_the_passes_of_a_pipeline_of_two_ranks_are_recorded(tmp_path):
+    """By the order of what they need, over both ranks' clocks: what a message carries begins behind its sender's
+    end."""
+    write_text(tmp_path)
+    layers = recipe("mlp-tiny").model.n_layers
+    text = write_schedule(pipeline.schedule("1f1b", pipeline.layout([1.0] * layers, 2), parts=2))
+    (tmp_path / "mine.txt").write_text(text)
+    torchrun(tmp_path, 2, *TINY, "--mesh", "pp=2", "--schedule", "mine.txt", "--steps", 3, "--out", "run")
+    assert run_folder.read_config(tmp_path / "run").pipeline.schedule == text
+    rows = list(run_folder.read_metrics(tmp_path / "run"))
+    assert [len(row["grad_norms"]["blocks"]) for row in rows if "grad_norms" in row] == [layers]
+    record = json.loads((tmp_path / "run" / "pipeline.json").read_text())
+    assert (record["step"], record["schedule"]) == (3, text)
+    s, when = read_schedule(text), {}
+    for row, start, end in zip(s.rows, record["start"], record["end"], strict=True):
+        when |= dict(zip(row, zip(start, end, strict=True), strict=True))
+        moments = [moment for pair in zip(start, end) for moment in pair]
+        assert moments == sorted(moments) and moments[0] > 0
+    for source, target in feeds(s).items():
+        # A receive may end while the act behind the send has begun: both are within the sender's next act.
+        assert when[target][0] > when[source][0], (source, target)
+    assert sum(rows[2]["phases"].values()) >= max(record["end"][0]) - record["start"][0][0]
 
 
 @pytest.mark.slow

@@ -54,29 +54,30 @@ def options_of(pipeline, **more):
 
 @functools.cache
 def serial(name, optimizer, micro_batches, dropout=0.0, layers=4, **plan_options):
+    steps = plan_options.pop("steps", STEPS)
     state, _, log = train(
-        fzero.one_process(), name, optimizer, 0, micro_batches, steps=STEPS, dropout=dropout, plan_options=plan_options
+        fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, dropout=dropout, plan_options=plan_options
     )
     return state, log
 
 
-def trained(mesh, cases):
+def trained(mesh, cases, steps):
     out = []
     for case, options in cases:
-        state, specs, log = train(mesh, *case, steps=STEPS, **options)
+        state, specs, log = train(mesh, *case, steps=steps, **options)
         out.append((whole(state, specs, mesh), log))
     return out
 
 
-def equals_one_process(mesh, cases):
+def equals_one_process(mesh, cases, steps=STEPS):
     """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, options of `train`)."""
     sizes = MESHES[mesh]
     data = sizes.get("dp", 1) * sizes.get("rp", 1)
     given = [((name, tx, stage, data * m), options) for name, tx, stage, m, options in cases]
-    results = ranks.run(math.prod(sizes.values()), trained, given, mesh=sizes, timeout_s=300)
+    results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
     for (case, options), (state, log) in zip(given, results[0]):
         name, tx, _, m = case
-        expected, expected_log = serial(name, tx, m, options.get("dropout", 0.0))
+        expected, expected_log = serial(name, tx, m, options.get("dropout", 0.0), steps=steps)
         try:
             assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
             assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
@@ -130,7 +131,8 @@ def test_every_product_equals_one_process(mesh, pipeline):
     micro = (2, 4) if pipeline == "interleaved" else (1, 3, 4)
     product = itertools.product(("sgd", "clipped adam"), range(4), micro, ("none", "full"))
     cases = [("gemma", tx, stage, m, {**options_of(how), "remat": remat}) for tx, stage, m, remat in product]
-    equals_one_process(mesh, cases)
+    # After five steps of this SGD one process itself is 4e-10 from one with other micro-batches.
+    equals_one_process(mesh, cases, steps=3)
 
 
 # ---- canonical sums --------------------------------------------------------------------------------------------------
@@ -278,7 +280,6 @@ def test_a_checkpoint_goes_to_every_other_mesh():
     (
         ({"pipeline": Pipeline(layout="2,2")}, "layout 2,2 has 4 layers in 2 stages; the model has 3"),
         ({"pipeline": Pipeline("interleaved", chunks=2)}, "has 4 stages, and the model has 3 layers"),
-        ({"offload": "opt=host"}, "a pipeline's state stays on the device"),
     ),
 )
 def test_a_plan_refuses(options, words):

@@ -17,7 +17,7 @@ from fzero.sharding import pipeline
 
 FOUR = {"n_layers": 4}
 CASES = {
-    "1f1b": made(mesh={"pp": 2}, parts=5, model=FOUR),
+    "1f1b": made(mesh={"pp": 2}, parts=5, model={"n_layers": 2}),
     "gpipe": made("gpt2", mesh={"pp": 2}, zero=1, parts=4, model=FOUR, pipeline={"schedule": "gpipe", "layout": "3,1"}),
     "interleaved": made(
         mesh={"pp": 2}, parts=6, policy="bf16", model=FOUR, pipeline={"schedule": "interleaved", "chunks": 2}
@@ -37,12 +37,22 @@ def results(name):
     return [one[name] for one in found]
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK, LATER = ("1f1b",), ("stage 3", "interleaved")
+
+
+def tiered(cases):
+    """Of the cases the quick ones by default, some in the slow tier and the others when asked for."""
+    marks = {
+        name: [] if name in QUICK else pytest.mark.slow if name in LATER else pytest.mark.exhaustive for name in cases
+    }
+    return [pytest.param(name, marks=marks[name]) for name in cases]
+
+
+@pytest.mark.parametrize("name", tiered(CASES))
 def test_what_is_predicted_of_every_rank_is_measured(name):
     config = CASES[name]
     for rank, (timeline, at_rest, rows, counted, _) in enumerate(results(name)):
         trace, peak = trace_step(config, config.mesh, rank=rank), fullest(timeline)
-        print(rank, trace.peak.bytes, peak.bytes)
         assert (trace.state, trace.state_elsewhere) == at_rest
         assert sorted(trace.ledger) == sorted(rows)
         assert flop(trace) == counted > 0
@@ -51,11 +61,16 @@ def test_what_is_predicted_of_every_rank_is_measured(name):
 
 
 LONG = {
-    "1f1b": made(mesh={"pp": 4}, parts=9, model=FOUR),
+    "1f1b": made(mesh={"pp": 2}, parts=9, model={"n_layers": 2}),
+    "1f1b of 4": made(mesh={"pp": 4}, parts=9, model=FOUR),
     "uneven": made(mesh={"pp": 4}, zero=1, parts=12, model={"n_layers": 6}, pipeline={"layout": "1,2,2,1"}),
     "gpipe": made("gpt2", mesh={"pp": 2}, parts=8, model={**FOUR, "dropout": 0.1}, pipeline={"schedule": "gpipe"}),
     "interleaved": made(
-        mesh={"pp": 4}, parts=16, policy="bf16", model={"n_layers": 8}, pipeline={"schedule": "interleaved", "chunks": 2}
+        mesh={"pp": 4},
+        parts=16,
+        policy="bf16",
+        model={"n_layers": 8},
+        pipeline={"schedule": "interleaved", "chunks": 2},
     ),
     "stage 3": made(mesh={"pp": 4, "dp": 2}, zero=3, parts=8, model=FOUR, train_remat="full"),
     "stage 2": made("mixtral", mesh={"pp": 4, "dp": 2}, zero=2, parts=8, model={"n_layers": 8}),
@@ -69,26 +84,29 @@ def passes(trace):
     return [(m.phase, m.layer, m.bytes) for m in trace.timeline[: end + 1]]
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", tiered(LONG))
 def test_a_row_is_put_together_of_few_acts(name):
     config = LONG[name]
     found = pipelined.trace(config, config.mesh)
-    p = config.mesh["pp"]
     stride = 1 if len(config.mesh) == 1 else config.mesh["dp"]
     for pp, row in enumerate(found.ranks):
         whole = trace_step(config, config.mesh, rank=pp * stride)
-        assert row.record.parts < whole.config.train.batch
-        print(pp, row.record.parts, row.peak_bytes, whole.peak.bytes)
+        assert row.record.parts < found.schedule.parts
         assert row.peak_bytes == whole.peak.bytes
-        note = pipelined.put_together(row, found.schedule, pp, config, pp * stride, "")
-        assert sorted(note.ledger) == sorted(whole.ledger)
-        assert (note.state, note.tokens, note.rank) == (whole.state, whole.tokens, whole.rank)
-        assert (note.peak.phase, note.peak.bytes, note.peak.parts) == (whole.peak.phase, whole.peak.bytes, whole.peak.parts)
-        assert total_flop(note) == flop(whole)
-        assert passes(note) == passes(whole)
-    assert p == len(found.ranks)
+        made_up = pipelined.put_together(row, found.schedule, pp, config, pp * stride, "")
+        assert sorted(made_up.ledger) == sorted(whole.ledger)
+        assert (made_up.state, made_up.tokens, made_up.rank) == (whole.state, whole.tokens, whole.rank)
+        assert (made_up.peak.phase, made_up.peak.bytes, made_up.peak.parts) == (
+            whole.peak.phase,
+            whole.peak.bytes,
+            whole.peak.parts,
+        )
+        assert total_flop(made_up) == flop(whole)
+        assert passes(made_up) == passes(whole)
+    assert len(found.ranks) == config.mesh["pp"]
 
 
+@pytest.mark.slow
 def test_the_schedule_is_played_with_the_times_of_acts():
     config = made(mesh={"pp": 4}, policy="bf16", parts=8, model={"n_layers": 8})
     report = fzero.plan(config)
@@ -105,3 +123,22 @@ def test_the_schedule_is_played_with_the_times_of_acts():
     alone = fzero.plan(made(ranks=1, policy="bf16", parts=8, model={"n_layers": 8}))
     assert report.pass_flop_per_step == alone.pass_flop_per_step
     assert json.loads(report.to_json())["pipeline"]["ranks"][0]["layers"] == [2]
+
+
+TWO = {"schedule": "interleaved", "chunks": 2}
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"mesh": {"pp": 5}}, "pp=5 with 1 chunk a rank has 5 stages, and the model has 4 layers"),
+        ({"mesh": {"pp": 2}, "pipeline": {"layout": "3,2"}}, "layout 3,2 has 5 layers in 2 stages"),
+        ({"mesh": {"pp": 4}, "parts": 11, "pipeline": TWO, "model": {"n_layers": 8}}, "10 or 12 would do"),
+        ({"mesh": {"pp": 2}, "parts": 4, "pipeline": {"schedule": "zb-h1"}}, "zb-h1 has backward passes in two parts"),
+    ],
+)  # fmt: skip
+def test_what_a_run_refuses_is_refused_before_anything_is_traced(wrong, said, monkeypatch):
+    monkeypatch.setattr(pipelined, "record_of", lambda *args: pytest.fail("traced"))
+    with pytest.raises(ValueError, match=said) as error:
+        pipelined.trace(made(**{"model": FOUR, **wrong}), wrong["mesh"])
+    assert "\n" not in str(error.value)

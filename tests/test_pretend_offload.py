@@ -200,7 +200,7 @@ def tier(name):
     return pytest.param(name, marks=marks.get(name, pytest.mark.exhaustive))
 
 
-@pytest.mark.parametrize("name", map(tier, LEAVING))
+@pytest.mark.parametrize("name", [tier(name) for name in LEAVING])
 def test_small_gradients_leave_the_gpu_by_one_copy_a_layer(name, monkeypatch):
     offload, options = name.partition(" ")[0], LEAVING[name]
     apart = copies_that_leave(monkeypatch, 0, offload, **options)

@@ -21,12 +21,15 @@ from fzero.report import (
     html_page,
     markdown,
     read,
+    sections,
     sections_compare,
+    sections_pipeline,
     values,
     write,
 )
 from fzero.report.parts import Table
 from fzero.report.values import Quantity
+from fzero.sharding import pipeline
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "reports"))
@@ -478,6 +481,7 @@ def damage(folder, name, text):
         ("memory.json", "[1]", "memory.json: not a JSON object"),
         ("memory.json", '{"state": 3}', "memory.json: state is not"),
         ("ledger.json", '{"rows": [{"axis": "dp"}]}', "ledger.json: rows is not"),
+        ("pipeline.json", '{"schedule": "0F0 0B0", "start": [[0]], "end": [[1]]}', "pipeline.json: is not what fzero"),
         ("plan.json", '{"peak', "plan.json"),
         ("plan.json", '{"state_bytes": [1]}', "plan.json: state_bytes is not"),
         ("plan.json", '{"timeline": [{}]}', "plan.json: timeline is not"),
@@ -487,6 +491,30 @@ def test_a_damaged_file_is_one_clear_line(tmp_path, fz, name, text, said):
     folder = make_run(tmp_path / "run", steps=4)
     damage(folder, name, text)
     refused(fz(folder, "--json"), said)
+
+
+def test_the_passes_of_a_pipeline_are_drawn_beside_the_played_ones(tmp_path, fz):
+    """Of a step that went as `play` has it both say the same; where an act of rank 0 was late the measured one idles
+    longer."""
+    s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 5, 2), parts=4)
+    played = pipeline.play(s, {"F": [1.0, 1.5], "B": [2.0, 3.0]}, wire=0.25)
+    busy = [sum(b - a for a, b in zip(*row)) for row in zip(played.start, played.end)]
+    folder = make_run(tmp_path / "run", steps=4)
+    for late in (0.0, 10.0):
+        start, end = ([list(row) for row in rows] for rows in (played.start, played.end))
+        start[0][-1] += late
+        end[0][-1] += late
+        record = {"attempt": 2, "step": 4, "schedule": pipeline.write_schedule(s), "start": start, "end": end}
+        damage(folder, "pipeline.json", json.dumps(record))
+        out = tmp_path / f"report{late:g}"
+        assert fz(folder, "--out", out)[0] == 0
+        (section,) = [one for one in sections.of_run(write.read(out).runs[0]) if one.name == "pipeline"]
+        rows = next(part for part in section.parts if isinstance(part, Table)).rows
+        shown = lambda step: [sections_pipeline.percent(1 - one / step) for one in busy]  # noqa: E731
+        assert [row[2] for row in rows[:2]] == shown(played.step)
+        assert [row[3] for row in rows[:2]] == shown(played.step + late)
+        assert [row[1] for row in rows] == ["2", "3", "5"]
+        assert all((out / f"pipeline_{name}.svg").is_file() for name in ("measured", "played"))
 
 
 def test_mistakes_are_one_clear_line(runs, tmp_path, fz):

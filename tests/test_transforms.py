@@ -114,7 +114,7 @@ def test_equals_one_process(case, stage):
 
 def of_one_leaf(mesh, stage, *which):
     """The gradient, and a Hessian-vector product, by one leaf, which some ranks have no layer of."""
-    model, plan, params, loss, batch = problem(mesh, stage, *which)
+    _, plan, params, loss, batch = problem(mesh, stage, *which)
     named = pytree.named_leaves(params)
     name = next(name for name in named if name.startswith("blocks_encoder/"))
 
@@ -127,7 +127,7 @@ def of_one_leaf(mesh, stage, *which):
 
 def through_a_step(mesh, stage, *which):
     """The slope of the loss after two steps by the initial parameters."""
-    model, plan, params, loss, batch = problem(mesh, stage, *which)
+    model, plan, _, loss, batch = problem(mesh, stage, *which)
     tx = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.3))
     state = fzero.init_state(model, tx, plan, seed=3)
     step = fzero.make_train_step(model, tx, plan, micro_batches=2, donate=False)
@@ -150,6 +150,7 @@ OVER_PP = {
     "one leaf": (of_one_leaf, {"pp": 2}, 3, "encoder and decoder", fzero.Pipeline(layout="3,3")),
     "examples": (per_example, {"pp": 2}, 1, "gpt2", LAYOUT),
     "hessian": (hessian_vector, {"pp": 2}, 3, "gemma", INTERLEAVED),
+    "hessian, down and up": (hessian_vector, {"pp": 2}, 3, "gemma", fzero.Pipeline("zb-v", chunks=2)),
     "seeds": (seeds, {"pp": 2}, 3, "gpt2", LAYOUT),
     "steps": (through_a_step, {"pp": 2}, 3, "gpt2", LAYOUT),
     "with dp": (hessian_vector, {"pp": 2, "dp": 2}, 3, "gemma", INTERLEAVED),

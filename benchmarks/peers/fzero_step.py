@@ -27,11 +27,9 @@ def make(
     return on_mesh(weights, config, dtype, 0, fzero.one_process())
 
 
-def on_mesh(
-    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, stage: int, mesh: Mesh
-) -> Callable[[dict[str, np.ndarray]], float]:
-    """The step on a mesh at a ZeRO stage: this rank's rows -> the loss of all ranks' rows before the update."""
-    model = models.llama(
+def model_of(config: problem.Config) -> models.Model:
+    """The problem's model."""
+    return models.llama(
         models.LlamaConfig(
             vocab_size=config.vocab_size,
             d_model=config.d_model,
@@ -45,6 +43,13 @@ def on_mesh(
             tied=False,
         )
     )
+
+
+def on_mesh(
+    weights: dict[str, np.ndarray], config: problem.Config, dtype: str, stage: int, mesh: Mesh
+) -> Callable[[dict[str, np.ndarray]], float]:
+    """The step on a mesh at a ZeRO stage: this rank's rows -> the loss of all ranks' rows before the update."""
+    model = model_of(config)
     policy = {"fp32": precision.fp32, "bf16": precision.bf16}[dtype]()
     tx = optim.adamw(
         problem.LR, b1=problem.BETA_1, b2=problem.BETA_2, eps=problem.EPS, weight_decay=problem.WEIGHT_DECAY

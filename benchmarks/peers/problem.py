@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 LR, BETA_1, BETA_2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1  # AdamW, decay on every leaf, constant rate
+CHUNKS = 2  # the stages of a rank in schedules that take several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Config:
 CONFIGS = {
     "small-v256": Config(vocab_size=256),
     "small-v32000": Config(vocab_size=32000),
+    "middle": Config(vocab_size=256, d_model=256, d_ff=704, max_len=256),
     "tiny": Config(
         vocab_size=100, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=96, max_len=16
     ),  # a check, not a measure

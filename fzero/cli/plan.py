@@ -217,11 +217,15 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     from fzero.planner.trace_cache import is_kept
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
-    if cache is not None and is_kept(resolved, sizes, rank, device.target, cache):
+    line = ""
+    if sizes.get("pp", 1) > 1:
+        cache = None  # the closed forms and the kept traces are of steps without pp
+    elif cache is not None and is_kept(resolved, sizes, rank, device.target, cache):
         line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
     else:
         line = str(first_estimate(resolved, sizes, device, rank))
-    print(line, file=sys.stderr, flush=True)
+    if line:
+        print(line, file=sys.stderr, flush=True)
     with Progress("tracing") as show:
         return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
 

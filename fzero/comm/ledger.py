@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fzero.comm.act_times import ActTimes
+
 
 class Row(NamedTuple):
     """One row of the ledger: how often collectives of one kind ran, and how much one rank sent in all of them."""
@@ -66,6 +68,7 @@ class Ledger:
     def __init__(self) -> None:
         self.phase_name = ""
         self.watches: list[Watcher] = []
+        self.acts: ActTimes | None = None  # of the row of a pipeline, in a step of which they are wanted
         self.entered: tuple[tuple[str, str, str, str, torch.dtype], int] | None = (
             None  # the last entry: its key and its elements
         )

@@ -39,7 +39,9 @@ def labels_of(path: Path) -> tuple[str, ...]:
             raise ValueError(f"{where}: labels must be all names or all numbers; there are {kinds}")
         found.add(label)
     if len(found) == 1:
-        raise ValueError(f"{path}: all lines have the label {short(*found)}; to tell classes there must be two or more")
+        raise ValueError(
+            f"{path}: all lines have the label {short(next(iter(found)))}; to tell classes there must be two or more"
+        )
     return tuple(str(label) for label in sorted(found))  # pyright: ignore[reportArgumentType]  (of one kind)
 
 

@@ -295,10 +295,10 @@ def stack_over_pp(
         low, high = max(first, numbers[0]), min(end, numbers[-1] + 1)
         if low >= high:
             continue
-        if stage and low == numbers[0]:
-            step = plan.stages.ranks[stage] - plan.stages.ranks[stage - 1]
+        step = plan.stages.ranks[stage] - plan.stages.ranks[stage - 1] if stage and low == numbers[0] else 0
+        if step:
             turn = [(rank, (rank + step) % axis.size) for rank in range(axis.size)]
-            x = pytree.map(lambda leaf, turn=turn: ppermute(leaf, axis, turn, leaf="x") if step else leaf, x)
+            x = pytree.map(lambda leaf, turn=turn: ppermute(leaf, axis, turn, leaf="x"), x)
         if plan.stages.ranks[stage] == axis.rank:
             at, by = rows.index(low - first), (low - first) % len(blocks)
             own = pytree.map(lambda leaf, at=at, n=high - low: leaf[at : at + n], layers)
@@ -343,7 +343,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     `params` are complete and in their layout. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
-    parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see check_batch).
+    parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see
+    check_batch).
 
     >>> from fzero import models, random
     >>> model = models.mlp(models.MLPConfig(vocab_size=8))

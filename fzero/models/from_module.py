@@ -23,7 +23,7 @@ def from_module(
     *,
     layers: str | Sequence[str] | None = None,
     batch: Batch | None = None,
-    tp: Mapping[str, str] | None = None,
+    tp: Mapping[str, str] | str | None = None,
 ) -> Model:
     """Return a Model that computes what an nn.Module does; `init_state` begins with the module's weights.
 
@@ -36,7 +36,10 @@ def from_module(
     batch: an example, whose shapes tell which parameters come before the layers and which after; without one both parts
         gather all of them. A batch is a dict of tensors, each with the samples in its first dim.
     tp: what tensor parallelism splits: {regular expression over the linear layers of a layer: "columns" (their outputs)
-        or "rows" (their inputs)}. The module's code must not name the number of heads: it writes -1.
+        or "rows" (their inputs), where the module's code writes -1 for the number of heads; "whole"; or "auto", for
+        those that no other rule finds}. "auto" alone, or None: all of them by "auto", which needs `batch`. Linear
+        layers that flow into one another are then split where a layer with random weights, run once for each rank in
+        this process, equals a whole one, its gradients too; a warning says what is split, and why the others are not.
 
     A module whose layers cannot be a stack, or whose code needs values of tensors, is trained whole, as one part, and a
     warning says why; with `layers` that is an error. nn.Dropout draws by fzero's keys if the module is in train mode;
@@ -60,7 +63,7 @@ def from_module(
     if not callable(loss):
         raise TypeError(f"loss is a {type(loss).__name__}; write a function loss(call, batch)")
     expect_trainable(module)
-    return model_of(module, loss, held_by(module), layers=layers, batch=batch, tp=tp or {})
+    return model_of(module, loss, held_by(module), layers=layers, batch=batch, tp=tp)
 
 
 def held_by(module: nn.Module) -> Weights:
@@ -79,13 +82,16 @@ def model_of(
     *,
     layers: str | Sequence[str] | None,
     batch: Batch | None,
-    tp: Mapping[str, str],
+    tp: Mapping[str, str] | str | None,
     found: bool = False,
 ) -> Model:
     """The Model of a module that may be trained, which begins with these weights; see from_module. found: the rules of
     tp are not the caller's, and need not fit.
     """
     reasons: list[str] = []
+    if isinstance(tp, str) and tp != "auto":
+        raise ValueError(f'tp={tp!r}: it must be "auto", or rules such as {{"q|k|v|up": "columns", "o|down": "rows"}}')
+    tp, found = ({"": "auto"}, True) if not tp or isinstance(tp, str) else (tp, found)
     try:
         for stacks in choices(module, layers):
             try:

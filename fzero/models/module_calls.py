@@ -15,12 +15,13 @@ import contextlib
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -59,6 +60,18 @@ class Factors(NamedTuple):
     b: Tensor  # [out, R], times LoRA's scale
 
 
+Ways = dict[str, str]  # a linear layer within a layer: one of WAYS
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What tp splits of the layers of a stack."""
+
+    ways: Ways = field(default_factory=dict)  # of the linear layers that are split
+    # (a module within a layer, its attribute): numbers, such as that of heads, of which a rank has its part.
+    divided: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a copied module."""
@@ -69,15 +82,16 @@ class Call:
     parts: Parts = field(default_factory=Parts)
     factors: dict[str, Factors] = field(default_factory=dict)  # by the name of a linear layer
     used: set[str] = field(default_factory=set)  # the linear layers with factors that were called
+    cuts: Cuts = field(default_factory=Cuts)  # what tp splits of the layer
 
 
 CALL: ContextVar[Call] = ContextVar("CALL")
 
 
 @contextlib.contextmanager
-def calling(ctx: Ctx, rows: int, factors: dict[str, Factors] | None = None) -> Iterator[Call]:
+def calling(ctx: Ctx, rows: int, factors: dict[str, Factors] | None = None, cuts: Cuts | None = None) -> Iterator[Call]:
     """The Ctx of the calls of copied modules within. factors: LoRA's, by the name of a linear layer."""
-    call = Call(ctx, rows, factors=factors or {})
+    call = Call(ctx, rows, factors=factors or {}, cuts=cuts or Cuts())
     token = CALL.set(call)
     try:
         yield call
@@ -146,67 +160,130 @@ def drop(name: str, rate: float, x: Tensor) -> Tensor:
     return dropout(x, rate, key, ctx.first * (x.numel() // call.rows))
 
 
-TP = {  # the specs of a stacked linear layer's weight and bias
-    "columns": {"weight": "[L, F/tp, D]", "bias": "[L, F/tp]"},
-    "rows": {"weight": "[L, D, F/tp]", "bias": "[L, D]"},
+WAYS = ("columns", "rows", "whole", "auto")
+# The specs of a stacked linear layer's weight and bias, by (way, whether the weight is [in, out]).
+TP = {
+    ("columns", False): {"weight": "[L, F/tp, D]", "bias": "[L, F/tp]"},
+    ("columns", True): {"weight": "[L, D, F/tp]", "bias": "[L, F/tp]"},
+    ("rows", False): {"weight": "[L, D, F/tp]", "bias": "[L, D]"},
+    ("rows", True): {"weight": "[L, F/tp, D]", "bias": "[L, D]"},
 }
 
 
-def split_linears(
-    templates: Mapping[str, list[nn.Module]], rules: Mapping[str, str], found: bool = False
-) -> dict[str, dict[str, str]]:
-    """Have linear layers of copied layers compute their part of a tensor-parallel product; returns {stack: {leaf name
-    within a layer: text of its Spec}}.
+def ways_of(linears: Mapping[str, Collection[str]], rules: Mapping[str, str], found: bool = False) -> dict[str, Ways]:
+    """{stack: the ways of its linear layers} by rules {regular expression over their names: way}, of which the last
+    one counts, and any before one that is "auto".
 
-    templates: the layers of each kind of a stack, which have the same linears. rules: {regular expression: "columns"
-    (the outputs are split over tp) or "rows" (the inputs)}, by their names. found: nobody gave the rules, so that one
-    may find nothing.
-    Raises ValueError for a rule that finds no nn.Linear, or another word.
+    linears: the names of the linear layers of a stack's layer. found: nobody gave the rules, so that one may find
+    nothing. Raises ValueError for a rule that finds no linear layer, or another word.
     """
-    specs: dict[str, dict[str, str]] = {stack: {} for stack in templates}
-    linears = {
-        stack: {name: one for name, one in layers[0].named_modules() if type(one) is nn.Linear}
-        for stack, layers in templates.items()
-    }
     every = dict.fromkeys(name for some in linears.values() for name in some)
-    for pattern, way in rules.items():
-        if way not in TP:
-            raise ValueError(f"tp: {pattern!r} is {way!r}; it must be 'columns' or 'rows'")
+    ways: dict[str, Ways] = {stack: {} for stack in linears}
+    for pattern, way in sorted(rules.items(), key=lambda rule: rule[1] != "auto"):
+        if way not in WAYS:
+            raise ValueError(f"tp: {pattern!r} is {way!r}; it must be 'columns' or 'rows', or 'whole' or 'auto'")
         if not found and not any(re.search(pattern, name) for name in every):
             raise ValueError(
                 f"tp: {pattern!r} finds no nn.Linear in a layer{nearest(pattern, every)}; there is "
                 f"{', '.join(every) or 'none'}"
             )
         for stack, some in linears.items():
-            for name in [name for name in some if re.search(pattern, name)]:
-                for layer in templates[stack] if way == "rows" else ():
-                    one = cast(nn.Linear, layer.get_submodule(name))
-                    vars(one)["forward"] = partial(rows, name, one)
-                leaves = [leaf for leaf, _ in some[name].named_parameters()]
-                specs[stack] |= {f"{name}.{leaf}".lstrip("."): TP[way][leaf] for leaf in leaves}
+            ways[stack] |= {name: way for name in some if re.search(pattern, name)}
+    return ways
+
+
+def specs_of(layer: nn.Module, cuts: Cuts) -> dict[str, str]:
+    """{name of a leaf within a layer: text of its Spec} of the linear layers that tp splits."""
+    specs = {}
+    for name, way in cuts.ways.items():
+        one = layer.get_submodule(name)
+        for leaf, _ in one.named_parameters():
+            specs[f"{name}.{leaf}".lstrip(".")] = TP[way, bool(is_transposed(one))][leaf]
     return specs
 
 
-def key_linears(layer: nn.Module) -> set[str]:
-    """Have the linear layers of a copied layer add the factors that a call has for them; returns their names."""
-    found = {name: one for name, one in layer.named_modules() if type(one) is nn.Linear}
+def is_transposed(one: nn.Module) -> bool | None:
+    """Whether a module is a linear layer whose weight is [in, out]; False for [out, in], as nn.Linear's, and None for
+    what is no linear layer. Modules of other classes are called once, on random numbers.
+    """
+    if type(one) is nn.Linear:
+        return False
+    shapes = {name: tuple(leaf.shape) for name, leaf in one.named_parameters()}
+    if (
+        not {"weight"} <= set(shapes) <= {"weight", "bias"}
+        or len(shapes["weight"]) != 2
+        or isinstance(one, nn.Embedding)
+    ):
+        return None
+    if type(one) not in TRANSPOSED:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            given = {name: torch.randn(shape, device="cpu") for name, shape in shapes.items()}
+            TRANSPOSED[type(one)] = next((t for t in (False, True) if computes_product(one, given, t)), None)
+    return TRANSPOSED[type(one)]
+
+
+TRANSPOSED: dict[type, bool | None] = {}
+
+
+def computes_product(one: nn.Module, given: dict[str, Tensor], transposed: bool) -> bool:
+    """Whether a module's outputs are a product with its weight."""
+    w = given["weight"].t() if transposed else given["weight"]
+    x = torch.randn(2, w.shape[1])
+    try:
+        y = torch.func.functional_call(one, given, (x,))
+        return isinstance(y, Tensor) and torch.allclose(y, F.linear(x, w, given.get("bias")), rtol=1e-3, atol=1e-3)
+    except Exception:  # a module of someone else's, which takes other things
+        return False
+
+
+@contextlib.contextmanager
+def replaced(values: Iterable[tuple[nn.Module, str, Any]]) -> Iterator[None]:
+    """Attributes of modules have other values within."""
+    before = []
+    try:
+        for module, key, value in values:
+            before.append((vars(module), key, vars(module).get(key, before)))
+            vars(module)[key] = value
+        yield
+    finally:
+        for attributes, key, value in reversed(before):
+            if value is before:
+                del attributes[key]
+            else:
+                attributes[key] = value
+
+
+def divided(layer: nn.Module, cuts: Cuts, size: int) -> contextlib.AbstractContextManager[None]:
+    """The numbers of a layer of which a rank has its part are its part within."""
+    owners = [(layer.get_submodule(name), key) for name, key in cuts.divided]
+    return replaced((one, key, vars(one)[key] // size) for one, key in owners)
+
+
+def key_linears(layer: nn.Module) -> dict[str, nn.Module]:
+    """Have the linear layers of a copied layer add the factors that a call has for them, and sum over tp where it says
+    so; returns them by name.
+    """
+    found = {name: one for name, one in layer.named_modules() if is_transposed(one) is not None}
     for name, one in found.items():
         vars(one)["forward"] = partial(linear, name, one)
-    return set(found)
+    return found
 
 
-def linear(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+def linear(name: str, layer: nn.Module, x: Tensor) -> Tensor:
     """The outputs of a linear layer, with LoRA's product where the call has factors for it."""
-    if name not in CALL.get().factors:
-        return F.linear(x, layer.weight, layer.bias)
-    y = product(name, layer, x)
-    return y if layer.bias is None else y + layer.bias
-
-
-def product(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
-    """x wᵀ, or x (w + b a)ᵀ, of which b a is never made."""
     call = CALL.get()
-    y = F.linear(x, layer.weight)
+    if call.cuts.ways.get(name) == "rows":
+        return rows(name, layer, x)
+    if name not in call.factors and name not in call.cuts.ways:
+        return type(layer).forward(layer, x)
+    y = product(name, layer, x)
+    return y if layer.bias is None else y + cast(Tensor, layer.bias)
+
+
+def product(name: str, layer: nn.Module, x: Tensor) -> Tensor:
+    """x wᵀ, or x (w + b a)ᵀ, of which b a is never made."""
+    call, w = CALL.get(), cast(Tensor, layer.weight)
+    y = F.linear(x, w.t() if is_transposed(layer) else w)
     if name not in call.factors:
         return y
     call.used.add(name)
@@ -224,17 +301,14 @@ def expect_called(call: Call) -> None:
             )
 
 
-def split_factors(specs: Mapping[str, str], name: str, factors: Factors) -> list[Tensor]:
+def split_factors(cuts: Cuts, name: str, factors: Factors) -> list[Tensor]:
     """The factors of a linear layer that tp splits with its weight: a with its inputs, b with its outputs."""
-    text = specs.get(f"{name}.weight", "")
-    return [factors.a] if text == TP["rows"]["weight"] else [factors.b] if text else []
+    return {"rows": [factors.a], "columns": [factors.b]}.get(cuts.ways.get(name, ""), [])
 
 
-def rows(name: str, layer: nn.Linear, x: Tensor) -> Tensor:
+def rows(name: str, layer: nn.Module, x: Tensor) -> Tensor:
     """The outputs of a linear layer, summed over the ranks' inputs."""
     call = CALL.get()
-    if call.ctx.mesh["tp"].size == 1:
-        return linear(name, layer, x)
     y = leave(product(name, layer, x), call.ctx, f"blocks/{name}")
     call.parts.remove(y)
-    return y if layer.bias is None else y + layer.bias
+    return y if layer.bias is None else y + cast(Tensor, layer.bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +22,19 @@ from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
 from fzero.models.module_calls import (
     CALL,
+    Cuts,
     Factors,
     Regions,
     calling,
+    divided,
     expect_called,
     key_dropouts,
     key_linears,
+    specs_of,
     split_factors,
-    split_linears,
+    ways_of,
 )
+from fzero.models.module_cuts import Probe, find_cuts
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, split
 from fzero.sharding import Mesh, Rules
@@ -77,7 +82,9 @@ class Layered:
         every = [layer for some in self.templates.values() for layer in some]
         self.dropout = max(map(key_dropouts, [self.skeleton, *every]))
         self.linears = {stack: key_linears(layer) for stack, some in self.templates.items() for layer in some}
-        self.specs = split_linears(self.templates, tp, found)
+        self.ways = ways_of(self.linears, tp, found)
+        self.known_cuts: dict[int, dict[str, Cuts]] = {}  # by the size of tp
+        self.example: Batch | None = None
         # Shapes alone: the Model's `start` has the values, and nothing else holds them.
         self.parameters = {n: p for n, p in self.skeleton.named_parameters() if not layer_of(stacks, n)}
         self.within = {stack: dict(some[0].named_parameters()) for stack, some in self.templates.items()}
@@ -95,6 +102,7 @@ class Layered:
         """The Model, which begins with these weights; with an example of a batch the parameters outside of the layers
         are those of the part that uses them.
         """
+        self.example = batch
         if batch is not None:
             expect_batch(batch)
             one = self.splits[self.split_of(batch, Ctx())]
@@ -198,7 +206,7 @@ class Layered:
         for name in [name.removesuffix("_lora_a") for name in params if name.endswith("_lora_a")]:
             pair = Factors(params.pop(f"{name}_lora_a"), params.pop(f"{name}_lora_b"))
             owner, _, leaf = name.rpartition(".")
-            if leaf == "weight" and owner in self.linears[kind.stack]:
+            if leaf == "weight" and type(self.linears[kind.stack].get(owner)) is nn.Linear:
                 factors[owner] = pair
             else:
                 params[name] = params[name] + pair.b @ pair.a
@@ -207,15 +215,17 @@ class Layered:
     def call_layer(self, kind: Kind, leaves: LayerLeaves, args: Any, kwargs: Any, ctx: Ctx, rows: int) -> Any:
         """What the layer of a kind with these leaves returns."""
         template, given = self.templates[kind.stack][kind.number], {**leaves.params, **leaves.buffers}
-        with calling(ctx, rows, leaves.factors) as call:
-            if ctx.mesh["tp"].size == 1:
+        size = ctx.mesh["tp"].size
+        cuts = self.cuts(ctx.mesh)[kind.stack] if size > 1 else Cuts()
+        with calling(ctx, rows, leaves.factors, cuts) as call:
+            if size == 1:
                 out = torch.func.functional_call(template, given, args, kwargs)
                 expect_called(call)
                 return out
-            specs = self.specs[kind.stack]
+            specs = specs_of(template, cuts)
             call.parts.add([leaves.params[name] for name, text in specs.items() if "/tp" in text])
-            call.parts.add([part for n, pair in leaves.factors.items() for part in split_factors(specs, n, pair)])
-            with Regions(call):
+            call.parts.add([part for n, pair in leaves.factors.items() for part in split_factors(cuts, n, pair)])
+            with divided(template, cuts, size), Regions(call):
                 out = torch.func.functional_call(template, given, args, kwargs)
             expect_called(call)
             if any(leaf in call.parts for leaf in pytree.leaves(out)):
@@ -225,17 +235,64 @@ class Layered:
                 )
             return out
 
+    def cuts(self, mesh: Mesh) -> dict[str, Cuts]:
+        """What tp splits of each stack: what the caller said, and what is found ("auto"), with a line of the first rank
+        that says so.
+        """
+        size = mesh["tp"].size
+        if size not in self.known_cuts:
+            self.known_cuts[size], said = find_cuts(self.ways, self.probes, size)
+            if said and mesh.rank == 0:
+                warnings.warn(f"{self.name}: tp={size} {said}", UserWarning, stacklevel=2)
+        return self.known_cuts[size]
+
+    def probes(self) -> dict[str, list[Probe]]:
+        """The layers of each kind of each stack, with random numbers in them, as the example of a batch calls them."""
+        if self.example is None:
+            return {}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            batch = pytree.map(lambda leaf: leaf.cpu(), self.example)
+            ctx = Ctx(dtype=torch.float32)
+            prepared = self.prepare(batch, ctx)
+            one = self.splits[prepared.split]
+            outside = {name: any_numbers(leaf.shape, 1) for name, leaf in self.parameters.items()}
+            inputs = inputs_of(outside, prepared.buffers, batch, ctx)
+            found, x = {}, ()
+            for stack, layers in self.stacks.items():
+                x = one.before[stack](inputs, x)
+                x = (torch.randn(x[0].shape), *x[1:])
+                found[stack] = []
+                for number, layer in enumerate(self.templates[stack]):
+                    args, kwargs = one.arguments_of(Kind(stack, number), x, prepared.beside)
+                    at = torch.tensor(layers.kinds.index(number))
+                    buffers = {name: layer_buffer(leaf, at, 0) for name, leaf in prepared.stacked[stack].items()}
+                    params = {name: any_numbers(leaf.shape) for name, leaf in layer.named_parameters()}
+                    found[stack].append(Probe(layer, self.linears[stack], params, buffers, args, kwargs, prepared.rows))
+        return found
+
     def rules(self, mesh: Mesh) -> Rules[str]:
-        """The sharding rules: the layers' linears over tp, as the caller said."""
-        if mesh["tp"].size > 1 and not any(self.specs.values()):
+        """The sharding rules: the layers' linears over tp, as the caller said, or as they are found."""
+        size = mesh["tp"].size
+        cuts = self.cuts(mesh) if size > 1 else {}
+        if size > 1 and not any(one.ways for one in cuts.values()):
+            why = (
+                "give from_module batch=, an example, by which it finds this, or"
+                if self.example is None
+                else "nothing was found; give from_module"
+            )
             raise ValueError(
-                f"tp={mesh['tp'].size}: nothing says what of the module it splits; give from_module "
+                f"tp={size}: nothing says what of the module it splits; {why} "
                 'tp={"q|k|v|up": "columns", "o|down": "rows"}, by the names of the linear layers in a layer'
             )
         whole = {self.places[name]: leaf.dim() for name, leaf in self.parameters.items()}
         for stack, leaves in self.within.items():
             whole |= {f"{stack}/{slashed(name)}": leaf.dim() + 1 for name, leaf in leaves.items()}
-        split = {f"{s}/{slashed(name)}": text for s, specs in self.specs.items() for name, text in specs.items()}
+        split = {
+            f"{stack}/{slashed(name)}": text
+            for stack, one in cuts.items()
+            for name, text in specs_of(self.templates[stack][0], one).items()
+        }
         return [(f"^{re.escape(n)}$", split.get(n, f"[{', '.join('·' * dims)}]")) for n, dims in whole.items()]
 
     def inputs(self, params: Tree, batch: Batch, ctx: Ctx) -> Inputs:
@@ -318,6 +375,14 @@ class Constants:
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of a tensor for a computation in `dtype`."""
         return dtype if name in self.weights else self.leaves[name].dtype
+
+
+def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
+    """Random numbers of the size of weights; a matrix has so many rows of its own, which repeat, None for all."""
+    if len(shape) < 2:
+        return 0.5 + 0.5 * torch.randn(shape)
+    few = (shape[0] if rows is None else min(rows, shape[0]), *shape[1:])
+    return (torch.randn(few) / shape[-1] ** 0.5).expand(shape)
 
 
 def stacked_buffers(module: nn.Module, layers: Sequence[str], saved: Collection[str]) -> Constants:

@@ -131,8 +131,10 @@ def scored(model: Model, config: ScoreConfig) -> Model:
     outputs, std = len(config.labels) or 1, getattr(config, "init_std", 0.02)
 
     def init(make: MakeLeaf) -> Tree:
-        def without_head(name: str, shape: tuple[int, ...], *rest: Any) -> Any:
-            return None if name == "head/w" else make(name, shape, *rest)
+        def without_head(
+            name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
+        ) -> Any:
+            return None if name == "head/w" else make(name, shape, std, mean, dtype)
 
         tree = model.init(without_head)
         kept = {name: leaf for name, leaf in tree.get("head", {}).items() if name != "w"}
@@ -148,7 +150,7 @@ def scored(model: Model, config: ScoreConfig) -> Model:
     def rules(mesh: Mesh) -> Rules[str]:
         expect_divisible(mesh, Split(SCORE, 1, config.d_model, "d_model"))
         # The rule of the vocabulary's head has no leaf any more, unless it is the embedding's too.
-        names = pytree.names(init(lambda name, *rest, **options: name))
+        names = pytree.names(init(lambda name, shape, std, mean=0.0, dtype=None: name))
         rest = [rule for rule in model.rules(mesh) if any(re.search(rule[0], name) for name in names)]
         return ((f"^{SCORE}$", "[C, D/tp]"), *rest)
 

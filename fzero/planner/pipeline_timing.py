@@ -8,15 +8,13 @@ the rows all ranks gather what is used outside the layers; behind them they sum,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from fzero.planner.devices import Device
-from fzero.planner.pipelined import PipelineTrace, RankRow, Record, ends_of
-from fzero.planner.rates import wire_s, ways_of
+from fzero.planner.pipelined import PipelineTrace, Record, ends_of
+from fzero.planner.rates import ways_of, wire_s
 from fzero.planner.step_trace import Transfer
-from fzero.planner.timing import Play, Timing, play_of
-from fzero.run.measure.moments import Stay
+from fzero.planner.timing import Timing, play_of
 from fzero.sharding.pipeline import Act, Played, Schedule, play
 
 Sums = Counter  # {(group, key): seconds or FLOPs} as those of timing.Play
@@ -51,7 +49,8 @@ def predict_pipeline(found: PipelineTrace, device: Device) -> PipelineTiming:
         act: of_acts[id(stays)] for rank, row in enumerate(found.ranks) for act, stays in zip(s.rows[rank], row.acts)
     }
     wire = tuple(
-        wire_s(ways["pp"], *s.stages.ranks[stage : stage + 2], size) for stage, size in enumerate(boundary_bytes(found))
+        wire_s(ways["pp"], s.stages.ranks[stage], s.stages.ranks[stage + 1], size)
+        for stage, size in enumerate(boundary_bytes(found))
     )
     played = play(s, lambda act: costs[act][0], wire)
     edges = [(simulated[id(row.record)].before, simulated[id(row.record)].after) for row in found.ranks]
@@ -59,10 +58,10 @@ def predict_pipeline(found: PipelineTrace, device: Device) -> PipelineTiming:
     busy = tuple(sum(costs[act][0] for act in row) for row in s.rows)
     longest = max(range(len(busy)), key=busy.__getitem__)
     total = play_of(found.trace.config, found.trace.sizes, device)
-    sums: Sums = Counter()
+    total.sums, step = {}, played.step + edges_s
     for _, more in (*edges[longest], *(costs[act] for act in s.rows[longest])):
-        sums.update(more)
-    total.sums, step = dict(sums), played.step + edges_s
+        for (group, key), amount in more.items():
+            total.add(group, key, amount)
     idle = step - busy[longest] - sum(seconds for seconds, _ in edges[longest])
     total.add("phases", "bubble", idle)
     total.add("bound", "bubble", idle)

@@ -25,6 +25,7 @@ from fzero.run.measure.moments import Change, Life, Stay
 from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
 from fzero.sharding.pipeline.play import peak
+from fzero.sharding.pipeline.table import BACKWARD
 from fzero.train.row import room_for, schedule_of
 from fzero.train.streamed import parts_of, stages_of
 
@@ -77,7 +78,7 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
     chunks, row = s.stages.chunks(rank), s.rows[rank]
     left = Counter(ends_of(s, rank, act)[0] for act in row)
     sent: dict[Channel, list[Act]] = {}  # what each channel was given
-    done: set[tuple[int, int]] = set()  # (micro-batch, stage) of ended backward passes
+    done: dict[tuple[int, int], str] = {}  # by (micro-batch, stage): the kinds of its ended backward passes
     out: list[Circumstance] = []
     for i, act in enumerate(row):
         source, target = ends_of(s, rank, act)
@@ -85,18 +86,18 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
         left[source] -= 1
         found: list[object] = [act.kind, chunks.index(act.stage), source is not None and left[source] > 0]
         if act.kind == "F":
-            found.append(row[i + 1 : i + 2] == (act._replace(kind="B"),))
+            found.append(any(row[i + 1 : i + 2] == (act._replace(kind=kind),) for kind in BACKWARD))
         else:
             forward = act._replace(kind="F")
             flying = sent.get(ends_of(s, rank, forward)[1] or (-1, False), [])[-room:]
             found += [min(act.part, 2), act.part == s.parts - 1, row[max(0, i - 1)] == forward, forward in flying]
         if target is not None:
             oldest = given[-room] if len(given) >= room else None
-            found += [min(len(given), room), room, oldest is not None and (oldest.part, oldest.stage) in done]
+            found += [min(len(given), room), room, oldest and done.get((oldest.part, oldest.stage), "")]
         out.append(tuple(found))
         given.append(act)
-        if act.kind in ("B", "W"):
-            done.add((act.part, act.stage))
+        if act.kind != "F":
+            done[act.part, act.stage] = done.get((act.part, act.stage), "") + act.kind
     return out
 
 
@@ -114,10 +115,7 @@ def ends_of(s: Schedule, rank: int, act: Act) -> tuple[Channel | None, Channel |
 def kind_of(plan: Plan, job: run_build.Job, rank: int) -> Kind:
     """The kind of a rank of pp."""
     stages = stages_of(parts_of(job.model, plan), plan, rank)
-    return tuple(
-        tuple((part.name, part.depth, part.functions) for part in parts)
-        for parts in stages.values()
-    )
+    return tuple(tuple((part.name, part.depth, part.functions) for part in parts) for parts in stages.values())
 
 
 def few_parts(plan: Plan, rank: int, parts: int) -> int:
@@ -166,6 +164,11 @@ def trace(
     job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
     plan, parts = job.plan, run_build.local_micro_batches(config, mesh)
     s, room = schedule_of(plan, parts), room_for(plan, parts)
+    if any(act.kind == "W" for row in s.rows for act in row):
+        raise ValueError(
+            f"schedule {s.name} has backward passes in two parts, which are not planned; plan gpipe, 1f1b or "
+            "interleaved"
+        )
     stride = mesh.size // s.stages.size
     kinds: dict[Kind, list[int]] = {}
     for pp in range(s.stages.size):
@@ -185,8 +188,12 @@ def trace(
             rows[pp] = row_of_rank(records, s, pp, [known[one] for one in wanted])
     ordered = tuple(rows[pp] for pp in range(s.stages.size))
     fullest = max(range(len(ordered)), key=lambda pp: ordered[pp].peak_bytes)
-    note = f"{parts} micro-batches from {ordered[fullest].record.parts}" if ordered[fullest].record.parts < parts else ""
-    return PipelineTrace(put_together(ordered[fullest], s, fullest, config, rank % stride + fullest * stride, note), s, ordered)
+    note = (
+        f"{parts} micro-batches from {ordered[fullest].record.parts}" if ordered[fullest].record.parts < parts else ""
+    )
+    return PipelineTrace(
+        put_together(ordered[fullest], s, fullest, config, rank % stride + fullest * stride, note), s, ordered
+    )
 
 
 def row_of_rank(records: list[Record], s: Schedule, rank: int, acts: list[list[Stay]]) -> RankRow:
@@ -217,7 +224,9 @@ def profile(stays: Sequence[Stay]) -> tuple[int, int]:
 def edges(record: Record, s: Schedule, acts: Sequence[list[Stay]]) -> tuple[list[Stay], list[Stay]]:
     """The stays before and behind the acts of a row, for all of its micro-batches: with their batch, and without the
     losses that each of them leaves."""
-    begin = [record.before[0]._replace(changes=[scaled(one, record.parts, s.parts) for one in record.before[0].changes])]
+    begin = [
+        record.before[0]._replace(changes=[scaled(one, record.parts, s.parts) for one in record.before[0].changes])
+    ]
     net = {id(act): profile(act)[1] for act in (*acts, *record.acts)}
     left = sum(net[id(act)] for act in acts) - sum(net[id(act)] for act in record.acts)
     after = [of_all(stay, record, s.parts) for stay in record.after]
@@ -244,9 +253,7 @@ def of_all(stay: Stay, record: Record, parts: int) -> Stay:
             each += 1
         return sent_elements(collective, each * parts, ranks)
 
-    return stay._replace(
-        sent=[(key, elements(key[1], key[2], n) if key[3] == "loss" else n) for key, n in stay.sent]
-    )
+    return stay._replace(sent=[(key, elements(key[1], key[2], n) if key[3] == "loss" else n) for key, n in stay.sent])
 
 
 def of_rank(s: Schedule, rank: int, act: Act, stays: Sequence[Stay]) -> list[Stay]:
@@ -270,4 +277,3 @@ def put_together(row: RankRow, s: Schedule, pp: int, config: RunConfig, rank: in
     counts, once = Counter(id(stay.events) for stay in stays), {id(stay.events): stay.events for stay in stays}
     turns = tuple(itertools.chain.from_iterable([counts[key]] * len(events) for key, events in once.items()))
     return found._replace(turns=turns)
-

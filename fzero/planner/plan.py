@@ -45,8 +45,8 @@ def plan(
     gpu: a device's name (a100, h100, ...; "here": this machine, as measured by `fzero bench`; a path), or a Device,
     which may have a price and a number of ranks on a node: `devices.device("h100", price_per_hour=2, ranks_on_node=4)`.
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
-    rank: whose memory is reported; with pp the fullest of its pipeline is. say: called with the text of each stage of the work. cache: a folder of the traces
-    of earlier plans.
+    rank: whose memory is reported; with pp the fullest of its pipeline is. say: called with the text of each stage of
+    the work. cache: a folder of the traces of earlier plans.
     Raises ValueError for an unknown device and for any config that a run would refuse.
 
     >>> settings = {"zero": 3, "train.batch": 16, "precision.policy": "bf16", "train.compiled": False}

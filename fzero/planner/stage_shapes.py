@@ -43,7 +43,11 @@ def stage_shapes(
         lambda x: torch.empty(x.shape, dtype=x.dtype, device=mode.device), run_build.like_of(job).params
     )
     one = split_batch(batch, parts)[1][0]
-    ctx, ahead, x = streamed.context(one, {}, 0), streamed.fetcher(params, mode.device), Activations([], pytree.flatten(())[1])
+    ctx, ahead, x = (
+        streamed.context(one, {}, 0),
+        streamed.fetcher(params, mode.device),
+        Activations([], pytree.flatten(())[1]),
+    )
     behind: dict[str, tuple[Any, Any]] = {}  # by part: the shapes and the tree of what it gives
     loss = None
     for part in streamed.parts:

@@ -13,7 +13,9 @@ from fzero.report.attempts import belongs, counted, planned_for, subject
 from fzero.report.values import Quantity, RunReport
 from fzero.run import run_folder
 from fzero.run.config_versions import current_keys
+from fzero.run.measure.acts import PIPELINE
 from fzero.run.resume import rollback
+from fzero.sharding.pipeline import read_schedule
 
 ATTEMPTS, LEDGER, MEMORY, PLAN = run_folder.ATTEMPTS, "ledger.json", "memory.json", "plan.json"
 SAMPLE = {"step": int, "prompt": str, "text": str}  # a line of samples.jsonl
@@ -64,6 +66,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
     memory = check_form(read_json(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
     ledger = check_form(read_json(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
     other = "is of an earlier attempt with another placement, so it is not compared with the last one's figures"
+    pipeline = read_pipeline(folder / PIPELINE) if (folder / PIPELINE).is_file() else None
     if not belongs(memory, series["step"], attempts):
         memory, missing = None, [*missing, f"{MEMORY} {other}."]
     if not belongs(ledger, series["step"], attempts):
@@ -95,6 +98,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
         missing,
         read_samples(folder / run_folder.SAMPLES),
         read_rollbacks(folder),
+        pipeline if belongs(pipeline, series["step"], attempts) else None,
     )
 
 
@@ -112,6 +116,21 @@ def read_rollbacks(folder: Path) -> list[dict[str, Any]]:
     for one in found:
         expect_entries(one, ROLLBACK, str(folder / rollback.SKIPS))
     return found
+
+
+def read_pipeline(path: Path) -> dict[str, Any]:
+    """The acts of a step; raises ValueError naming the file if they are not those of its schedule."""
+    value = read_json(path)
+    try:
+        rows = [[len(row) for row in value[name]] for name in ("start", "end")]
+        schedule = read_schedule(value["schedule"])
+        whole = rows == [[len(row) for row in schedule.rows]] * 2
+        whole = whole and all(0 <= t < 1e9 for name in ("start", "end") for row in value[name] for t in row)
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{path}: is not what fzero writes there; remove the file, or report the run without it")
+    return value
 
 
 def check_form(value: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -14,12 +14,26 @@ from fzero.report.parts import PAIR, Code, Section, Table, command_of, pair, tab
 from fzero.report.read import WARM_UP, warm_rows
 from fzero.report.sections_cost import communication, memory, stragglers, time
 from fzero.report.sections_curves import loss, norms, samples, throughput
+from fzero.report.sections_pipeline import pipeline
 from fzero.report.values import RunReport, shown
 
 
 def of_run(run: RunReport) -> list[Section]:
     """The sections of one run, without empty ones."""
-    made = (the_run, summary, loss, samples, throughput, memory, time, communication, norms, stragglers, attempts)
+    made = (
+        the_run,
+        summary,
+        loss,
+        samples,
+        throughput,
+        memory,
+        time,
+        communication,
+        pipeline,
+        norms,
+        stragglers,
+        attempts,
+    )
     return [section for make in (*made, configuration) if (section := make(run)).parts]
 
 

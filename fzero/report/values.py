@@ -45,6 +45,7 @@ class RunReport(NamedTuple):
     missing: list[str]  # a sentence for each thing that the run did not record
     samples: Sequence[Mapping[str, Any]] = ()  # samples.jsonl: {"step", "prompt", "text"}
     rollbacks: Sequence[Mapping[str, Any]] = ()  # of skips.json: {"step", "to", "why", ...}
+    pipeline: dict[str, Any] | None = None  # measured: pipeline.json, the acts of one step
 
 
 class Report(NamedTuple):

@@ -86,9 +86,9 @@ def build(
 
     No parameter is made. folder: of the run, for offloaded leaves unless the config names another folder. nvme:
     overrides the config's own (a plan has no disk). model: config.model, built earlier, to reuse its compiled code.
-    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this process, see `place` in
-    run/pretrain.py. Raises ValueError for a mesh that does not fit the
-    processes, the model, the sequences or the micro-batches."""
+    layers: planner only: run the first `layers` layers (0: all). known: planner only, see Execution. device: of this
+    process, see `place` in run/pretrain.py. Raises ValueError for a mesh that does not fit the processes, the model,
+    the sequences or the micro-batches."""
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
@@ -210,14 +210,14 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
     start = job.model if params is None else params
     if params is not None:
         given = pytree.named_leaves(params)
-        adapted = isinstance(job.config.model, models.LoRAConfig) and not has_factors(params)
-        if adapted and isinstance((inner := models.build(job.config.model.base)).config, models.QuantizedConfig):
+        lora = job.config.model if isinstance(job.config.model, models.LoRAConfig) and not has_factors(params) else None
+        if lora is not None and isinstance((inner := models.build(lora.base)).config, models.QuantizedConfig):
             given = pytree.named_leaves(models.quantize_weights(inner, params))
-        if adapted or (SCORE in job.plan.leaves and SCORE not in given):  # what is not given is drawn
+        if lora is not None or (SCORE in job.plan.leaves and SCORE not in given):  # what is not given is drawn
             begin = {name: Start((lambda leaf=leaf: leaf,), tuple(leaf.shape), False) for name, leaf in given.items()}
             for name, leaf in job.plan.leaves.items():
-                if name.endswith("_lora_m") and adapted:
-                    norms = partial(column_norms, given, name, job.config.model)
+                if name.endswith("_lora_m") and lora is not None:
+                    norms = partial(column_norms, given, name, lora)
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}

@@ -32,6 +32,7 @@ from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import MEMORIES
+from fzero.train.row import schedule_of
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
 
@@ -72,14 +73,42 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in at_rest)
     moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
     gathered = (job.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
-    remat, tp = Remat.parse(t.remat), plan.sizes["tp"]
+    between = numel_between_stages(plan)
+    grads += between * policy.accumulate.itemsize
+    gathered += between * policy.param.itemsize
+    remat, tp, depth = Remat.parse(t.remat), plan.sizes["tp"], layers_alive(job)
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
-    kept = c.n_layers * layer if not remat.every else c.d_model * c.n_layers // remat.every + remat.every * layer
+    kept = depth * layer if not remat.every else c.d_model * depth // remat.every + remat.every * layer
     tokens = t.micro_batch * job.config.data.seq_len
     logits = 2 * 4 * min(tokens, 1024) * head_rows(job.config.model) // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)
+
+
+def layers_alive(job: Job) -> int:
+    """The most layers whose activations a rank keeps at a time: those of the model, or with pp those of its stages for
+    each micro-batch under way."""
+    plan, most = job.plan, 0
+    if plan.stages is None:
+        return job.model.config.n_layers
+    for row in schedule_of(plan, local_micro_batches(job.config, job.mesh)).rows:
+        alive = 0
+        for act in row:
+            alive += len(plan.stages.layers[act.stage]) * ((act.kind == "F") - (act.kind in "BW"))
+            most = max(most, alive)
+    return most
+
+
+def numel_between_stages(plan: Plan) -> int:
+    """The elements of leaves outside the layers that a rank of pp has whole during a step, and the sums of their
+    gradients: of the first stage or the last, whichever has more."""
+    parts: dict[str, int] = {}
+    for name, leaf in plan.leaves.items():
+        if leaf.use.dims != leaf.params.dims:
+            part = name.split("/")[0]
+            parts[part] = parts.get(part, 0) + local_numel(leaf.shape, leaf.use, plan.sizes)
+    return max(parts.values(), default=0)
 
 
 def old_values_bytes(job: Job, leaves: dict[str, tuple[str, int]]) -> int:
@@ -149,7 +178,7 @@ def disk_needed(job: Job) -> int:
     )
     acts = 0
     if plan.acts == "nvme":
-        kept = -(-job.model.config.n_layers // Remat.parse(config.train.remat).every)
+        kept = -(-layers_alive(job) // Remat.parse(config.train.remat).every)
         acts = kept * round_to_pages(
             config.train.micro_batch * config.data.seq_len * job.model.config.d_model * policy.compute.itemsize
         )
@@ -250,7 +279,7 @@ def memory_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -
     state = sum(n for place, n in leaves.values() if place == "host")
     c, acts = job.model.config, 0
     if plan.acts == "host":
-        kept = c.d_model * (c.n_layers // Remat.parse(t.remat).every)
+        kept = c.d_model * (layers_alive(job) // Remat.parse(t.remat).every)
         acts = t.micro_batch * job.config.data.seq_len * kept * job.policy.compute.itemsize
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, numel(plan, plan.grads, ("host",)) * job.policy.accumulate.itemsize, 0, acts, buffers)

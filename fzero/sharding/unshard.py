@@ -20,7 +20,8 @@ from fzero.sharding.spec import Spec
 
 
 def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "", layer: bool = False) -> Tensor:
-    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest. layer: x is one of its layers.
+    """A leaf as the model's code sees it, from this rank's shard `x` of the leaf at rest. layer: x is of one of its
+    layers.
 
     Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
     tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers

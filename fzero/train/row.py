@@ -113,7 +113,7 @@ class Between:
     """
 
     def __init__(self, plan: Plan, row: Sequence[Act], room: int, shapes: dict[Any, Any], device: torch.device) -> None:
-        self.shapes, self.device, axis = shapes, device, plan.mesh["pp"]
+        self.shapes, self.device, axis, self.acts = shapes, device, plan.mesh["pp"], plan.mesh.ledger.acts
         self.ranks, self.rank = (0,) if plan.stages is None else plan.stages.ranks, axis.rank
         self.here: dict[tuple[int, int, bool], Activations] = {}  # between two stages of this rank
         self.senders: dict[Channel, Sender] = {}
@@ -189,6 +189,8 @@ class Between:
             receiver.expect(self.shapes[known][0], self.device, after)
         self.wanted[channel].pop(0)
         leaves = receiver.take()
+        if self.acts is not None:
+            self.acts.taken()
         self.post(channel, signatures)
         return Activations(leaves, self.shapes[known][1])
 
@@ -228,6 +230,8 @@ def run_row(
     owed: dict[tuple[int, int], list[Passed]] = {}  # between gradients by inputs and those by weights
     losses: list[base.Loss] = []
     for i, act in enumerate(row):
+        if between.acts is not None:
+            between.acts.next()
         parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
         if plan.stages is not None:
             plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
@@ -272,6 +276,8 @@ def run_row(
             if act.stage:
                 between.give(*at, x_grads, False, signatures[act.part])
         del one, later, x_grads
+    if between.acts is not None:
+        between.acts.next()
     if plan.stages is not None:
         plan.mesh.ledger.at("row", None)
     between.close()

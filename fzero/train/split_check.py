@@ -25,6 +25,8 @@ from fzero.train.to_module import read
 # The largest difference of a result or gradient, over its largest element. Sums in another order differ by 1e-6; a norm
 # of half of the features by 1e-2 or more.
 MOST = {torch.float32: 1e-4, torch.float64: 1e-9}
+# Of the largest gradient: the least size of another one. That of a key's bias is 0 but for rounding.
+LEAST = 1e-2
 
 
 def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
@@ -79,10 +81,12 @@ def compare(
     parts = {name: mine(name, leaf) for name, leaf in layer.items()}
     one = values_of(block, layer, x, ctx._replace(mesh=one_process()))
     split = values_of(block, parts, x, ctx)
+    sizes = {name: float(value.abs().max()) if value.numel() else 0.0 for name, value in one.items()}
+    least = LEAST * max((size for name, size in sizes.items() if not name.startswith("the result")), default=0.0)
     worst, of = 0.0, ""
     for name, expected in one.items():
         expected = mine(name, expected) if name in layer else expected
-        size = float(one[name].abs().max()) if one[name].numel() else 0.0
+        size = sizes[name] if name.startswith("the result") else max(sizes[name], least)
         apart = float((split[name] - expected).abs().max()) / (size or 1.0) if expected.numel() else 0.0
         if not apart <= worst:
             worst, of = apart, name if name.startswith("the ") else f"the gradient of {name}"
@@ -92,14 +96,20 @@ def compare(
 def values_of(block: Callable[..., Any], layer: dict[str, Tensor], x: Any, ctx: base.Ctx) -> dict[str, Tensor]:
     """The results of a block, and the gradients of their sum with fixed weights, by name."""
 
-    def run(leaves: dict[str, Tensor], x: Any) -> Any:
-        return block(pytree.nest({name.split("/", 1)[1]: leaf for name, leaf in leaves.items()}), x, ctx)
-
-    out, gradient = torch.func.vjp(run, layer, x)[:2]
-    weights = [torch.cos(torch.arange(y.numel(), device=y.device)).to(y.dtype).reshape(y.shape) for y in out]
-    grads, x_grads = gradient(type(out)(weights))
-    found = {f"the result {i}": y for i, y in enumerate(out)}
-    return found | {f"the gradient of input {i}": g for i, g in enumerate(x_grads)} | grads
+    # Not torch.func: a module may have an autograd.Function in the old style, as Bloom's GELU.
+    given = {name: leaf.detach().requires_grad_(leaf.is_floating_point()) for name, leaf in layer.items()}
+    inputs = [leaf.detach().requires_grad_() for leaf in x]
+    with torch.enable_grad():
+        params = pytree.nest({name.split("/", 1)[1]: leaf for name, leaf in given.items()})
+        out = block(params, type(x)(inputs), ctx)
+        weights = [torch.cos(torch.arange(y.numel(), device=y.device)).to(y.dtype).reshape(y.shape) for y in out]
+        total = torch.stack([(y * w).sum() for y, w in zip(out, weights)]).sum()
+        leaves = [*inputs, *given.values()]
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads)]
+    found = {f"the result {i}": y.detach() for i, y in enumerate(out)}
+    found |= {f"the gradient of input {i}": g for i, g in enumerate(grads[: len(inputs)])}
+    return found | dict(zip(given, grads[len(inputs) :]))
 
 
 def whole_part(plan: Plan, held: dict[str, Any], part: str, shared: tuple[str, ...], dtype: torch.dtype) -> Tree:

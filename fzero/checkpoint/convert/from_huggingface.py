@@ -31,7 +31,7 @@ def from_huggingface(
     task: str = "",
     layers: str | Sequence[str] | None = None,
     batch: Batch | None = None,
-    tp: Mapping[str, str] | None = None,
+    tp: Mapping[str, str] | str | None = None,
     attention: str | None = None,
     dropout: bool = False,
     seed: int = 0,
@@ -44,7 +44,8 @@ def from_huggingface(
     task: "causal", "masked", "seq2seq" or "classes", which chooses the class of transformers and the loss; "": that of
         the architecture in the config, or of a decoder and an encoder-decoder.
     layers, batch: see from_module.
-    tp: see from_module; None: what transformers' own plan splits by columns and rows. `print(plan)` shows it.
+    tp: see from_module; None: what transformers' own plan splits by columns and rows, and "auto" for a model that has
+        no such plan. `print(plan)` shows it.
     attention: transformers' `attn_implementation`, such as "eager"; None: its choice, "sdpa" where the model has it.
     dropout: whether nn.Dropout with the rates of the config drops, by fzero's keys.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
 from fzero.optim.average import AVERAGE
 from fzero.run.build import Job
+from fzero.run.measure.acts import recording_acts
 from fzero.run.measure.live_bytes import record_step
 from fzero.run.measure.log import process_peak_bytes
 from fzero.run.measure.moments import COMPONENTS
@@ -61,9 +62,12 @@ def recording(job: Job, folder: Path, attempt: int, which: Chosen) -> Iterator[C
     """A function `(state, batch, number of the step) -> (state, metrics)`: the job's step, recorded if it is
     chosen.
 
-    It writes ledger.json, memory.json and trace.json.gz into `folder`: the records of this process.
+    It writes ledger.json, memory.json and trace.json.gz into `folder`: the records of this process; and on a mesh with
+    pp pipeline.json, of all ranks.
     """
     ledger = job.mesh.ledger
+    every = job.config.train.measure_every if job.plan.stages is not None else 0
+    acts_at = lambda number: every > 0 and number % every == 0  # noqa: E731 - on all ranks
     profile, used = Profile(folder / TRACE, ledger, *which.profile), {}
 
     def step(state: TrainState, batch: Any, number: int) -> tuple:
@@ -71,7 +75,7 @@ def recording(job: Job, folder: Path, attempt: int, which: Chosen) -> Iterator[C
             ledger.rows() if number == which.ledger else [],
             {"attempt": attempt, "step": number, "rank": job.mesh.rank},
         )
-        with observe() as forms:
+        with observe() as forms, recording_acts(job, folder, named) if acts_at(number) else nullcontext():
             how = which.how(number)
             if how == "profile":
                 with profile.step(number):

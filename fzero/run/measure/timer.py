@@ -129,7 +129,7 @@ class Clock:
 
     def seconds(self, begin: Any, end: Any) -> float:
         """The seconds between two moments of `now`, once both have passed; on a GPU they are used again."""
-        spent = _between(begin, end)
+        spent = seconds_between(begin, end)
         self._reuse(begin, end)
         return spent
 
@@ -142,13 +142,13 @@ class Clock:
         if not stretch.phases:
             for what, value, *_ in log:
                 self._enter_or_leave(what, value)
-            return Times(_between(last, end), {}, {})
+            return Times(seconds_between(last, end), {}, {})
         phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        wall, axes = _between(last, end), {}
+        wall, axes = seconds_between(last, end), {}
         started: dict[int, tuple[str, Any]] = {}  # number -> (axis, the mark after which it travels)
         waiting = ""
         for what, value, mark, disk in log:
-            spent, idle, name = _between(last, mark), 0.0, _name(self.open, waiting)
+            spent, idle, name = seconds_between(last, mark), 0.0, _name(self.open, waiting)
             if name not in (*WHOLE, COMM, IO):
                 idle = min(disk - waited, spent)
                 phases[IO] += idle
@@ -163,7 +163,7 @@ class Clock:
             elif what == "wait" and value in started:
                 waiting, begun = started[value]
                 comm = axes.get(waiting, Comm())
-                axes[waiting] = comm._replace(hidden=comm.hidden + _between(begun, mark))
+                axes[waiting] = comm._replace(hidden=comm.hidden + seconds_between(begun, mark))
             elif what == "done" and value in started:
                 started[value] = (waiting, mark)  # a large sum has a second half
                 waiting = ""
@@ -191,6 +191,6 @@ def _none() -> float:
     return 0.0
 
 
-def _between(begin: Any, end: Any) -> float:
-    """Seconds between two marks."""
+def seconds_between(begin: Any, end: Any) -> float:
+    """The seconds between two moments of a Clock's `now`, once both have passed."""
     return end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3

@@ -1,0 +1,57 @@
+"""The record of one step of a pipeline: when each act of each rank of pp began and ended, in pipeline.json."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.comm.act_times import ActTimes
+from fzero.comm.tables import device_of, gather_rows
+from fzero.core import gpu
+from fzero.core.storage import write_text
+from fzero.run.build import Job, local_micro_batches
+from fzero.run.measure.timer import seconds_between
+from fzero.sharding.pipeline import write_schedule
+from fzero.train.row import schedule_of
+
+PIPELINE = "pipeline.json"
+
+
+@contextmanager
+def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[None]:
+    """A context of one step on a mesh with pp, whose acts rank 0 writes into `folder`. named: what else it writes.
+
+    All ranks call it for the same step; their clocks begin at a barrier.
+    Communicates: the barrier, and behind the step two float64 for each act, over all ranks.
+    """
+    mesh, ledger = job.mesh, job.mesh.ledger
+    now = time.perf_counter if job.device == gpu.HOST else partial(gpu.mark_time, [])
+    times = ActTimes(now)
+    with ledger.phase("ranks"):  # which no rank leaves before all are there
+        float(gather_rows(torch.zeros(1, device=device_of(mesh)), mesh, leaf="acts").sum())
+    began = now()
+    ledger.acts = times
+    try:
+        yield
+    finally:
+        ledger.acts = None
+    gpu.synchronize(job.device)
+    schedule = schedule_of(job.plan, local_micro_batches(job.config, mesh))
+    spans = [(seconds_between(began, a), seconds_between(began, b)) for a, b in zip(times.begins, times.ends)]
+    table = torch.zeros(max(map(len, schedule.rows)), 2, dtype=torch.float64, device=device_of(mesh))
+    table[: len(spans)] = torch.tensor(spans, dtype=torch.float64)
+    with ledger.phase("ranks"):
+        rows = gather_rows(table, mesh, leaf="acts").tolist()
+    if mesh.rank == 0:
+        # The ranks of pp are the outermost: of each stage the first.
+        firsts = [rows[rank * (mesh.size // mesh["pp"].size)][: len(row)] for rank, row in enumerate(schedule.rows)]
+        record = {"schedule": write_schedule(schedule), "start": [[a for a, _ in row] for row in firsts]}
+        record["end"] = [[b for _, b in row] for row in firsts]
+        write_text(folder, PIPELINE, json.dumps({**named, **record}) + "\n")

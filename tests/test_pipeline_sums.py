@@ -1,0 +1,131 @@
+"""What a step on a mesh with pp sends and holds, rank by rank, as formulas: messages, gathers and sums in integers."""
+
+import math
+from collections import Counter
+
+import pytest
+import ranks
+from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
+
+import fzero
+from fzero.core import pytree
+from fzero.run.measure.live_bytes import LiveBytes
+from fzero.train.batch import local_batch
+
+LAYERS, M = 8, 4
+PIPELINES = {
+    "gpipe": fzero.Pipeline("gpipe"),
+    "1f1b": fzero.Pipeline("1f1b"),
+    "interleaved": fzero.Pipeline("interleaved", chunks=2),
+}
+
+
+def prepared(mesh, stage, pipeline, m=M, length=8, name="gemma"):
+    """(plan, a step of m micro-batches, its state and its batch), after a step that tells the shapes."""
+    model, tx = model_of(name, n_layers=LAYERS), OPTIMIZERS["sgd"]
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=m)
+    batch = local_batch(batch_for(0, m * mesh.data_size, length), mesh, m)
+    state, _ = step(fzero.init_state(model, tx, plan, seed=0), batch)
+    return plan, step, state, batch
+
+
+def sent(mesh, stages):
+    """By case {(phase, collective, axis, what): (calls, elements)} of this rank's step, and the formulas' values."""
+    out = {}
+    for stage in stages:
+        for name, pipeline in PIPELINES.items():
+            plan, step, state, batch = prepared(mesh, stage, pipeline)
+            mesh.ledger.clear()
+            step(state, batch)
+            found = Counter()
+            for row in mesh.ledger.rows():
+                what = "layers" if row.leaf.startswith("blocks/") else row.leaf.split(":")[0]
+                key = row.phase, row.collective, row.axis, what
+                found[(*key, "calls")] += row.calls
+                found[(*key, "elements")] += row.elements
+            out[name, stage] = dict(found), formulas(plan, stage)
+    return out
+
+
+def formulas(plan, stage):
+    p, r, N = plan.mesh["pp"].size, plan.mesh["pp"].rank, plan.mesh["dp"].size
+    of, S = plan.stages.ranks, len(plan.stages.ranks)
+    sizes = {name: math.prod(leaf.shape) for name, leaf in plan.leaves.items()}
+    layer = sum(size for name, size in sizes.items() if name.startswith("blocks/")) // LAYERS
+    mine = sum(len(plan.stages.layers[s]) for s in range(S) if of[s] == r)
+    users = {"embed/tokens": {of[0], of[-1]}, "head/norm/scale": {of[-1]}}
+    x = 1 * 8 * 8  # B_ T D of a micro-batch of one sequence
+    out = Counter()
+
+    def add(phase, collective, axis, what, calls, elements):
+        if calls and elements:
+            out[phase, collective, axis, what, "calls"] += calls
+            out[phase, collective, axis, what, "elements"] += calls * elements
+
+    for s in range(S):
+        if of[s] == r:
+            add("forward", "message", "pp", "x", M * (s < S - 1), x)
+            add("backward", "message", "pp", "grad", M * (s > 0), x)
+    for name, ranks_of in users.items():
+        rest = sizes[name] // p // (N if stage == 3 else 1)
+        add("gather", "gather_to", "pp", name, 1 if ranks_of - {r} else 0, rest * len(ranks_of - {r}))
+        add("reduce", "scatter_from", "pp", name, int(r in ranks_of), (p - 1) * rest)
+    add("metrics", "psum", "pp", "loss", 1, 2 * (p - 1) * 2 * M // p)
+    add("metrics", "psum", "pp", "norm", 1, -(-2 * (p - 1) // p))
+    if N > 1:
+        first, last = sizes["embed/tokens"], sizes["embed/tokens"] + sizes["head/norm/scale"]
+        outside = [("embed/tokens", first)] if r == of[0] else []
+        outside += [("head/norm/scale embed/tokens", last)] if r == of[-1] else []
+        for what, count, size in (("layers", mine, layer), *((name, 1, size) for name, size in outside)):
+            if stage == 3:  # gathered in each micro-batch for both passes, the embedding and the head for one
+                part = (N - 1) * size // N
+                add("forward", "all_gather", "dp", what, M * count, part)
+                add("backward", "all_gather", "dp", what, M * count * (what == "layers"), part)
+                add("reduce", "psum_scatter", "dp", what, M * count, part)
+            else:
+                add("reduce", "psum", "dp", what, count, 2 * (N - 1) * size // N)
+        add("metrics", "all_gather", "dp", "loss", 1, (N - 1) * 2 * M)
+        add("metrics", "psum", "dp", "norm", int(stage == 3), -(-2 * (N - 1) // N))
+    return dict(out)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    (
+        {"pp": 2},
+        pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 4}, marks=pytest.mark.slow),
+    ),
+    ids=str,
+)
+def test_a_rank_sends_what_the_formulas_say(sizes):
+    """B_ T D a border, micro-batch and direction; the leaves outside the layers once before the row, their sums once
+    behind it; at stage 3 each layer 2 m times; losses and norm a few numbers."""
+    for rank, cases in enumerate(ranks.run(math.prod(sizes.values()), sent, (0, 3), mesh=sizes)):
+        for case, (found, expected) in cases.items():
+            assert found == expected, (rank, case)
+
+
+def peaks(mesh, cases):
+    """(the most bytes alive in a step of this rank by case, the bytes of its gradients)."""
+    out = []
+    for name, m in cases:
+        plan, step, state, batch = prepared(mesh, 0, PIPELINES[name], m, length=16)
+        with LiveBytes(state, batch) as live:
+            step(state, batch)
+        out.append(live.peak - sum(leaf.nbytes for leaf in pytree.leaves(batch)))
+    mine = {"embed/tokens"} | ({"head/norm/scale"} if mesh["pp"].rank else set())
+    shapes = {name: math.prod(leaf.shape) for name, leaf in plan.leaves.items()}
+    layers = sum(size for name, size in shapes.items() if name.startswith("blocks/")) // 2
+    return *out, 8 * (layers + sum(shapes[name] for name in mine))
+
+
+def test_a_rank_holds_the_micro_batches_in_flight():
+    """m with gpipe, p - r with 1f1b; each as many bytes. Where gpipe is fullest no gradient has been summed yet."""
+    cases = [("gpipe", 8), ("gpipe", 4), ("1f1b", 8)]
+    for r, (eight, four, one_by_one, grads) in enumerate(ranks.run(2, peaks, cases, mesh={"pp": 2})):
+        each = (eight - four) / 4
+        assert each > 1000
+        expected = eight - (8 - (2 - r)) * each + grads
+        assert abs(one_by_one - expected) < 0.01 * expected, (r, eight, four, one_by_one, grads)
