@@ -25,7 +25,7 @@ ROOT = Path(fzero.__file__).parent
 # Calls of a parser outside of core/foreign.py, and why: the text was made by this program a moment ago.
 OWN = {
     "checkpoint/extras.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
-    "checkpoint/writer.py": 1,  # another rank's message
+    "checkpoint/commit.py": 1,  # another rank's message
     "cli/checkpoint.py": 0,
     "comm/agreement.py": 1,  # messages of ranks
     "offload/store_folder.py": 2,  # round trips

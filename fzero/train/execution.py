@@ -45,7 +45,7 @@ class Execution:
     capture: str = "off"
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
     # planner only: the shapes between stages and of losses, which ranks of pp tell each other in a first step
-    _known: Any = field(default=None, compare=False, repr=False)
+    _known: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         write = 'write remat="full" or remat="none"' if isinstance(self.remat, bool) else 'write remat="full"'
