@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import ppermute, psum
+from fzero.comm.collectives import psum
 from fzero.core import prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.autodiff import Remat
@@ -22,6 +22,7 @@ from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import Batch, check_batch, has_tokens
+from fzero.models.stack_over_pp import stack_over_pp
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.unshard import unshard_block, unshard_tree
@@ -262,6 +263,10 @@ def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | N
     x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     first = 0
+
+    def apply(blocks: tuple[Block, ...], layers: Tree, x: Any, first: int) -> Any:
+        return stack(blocks, layers, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
+
     for one in stacks_of(model):
         if one.join is not None:
             x = one.join(unshard_part(model, one.join_name, params, plan, ctx), x, batch, ctx)
@@ -269,56 +274,11 @@ def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | N
         if plan is not None and ctx.mesh.size > 1:
             blocks = tuple(unshard_block(f, plan, one.name) for f in blocks)
         if plan is None or plan.stages is None:
-            x = stack(blocks, layers, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
+            x = apply(blocks, layers, x, first)
             first += depth(layers)
         else:
-            x, first = stack_over_pp(one.name, blocks, layers, x, inner._replace(remat=ctx.remat), first, plan)
+            x, first = stack_over_pp(apply, one.name, blocks, layers, x, inner, first, plan)
     return x
-
-
-def stack_over_pp(
-    name: str, blocks: tuple[Block, ...], layers: Tree, x: Any, ctx: Ctx, first: int, plan: Plan
-) -> tuple[Any, int]:
-    """`stack` over the ranks of pp: (x after this stack, the number of the layer behind it). first: of its first layer.
-
-    Stage by stage x goes on to the next stage's rank, which applies its layers. What the other ranks hold meanwhile is
-    nobody's, and they send it around too: all ranks run the same collectives over pp, also in the backward pass and
-    under transforms, if what they hold depends on the same tensors.
-
-    Communicates: x for each stage that begins in this stack, from each rank of pp; in the backward pass as much.
-    """
-    assert plan.stages is not None
-    axis, inner = plan.mesh["pp"], ctx._replace(remat=Remat())
-    leaves = [leaf for leaf_name, leaf in plan.leaves.items() if leaf_name.startswith(f"{name}/")]
-    rows, end = leaves[0].params.rows[axis.rank], first + leaves[0].shape[0]
-    for stage, numbers in enumerate(plan.stages.layers):
-        low, high = max(first, numbers[0]), min(end, numbers[-1] + 1)
-        if low >= high:
-            continue
-        step = plan.stages.ranks[stage] - plan.stages.ranks[stage - 1] if stage and low == numbers[0] else 0
-        if step:
-            turn = [(rank, (rank + step) % axis.size) for rank in range(axis.size)]
-            x = pytree.map(lambda leaf, turn=turn: ppermute(leaf, axis, turn, leaf="x"), x)
-        if plan.stages.ranks[stage] == axis.rank:
-            at, by = rows.index(low - first), (low - first) % len(blocks)
-            own = pytree.map(lambda leaf, at=at, n=high - low: leaf[at : at + n], layers)
-            in_order = (*blocks[by:], *blocks[:by])
-            x = stack(in_order, own, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=low)
-        else:
-            x = depend_on(x, [*pytree.leaves(layers), *pytree.leaves(ctx)])
-    return x, end
-
-
-def depend_on(x: Any, others: Sequence[Any]) -> Any:
-    """x, to the bit, as a function also of those of `others` that are tensors: it has their batches under vmap, a
-    gradient and a tangent of 0 by each of them, and so has its own gradient."""
-    tensors = [leaf for leaf in (*pytree.leaves(x), *others) if isinstance(leaf, Tensor)]
-
-    def one(leaf: Tensor) -> Tensor:
-        empty = [other.flatten()[:0].to(leaf.dtype).sum() for other in tensors]
-        return leaf * (1 + sum(empty[1:], empty[0]))
-
-    return pytree.map(one, x)
 
 
 def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
