@@ -175,5 +175,5 @@ def test_stacks_of_activations_share_a_file(tmp_path):
         for number in (2, 3):
             assert [float(alive[number].pop()[0][0]) for _ in range(2)] == [10 * number + 1, 10 * number]
         ends.append(nvme.scratch.end)
-    assert ends[0] == ends[1] and not nvme.scratch.stacks
+    assert ends[0] == ends[1] and not nvme.scratch.stacks.taken
     nvme.close()

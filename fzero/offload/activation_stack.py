@@ -29,7 +29,7 @@ class DiskActivations:
         has returned them, as no stream waits for their copies."""
         assert self.ahead is None, "all lists must be popped before the next append"
         if self.number is None:
-            self.number = self.scratch.take_stack()
+            self.number = self.scratch.stacks.take()
         for j, tensor in enumerate(tensors):
             self.scratch.write(("acts", self.number, len(self.sizes), j), tensor.detach())
         self.sizes.append([tensor.device for tensor in tensors])
@@ -41,7 +41,7 @@ class DiskActivations:
         tensors = found.wait()
         if not self:  # all is read, so another stack may write over it
             assert self.number is not None  # something was appended
-            self.scratch.stacks.remove(self.number)
+            self.scratch.stacks.give_back(self.number)
             self.number = None
         return tensors
 

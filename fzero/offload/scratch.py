@@ -28,6 +28,23 @@ class Extent(NamedTuple):
     dtype: torch.dtype
 
 
+class StackNumbers:
+    """The numbers of the stacks of activations that hold something, by which their values are told apart."""
+
+    def __init__(self) -> None:
+        self.taken: set[int] = set()
+
+    def take(self) -> int:
+        """The lowest number that is free, which is taken from then on."""
+        number = next(i for i in range(len(self.taken) + 1) if i not in self.taken)
+        self.taken.add(number)
+        return number
+
+    def give_back(self, number: int) -> None:
+        """Make a number free."""
+        self.taken.remove(number)
+
+
 class ScratchFile:
     """Values by key in one nameless file of `folder`.
 
@@ -46,14 +63,8 @@ class ScratchFile:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
         path.unlink()
         self.extents: dict[Any, Extent] = {}
-        self.stacks: set[int] = set()  # the numbers of the stacks of activations that hold something
+        self.stacks = StackNumbers()
         self.writing: dict[Any, DiskRequest] = {}
-
-    def take_stack(self) -> int:
-        """The lowest number that no stack of activations has, for another one, which gives it back by `stacks`."""
-        number = next(i for i in range(len(self.stacks) + 1) if i not in self.stacks)
-        self.stacks.add(number)
-        return number
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
         """Start to write a value; a tensor is copied, a Buffer may not change until it is written.

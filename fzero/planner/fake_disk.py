@@ -21,7 +21,7 @@ from fzero.offload import Buffer, LeafFiles, Nvme
 from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import DiskTraffic
-from fzero.offload.scratch import Extent
+from fzero.offload.scratch import Extent, StackNumbers
 from fzero.sharding.mesh import Mesh
 
 Tell = Callable[[str, int, str, int], None]  # callback("start" | "wait", number, "read" | "write", bytes)
@@ -129,6 +129,7 @@ class PlannedScratch:
         self.buffers, self.disk = space.buffers, space.disk
         self.extents: dict[Any, Extent] = Extents()
         self.writing: dict[Any, Future[None]] = {}
+        self.stacks = StackNumbers()
 
     def write(self, key: Any, value: Tensor | Buffer) -> None:
         if isinstance(value, Buffer):
