@@ -113,7 +113,8 @@ def train(mesh, tp, make, stage=0):
     return {name: p.detach() for name, p in module.named_parameters()}, log, split_leaves(plan), lines
 
 
-SGD, ADAM = functools.partial(optim.sgd, 0.3), functools.partial(optim.adamw, 1e-2)
+# eps: with Adam's own 1e-8 it would divide gradients that are zero but for rounding by as little.
+SGD, ADAM = functools.partial(optim.sgd, 0.3), functools.partial(optim.adamw, 1e-2, eps=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_linears_of_unknown_names_are_split_and_train_as_on_one_process(tp, make
     assert not nothing
     for rank, (got, log, split, said) in enumerate(ranks.run(2, train, tp, make, stage, mesh={"tp": 2})):
         assert_close(log, losses, rtol=1e-10)
-        assert_close(got, expected, rtol=1e-10, atol=1e-10)
+        assert_close(got, expected, rtol=1e-10, atol=1e-12)
         assert split == SPLIT
         if rank:
             assert not said
