@@ -319,7 +319,9 @@ def test_the_memory_of_a_step(run):
     start, peak = said["timeline"][0], said["peak"]
     params = sum(
         leaf.numel()
-        for leaf in pytree.leaves(fzero.sharding.plan.shapes_of(fzero.models.build(run_folder.read_config(run).model)))
+        for leaf in pytree.leaves(
+            fzero.sharding.shapes.shapes_of(fzero.models.build(run_folder.read_config(run).model))
+        )
     )
     assert start["parts"]["params"] == said["state"]["params"] == 4 * params
     assert peak["bytes"] == max(moment["bytes"] for moment in said["timeline"]) > start["bytes"]

@@ -152,7 +152,7 @@ def test_two_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cp
 def test_ranks_that_share_a_gpu_send_by_the_host_and_have_the_bits_of_the_cpu(name):
     sizes, case = CASES[name]
     for expected, found, waits, races, freed in ranks.run(2, by_the_host, case, mesh=sizes):
-        assert waits == {"comm/communicator.py"} and not races and not freed
+        assert waits == {"comm/messages.py"} and not races and not freed
         assert found == expected and len(found) == 4
 
 
@@ -160,14 +160,14 @@ def test_ranks_that_share_a_gpu_send_by_the_host_and_have_the_bits_of_the_cpu(na
 def test_what_is_sent_before_the_host_has_it_is_found():
     sizes, case = CASES["dp2"]
     for races in ranks.run(2, unread, case, mesh=sizes):
-        assert any("comm/communicator.py" in race for race in races), races
+        assert any("comm/messages.py" in race for race in races), races
 
 
 @pytest.mark.slow
 def test_a_wait_that_is_left_out_is_found():
     sizes, case = CASES["dp2 stage 3"]
     for races in ranks.run(2, unwaited, case, mesh=sizes):
-        assert any("comm/communicator.py" in race for race in races), races
+        assert any("comm/messages.py" in race for race in races), races
 
 
 def early(mesh, case):
@@ -183,7 +183,7 @@ def test_a_message_between_stages_that_is_not_waited_for_is_found():
     sizes, case = CASES["pp2 interleaved"]
     for races in ranks.run(2, early, case, mesh=sizes):
         assert any(
-            "comm/channel.py" in race or "train/row.py" in race or "comm/communicator.py" in race for race in races
+            "comm/channel.py" in race or "train/row.py" in race or "comm/messages.py" in race for race in races
         )
 
 
@@ -194,7 +194,7 @@ def channels(mesh, steps):
         before = channel.pair_over_nccl
         patch.setattr(channel, "pair_over_nccl", lambda store, number: made.append(number) or before(store, number))
         train(there, "cuda", CASES["pp2"][1], steps=steps)
-        return sorted(there["pp"].communicator.connections), made
+        return sorted(there["pp"].communicator.messages.connections), made
 
 
 @pytest.mark.exhaustive

@@ -1,8 +1,6 @@
 """Communicator: sends plain tensors between the ranks of one mesh axis, below autograd and torch.func.
 
-There are three transports: gloo (a GPU's tensors go through the host's memory, for which the host waits), NCCL (beside
-it gloo, for tensors in the host's memory), and "fake", which has no process group and serves plans on fake tensors. The
-differentiable collectives are in comm/collectives.py.
+The transports are those of comm/messages.py. The differentiable collectives are in comm/collectives.py.
 
 gloo's own collectives copy a lot and its reductions are slow (4 ranks on 2 cores, 12 MB: reduce_scatter_tensor 60 ms;
 point-to-point messages and one local sum 14 ms). So on gloo each rank sends every piece directly to the rank that needs
@@ -12,15 +10,11 @@ same bits whichever collective computes it. With `ordered`, NCCL does the same.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import hashlib
 import itertools
-import re
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +22,9 @@ from torch import Tensor
 
 from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger, sent_elements
+from fzero.comm.messages import Messages
 from fzero.core.device import kind_of
 from fzero.core.future import Future, ready
-from fzero.core.gpu import copy_in, copy_out
 from fzero.core.torch_private import FakeTensor
 from fzero.core.tree_sum import tree_sum
 
@@ -57,33 +51,6 @@ def communicator_of(number: int) -> Communicator:
     if communicator is None:
         raise ValueError("a traced collective runs on a mesh that is gone; keep the mesh while its functions are used")
     return communicator
-
-
-Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, what it moves, the other rank
-
-
-def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
-    """Messages of tensors on a GPU for a transport between hosts: (the same of memory of the host, in which what is
-    sent has arrived; [(such memory, the tensor that it is for)] of what is received)."""
-    rooms = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for op, t, _ in messages if op is dist.irecv}
-    leaving = {id(t): copy_out(t) for op, t, _ in messages if op is dist.isend}  # one tensor may go to many ranks
-    arriving = [(rooms[id(t)], t) for op, t, _ in messages if op is dist.irecv]
-    rooms |= {key: copied.finish() for key, copied in leaving.items()}
-    return [(op, rooms[id(t)], j) for op, t, j in messages], arriving
-
-
-class Connection(NamedTuple):
-    """What NCCL's messages of one channel go through: a communicator of the two ranks, with a stream of its own.
-
-    So a receive that was started early holds up no other message.
-    """
-
-    backend: Any  # of torch.distributed, over two processes
-    other: int  # the number of the other end in it
-
-    def start(self, x: Tensor, *, sends: bool) -> dist.Work:
-        """Start to send x, or to receive it, behind the work that the current stream was given so far."""
-        return self.backend.send([x], self.other, 0) if sends else self.backend.recv([x], self.other, 0)
 
 
 class Communicator:
@@ -120,7 +87,7 @@ class Communicator:
         # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
         # programs, so that of a whole process's calls each would count others.
         self.calls = 0
-        self.connections: dict[str, Connection] = {}  # of NCCL's messages, by the first word of their labels
+        self.messages = Messages(ranks, rank, transport, group, agreement, ledger)
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
 
@@ -142,10 +109,12 @@ class Communicator:
             raise ValueError(
                 f"{call}: out is {out.dtype} {list(out.shape)}; it must be contiguous, {x.dtype} {list(shape)}"
             )
-        if self.transport_of(x) == "nccl":
-            return self._native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
+        if self.messages.transport_of(x) == "nccl":
+            return self.messages.native(call, x, lambda: _all_gather(out, x, group=self.group, async_op=True), out)
         parts = out.view(self.size, *x.shape)
-        gathering = self._exchange(call, {j: x for j in self.others}, {j: parts[j] for j in self.others}, lambda: out)
+        gathering = self.messages.exchange(
+            call, {j: x for j in self.others}, {j: parts[j] for j in self.others}, lambda: out
+        )
         if self.transport == "fake" or parts[self.rank].data_ptr() != x.data_ptr():
             parts[self.rank].copy_(x)
         return gathering
@@ -158,7 +127,7 @@ class Communicator:
         if self._by_messages(x):
             return self._sum_of(call, pieces)
         out = torch.empty_like(pieces[0])
-        return self._native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
+        return self.messages.native(call, x, lambda: _reduce_scatter(out, x, group=self.group, async_op=True), out)
 
     def start_psum(self, x: Tensor, leaf: str = "", guarded: bool = True) -> Future[Tensor]:
         """Start x -> the sum over ranks, of the same shape. guarded: in checked mode, refuse an x that is the same on
@@ -169,7 +138,7 @@ class Communicator:
             self._refuse_same(call, x)
         if not self._by_messages(x):
             out = x.clone(memory_format=torch.contiguous_format)
-            return self._native(call, x, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
+            return self.messages.native(call, x, lambda: dist.all_reduce(out, group=self.group, async_op=True), out)
         x = x.contiguous()
         if self.size * x.numel() * x.element_size() <= SMALL_BYTES:
             return self._sum_of(call, [x] * self.size)
@@ -180,7 +149,7 @@ class Communicator:
             own, out = pending.wait(), torch.empty_like(x)
             parts = out.view(-1).tensor_split(self.size)
             sends, receives = {j: own for j in self.others}, {j: parts[j] for j in self.others}
-            gathering = self._exchange(call, sends, receives, lambda: out, half=1)
+            gathering = self.messages.exchange(call, sends, receives, lambda: out, half=1)
             parts[self.rank].copy_(own)
             return gathering.wait()
 
@@ -193,7 +162,7 @@ class Communicator:
         out = torch.empty_like(x)
         here, there = (t.view(self.size, x.shape[0] // self.size, *x.shape[1:]) for t in (x, out))
         sends, receives = {j: here[j] for j in self.others}, {j: there[j] for j in self.others}
-        arriving = self._exchange(call, sends, receives, lambda: out)
+        arriving = self.messages.exchange(call, sends, receives, lambda: out)
         there[self.rank].copy_(here[self.rank])
         return arriving
 
@@ -209,7 +178,7 @@ class Communicator:
         out = torch.zeros_like(x) if source is None else torch.empty_like(x)
         targets = [d for s, d in perm if s == self.rank]
         receives = {} if source is None else {source: out}
-        return self._exchange(call, {d: x for d in targets}, receives, lambda: out)
+        return self.messages.exchange(call, {d: x for d in targets}, receives, lambda: out)
 
     def start_message(self, x: Tensor, peer: int, label: str, *, sends: bool) -> Future[Tensor]:
         """Start to send x to rank `peer` of the axis, or to receive it from there into x; both ends give one label."""
@@ -223,10 +192,10 @@ class Communicator:
             self.ledger.add("message", self.axis, label.split()[0], x.dtype, sent)
         for watch in self.ledger.watches:
             watch.start(order, "message", self.axis, label, sent * x.dtype.itemsize)
-        if self.transport_of(x) == "nccl" and x.numel():
-            to = self.connections[label.split()[0]]
-            return self._native(call, x, lambda: to.start(x, sends=sends), x)
-        return self._exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
+        if self.messages.transport_of(x) == "nccl" and x.numel():
+            to = self.messages.connections[label.split()[0]]
+            return self.messages.native(call, x, lambda: to.start(x, sends=sends), x)
+        return self.messages.exchange(call, {peer: x} if sends else {}, {} if sends else {peer: x}, lambda: x)
 
     def start_gather_to(self, x: Tensor, targets: Sequence[int], leaf: str = "") -> Future[Tensor | None]:
         """Start x [n, ...] -> [N n, ...] in rank order on the ranks `targets` of the axis, and None on the others."""
@@ -238,7 +207,7 @@ class Communicator:
             parts = out.view(self.size, *x.shape)
             parts[self.rank].copy_(x)
             receives = {j: parts[j] for j in self.others}
-        return self._exchange(call, {j: x for j in self.others if j in targets}, receives, lambda: out)
+        return self.messages.exchange(call, {j: x for j in self.others if j in targets}, receives, lambda: out)
 
     def start_scatter_from(
         self, x: Tensor | None, source: int, out: Tensor, leaf: str = "", *, cut: bool = True
@@ -249,10 +218,10 @@ class Communicator:
         """
         call = self._begin("scatter_from", out, leaf, out.numel() * (self.size - 1) * (self.rank == source))
         if self.rank != source:
-            return self._exchange(call, {}, {source: out}, lambda: out)
+            return self.messages.exchange(call, {}, {source: out}, lambda: out)
         assert x is not None  # the source has it
         pieces = x.contiguous().view(self.size, *out.shape) if cut else x.contiguous().expand(self.size, *out.shape)
-        sending = self._exchange(call, {j: pieces[j] for j in self.others}, {}, lambda: out)
+        sending = self.messages.exchange(call, {j: pieces[j] for j in self.others}, {}, lambda: out)
         out.copy_(pieces[self.rank])
         return sending
 
@@ -262,15 +231,11 @@ class Communicator:
 
     def abort(self) -> None:
         """End NCCL's collectives under way, on this rank; nothing on gloo, whose messages end with the process."""
-        if self.transport == "nccl" and self.group is not None:
-            self.group.abort()
-        for connection in self.connections.values():
-            connection.backend.abort()
+        self.messages.abort()
 
     def close(self) -> None:
         """End what NCCL's messages go through, once they have arrived."""
-        while self.connections:
-            self.connections.popitem()[1].backend.shutdown()
+        self.messages.close()
 
     # ---- shared by the collectives -----------------------------------------------------------------------------------
 
@@ -300,17 +265,6 @@ class Communicator:
             watch.start(call.order, collective, self.axis, leaf, sent * x.dtype.itemsize)
         return call
 
-    @contextlib.contextmanager
-    def _waiting(self, call: Call) -> Iterator[None]:
-        """A context for waiting for a collective: notify the watchers, and let errors name the call."""
-        self.agreement.waiting = call
-        for watch in self.ledger.watches:
-            watch.wait(call.order)
-        yield
-        self.agreement.waiting = None
-        for watch in self.ledger.watches:
-            watch.done(call.order)
-
     def _refuse_same(self, call: Call, x: Tensor) -> None:
         """Raise ValueError on all ranks if `x` has the same bits on all of them: a sum would only multiply it by their
         number.
@@ -324,7 +278,7 @@ class Communicator:
         mine = torch.tensor([digest], device=x.device)
         all_of_them = [mine if j == self.rank else torch.empty_like(mine) for j in range(self.size)]
         receives = {j: all_of_them[j] for j in self.others}
-        self._exchange(call, {j: mine for j in self.others}, receives, lambda: None, half=2).wait()
+        self.messages.exchange(call, {j: mine for j in self.others}, receives, lambda: None, half=2).wait()
         digests = {int(d) for d in all_of_them}
         if len(digests) == 1 and digests != {0}:
             raise ValueError(
@@ -333,16 +287,12 @@ class Communicator:
                 f"times it; drop the psum, or divide the work (or the cotangent) between the ranks"
             )
 
-    def transport_of(self, x: Tensor) -> str:
-        """The transport of a tensor: beside NCCL, gloo carries those in the host's memory."""
-        return "gloo" if self.transport == "nccl" and not x.is_cuda else self.transport
-
     def _by_messages(self, x: Tensor) -> bool:
         """Whether sums over ranks use messages in the order of `tree_sum`: always on gloo, on NCCL (or in a plan for
         GPUs) only if `ordered`.
         """
         return self.ordered or not (
-            self.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
+            self.messages.transport_of(x) == "nccl" or (self.transport == "fake" and kind_of(x) == "cuda")
         )
 
     def _sum_of(self, call: Call, pieces: Sequence[Tensor] | Tensor) -> Future[Tensor]:
@@ -351,96 +301,4 @@ class Communicator:
         parts = [own if j == self.rank else torch.empty_like(own) for j in range(self.size)]
         sends, receives = {j: pieces[j] for j in self.others}, {j: parts[j] for j in self.others}
         owned = [j != self.rank for j in range(self.size)]
-        return self._exchange(call, sends, receives, lambda: tree_sum(parts, owned))
-
-    def _exchange(
-        self,
-        call: Call,
-        sends: Mapping[int, Tensor],
-        receives: Mapping[int, Tensor],
-        result: Callable[[], T],
-        half: int = 0,
-    ) -> Future[T]:
-        """Start messages to and from ranks of the axis, whose buffers are kept until they have arrived.
-
-        result: called then, for the value of the Future.
-        """
-        if self.transport == "fake":
-            buffers = [*sends.values(), *receives.values()]
-
-            def arrive() -> T:
-                with self._waiting(call):
-                    buffers.clear()  # held exactly as long as on gloo
-                return result()
-
-            return Future(arrive)
-        # The tag keeps messages of different collectives apart. half: the round of messages within a collective.
-        said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
-        tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
-        # Receives first, so that data is received directly into its buffer.
-        messages: list[Message] = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
-        messages += [(dist.isend, t, j) for j, t in sends.items() if t.numel()]
-        transport = self.transport_of(messages[0][1]) if messages else self.transport
-        arriving: list[tuple[Tensor, Tensor]] = []
-        if transport == "gloo" and messages and messages[0][1].is_cuda:
-            messages, arriving = through_host(messages)
-        if transport == "nccl":
-            ops = [dist.P2POp(op, t, group=self.group, group_peer=j) for op, t, j in messages]
-            work = [(w, self.rank) for w in (dist.batch_isend_irecv(ops) if ops else ())]
-        else:
-            work = []
-            for op, t, j in messages:
-                peer = {"group_src" if op is dist.irecv else "group_dst": j}
-                try:
-                    work.append((op(t, group=self.group, tag=tag, **peer), j))
-                except RuntimeError as error:
-                    raise self._lost(call, j, error) from None
-
-        def finish() -> T:
-            with self._waiting(call):
-                while work:
-                    started, j = work.pop(0)
-                    try:
-                        started.wait(
-                            *([] if transport == "nccl" else [datetime.timedelta(seconds=self.agreement.timeout_s)])
-                        )
-                    except RuntimeError as error:
-                        raise self._lost(call, j, error) from None
-            messages.clear()
-            while arriving:
-                room, t = arriving.pop()
-                copy_in(room, t.device, out=t).use()
-            return result()
-
-        return Future(finish)
-
-    def _native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Future[Tensor]:
-        """Start one of NCCL's own collectives of `x`, whose result is in `out`."""
-        if self.transport == "fake":
-            return self._exchange(call, {0: x}, {0: out}, lambda: out)
-        work = start()
-        assert work is not None  # only a rank outside the group gets none
-
-        def finish() -> Tensor:
-            with self._waiting(call):
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise self._lost(call, self.rank, error) from None
-            return out
-
-        return Future(finish)
-
-    def _lost(self, call: Call, place: int, error: RuntimeError) -> Exception:
-        """Make this rank's error after a message from or to rank `place` of the axis failed."""
-        peer, text = f"rank {self.ranks[place]}", re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0])
-        if re.search("closed by peer|reset by peer|broken pipe|refused|endpoint is not connected", text, re.IGNORECASE):
-            what = f"{peer} is gone (connection closed)"
-        elif "Timed out" in text:
-            what = (
-                f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another "
-                "program (mesh.checked() tells)"
-            )
-        else:
-            what = text if self.transport == "nccl" else f"{peer}: {text}"
-        return self.agreement.error(call, what)
+        return self.messages.exchange(call, sends, receives, lambda: tree_sum(parts, owned))

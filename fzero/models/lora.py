@@ -24,7 +24,7 @@ from fzero.core.stack import Block
 from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks
 from fzero.models.weights import ConfigOver, LowRankSum, WeightInParts, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
-from fzero.sharding.plan import shapes_of
+from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
 
 LORA = r"_lora_[abm]$"  # the leaves that are trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -20,6 +20,7 @@ from fzero.core.stack import Blocks
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
+from fzero.models.module_buffers import Constants, blank, layer_buffer, stacked_buffers
 from fzero.models.module_calls import (
     CALL,
     Cuts,
@@ -347,60 +348,12 @@ class Layered:
                     )
 
 
-class Constants:
-    """Tensors that no training changes, kept on the devices where they are used.
-
-    saved: the names of those that a state_dict has: the floating ones of them are weights, and have the dtype of the
-    computation. The others, such as the frequencies of rotary embeddings, keep the dtype that the module gave them.
-    """
-
-    def __init__(self, leaves: dict[str, Tensor], saved: Collection[str]):
-        self.leaves = leaves
-        self.weights = {name for name, leaf in leaves.items() if name in saved and leaf.is_floating_point()}
-        self.there: dict[Any, dict[str, Tensor]] = {}
-
-    def on(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors on a device, for a computation in this dtype."""
-        if (device, dtype) not in self.there:
-            with graph_cut.apart(), torch.no_grad():
-                self.there[device, dtype] = {
-                    name: leaf.to(device, self.dtype_of(name, dtype)) for name, leaf in self.leaves.items()
-                }
-        return self.there[device, dtype]
-
-    def blank(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same without memory and values."""
-        return {n: blank({n: x}, device, self.dtype_of(n, dtype))[n] for n, x in self.leaves.items()}
-
-    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of a tensor for a computation in `dtype`."""
-        return dtype if name in self.weights else self.leaves[name].dtype
-
-
 def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
     """Random numbers of the size of weights; a matrix has so many rows of its own, which repeat, None for all."""
     if len(shape) < 2:
         return 0.5 + 0.5 * torch.randn(shape)
     few = (shape[0] if rows is None else min(rows, shape[0]), *shape[1:])
     return (torch.randn(few) / shape[-1] ** 0.5).expand(shape)
-
-
-def stacked_buffers(module: nn.Module, layers: Sequence[str], saved: Collection[str]) -> Constants:
-    """The buffers of the layers of a stack, [L, ...], or [1, ...] where all layers have the same."""
-    names = [name for name, _ in module.get_submodule(layers[0]).named_buffers()]
-    stacked = {name: torch.stack([module.get_buffer(f"{one}.{name}").detach() for one in layers]) for name in names}
-    same = {name: x[:1] if (x == x[:1]).all() else x for name, x in stacked.items()}
-    return Constants(same, {name for name in names if f"{layers[0]}.{name}" in saved})
-
-
-def blank(some: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Tensors of these shapes without memory, floating ones in `dtype`."""
-
-    def one(x: Tensor) -> Tensor:
-        kind = dtype if dtype is not None and x.is_floating_point() else x.dtype
-        return torch.zeros((), dtype=kind, device=device).expand(x.shape)
-
-    return {name: one(x) for name, x in some.items()}
 
 
 def expect_batch(batch: Any) -> int:
@@ -437,11 +390,6 @@ def dotted(params: Tree, dtype: torch.dtype) -> dict[str, Tensor]:
                 "models"
             )
     return {name.replace("/", "."): leaf.to(dtype) for name, leaf in named.items()}
-
-
-def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
-    """The buffer of a layer, by its number, from those of the layers from `first` on or the one that they share."""
-    return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
 
 
 def init(shapes: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:

@@ -16,12 +16,12 @@ from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
+from fzero.models.module_buffers import Constants
 from fzero.models.module_calls import (
     calling,
     key_dropouts,
 )
 from fzero.models.module_functions import (
-    Constants,
     ModuleConfig,
     Weights,
     dotted,

@@ -18,8 +18,9 @@ from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.format import quantity, size, table
 from fzero.sharding import fake_mesh
+from fzero.sharding.at_rest import ZERO
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import ZERO, shapes_of
+from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;

@@ -28,7 +28,7 @@ from fzero.run.machine import resolve_auto
 from fzero.run.measure.moments import START, Change, Life, Stay, Visit
 from fzero.sharding import fake_mesh
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import shapes_of
+from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
 
 MANY = 40  # models with more layers are traced without the norms of layers

@@ -31,7 +31,7 @@ from fzero.run.run_folder import (
 )
 from fzero.sharding import Plan, fake_mesh, one_process, zero_plan
 from fzero.sharding.memory import Offload
-from fzero.sharding.plan import shapes_of
+from fzero.sharding.shapes import shapes_of
 
 
 def read_newest(

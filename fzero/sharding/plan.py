@@ -5,11 +5,9 @@ Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training tri
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,22 +17,24 @@ from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
+from fzero.sharding.at_rest import (
+    ZERO,
+    at_rest_over_pp,
+    compute_specs,
+    in_memory,
+    shard_over_dp,
+    stage_specs,
+    with_owed,
+)
 from fzero.sharding.describe import describe
-from fzero.sharding.memory import ALL_ON_DEVICE, Offload, Tier, select_largest
+from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
 from fzero.sharding.pipelines import Pipeline, stages_for, with_layers
-from fzero.sharding.rules import match_rules
-from fzero.sharding.slices import check_dims, is_stacked, local_numel, shard_dim
+from fzero.sharding.shapes import shapes_of
+from fzero.sharding.slices import check_dims
 from fzero.sharding.spec import Spec
 
-#        params  grads  optimizer        True = sharded over dp when at rest
-ZERO = {
-    0: (False, False, False),
-    1: (False, False, True),
-    2: (False, True, True),
-    3: (True, True, True),
-}
 REDUCE = ("fast", "once", "canonical")
 
 
@@ -134,60 +134,6 @@ class Plan:
 
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
-
-
-def shapes_of(model: Any) -> Tree:
-    """The parameter tree of a Model, or of a tree of tensors, as meta tensors: shapes and dtypes without memory.
-
-    Raises ValueError for a tree with other leaves than tensors, or with complex ones, and TypeError for what is no
-    tree.
-    """
-    if hasattr(model, "init") and hasattr(model, "rules"):
-        return model.init(
-            lambda name, shape, std=0.0, mean=0.0, dtype=None: torch.empty(shape, dtype=dtype, device="meta")
-        )
-    check_tree(model)
-    return pytree.map(lambda x: torch.empty_like(x, device="meta"), model)
-
-
-def check_tree(params: Tree) -> None:
-    """Raise TypeError or ValueError, with what to write instead, if a tree is none of parameters."""
-    if isinstance(params, Iterator):
-        raise TypeError(
-            f"the parameters are a {type(params).__name__}, which can be read once; give a tree of tensors, such as "
-            "dict(module.named_parameters())"
-        )
-    if isinstance(params, str) or callable(params) or dataclasses.is_dataclass(params):
-        if not isinstance(params, torch.nn.Module):
-            shown = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
-            raise TypeError(
-                f"the model is {shown}; give a Model, such as models.build(models.preset('llama-tiny')), or a tree of "
-                "parameters"
-            )
-        raise TypeError(
-            f"the parameters are an nn.Module ({type(params).__name__}); give fzero.from_module(module, loss), or a "
-            "tree of tensors, such as dict(module.named_parameters()), and a loss that calls "
-            "torch.func.functional_call(module, params, ...)"
-        )
-    named = pytree.named_leaves(params)
-    if not named:
-        raise ValueError("the parameter tree has no leaves; give a tree of tensors")
-    for name, leaf in named.items():
-        at = f"leaf {name!r} of the parameters"
-        if not isinstance(leaf, torch.Tensor):
-            instead = "leave it out, or use ()" if leaf is None else "use torch.as_tensor"
-            raise TypeError(f"{at} is a {type(leaf).__name__}, not a tensor; {instead}")
-        if leaf.is_nested or leaf.is_quantized:
-            kind = "nested" if leaf.is_nested else str(leaf.dtype)
-            raise ValueError(
-                f"{at} is {kind}; give a plain tensor, such as .to_padded_tensor(0.0) or .dequantize() of it"
-            )
-        if leaf.is_complex():
-            raise ValueError(
-                f"{at} is {leaf.dtype}; give torch.view_as_real of it, and use torch.view_as_complex in the loss"
-            )
-        if leaf.layout != torch.strided:
-            raise ValueError(f"{at} is {leaf.layout}; give leaf.to_dense()")
 
 
 @checked("stage model mesh policy frozen offload", **PLAN)
@@ -303,27 +249,6 @@ def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Poli
     return names
 
 
-def stage_specs(
-    compute: dict[str, Spec], shards: dict[str, Spec], stage: int, sizes: dict[str, int], reduce: str
-) -> tuple[dict[str, Spec], dict[str, Spec], dict[str, Spec]]:
-    """The specs by leaf of parameters, gradients and optimizer states at rest under a stage.
-
-    compute, shards: the specs of each leaf as products use it, and sharded over dp as well. reduce: see
-    `zero_plan`.
-    """
-
-    def row(sharded: bool) -> dict[str, Spec]:
-        return {name: shards[name] if sharded else replace(s, partial=frozenset()) for name, s in compute.items()}
-
-    canonical = reduce == "canonical"
-    params, grads, opt = map(row, (ZERO[stage][0], canonical or (ZERO[stage][1] and reduce == "fast"), ZERO[stage][2]))
-    if not canonical:
-        for name, kept in grads.items():
-            owed = {axis for axis in compute[name].owed if axis not in kept.axes and sizes[axis] > 1}
-            grads[name] = replace(kept, partial=frozenset(owed))
-    return params, grads, opt
-
-
 def policy_of(policy: Policy | str) -> Policy:
     """The policy, or the one of that name; raises TypeError or ValueError for anything else."""
     names = ", ".join(POLICIES)
@@ -331,34 +256,6 @@ def policy_of(policy: Policy | str) -> Policy:
         raise ValueError(f"policy is {policy!r}{pytree.nearest(policy, POLICIES)}; it must be one of {names}")
     expect_kind("policy", policy, (Policy, str), f"write fzero.bf16(), or a name: {names}")
     return POLICIES[policy]() if isinstance(policy, str) else policy
-
-
-def shard_over_dp(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """The spec with dp on the leaf's first dim, or the second if the first counts layers; as it is if that dim does not
-    divide."""
-    dim, dims = shard_dim(name), list(spec.dims)
-    if dim < len(shape) and shape[dim] % (sizes["dp"] * math.prod(sizes[a] for a in dims[dim])) == 0:
-        dims[dim] = (*dims[dim], "dp")
-    return replace(spec, dims=tuple(dims), partial=frozenset())
-
-
-def shard_over_pp(name: str, leaf: Any, spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """The spec of a leaf outside the stacks of layers with pp behind the axes of its first dim; as it is if that dim
-    does not divide."""
-    ranks = sizes["pp"] * math.prod(sizes[a] for a in spec.dims[0]) if spec.dims else 0
-    if is_stacked(name) or not ranks or leaf.shape[0] % ranks:
-        return spec
-    return replace(spec, dims=((*spec.dims[0], "pp"), *spec.dims[1:]))
-
-
-def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
-    """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
-    if tier.memory == "device":
-        return specs  # as the model's own rules have them
-    names = select_largest(
-        {name: local_numel(leaf.shape, specs[name], sizes) for name, leaf in named.items()}, tier.fraction
-    )
-    return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}
 
 
 def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
@@ -376,30 +273,6 @@ def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
         if mesh[name].size > 1:
             size = f"mesh: axis {name} has size {mesh[name].size}"
             raise ValueError(f"{size}; this version shards over dp, rp, tp and pp; make {name}=1")
-
-
-def at_rest_over_pp(
-    named: Mapping[str, Any], params: dict[str, Spec], opt: dict[str, Spec], sizes: Mapping[str, int]
-) -> tuple[dict[str, Spec], dict[str, Spec]]:
-    """The specs of parameters and optimizer states at rest with pp on the leaves outside the layers, where it divides
-    them. Such a parameter rests as its optimizer state does: it is gathered before its use in any case."""
-    if sizes["pp"] == 1:
-        return params, opt
-    cut = {name: shard_over_pp(name, named[name], spec, sizes) for name, spec in opt.items()}
-    return {name: cut[name] if cut[name] != opt[name] else spec for name, spec in params.items()}, cut
-
-
-def compute_specs(model: Any, named: dict[str, Any], mesh: Mesh) -> dict[str, Spec]:
-    """The model's own specs by leaf name: from its rules, or whole leaves for a plain parameter tree."""
-    if not hasattr(model, "rules"):
-        return {name: Spec(((),) * leaf.dim()) for name, leaf in named.items()}
-    texts = match_rules(model.rules(mesh), list(named), what="the model's sharding rules")
-    return {name: Spec.parse(text) for name, text in texts.items()}
-
-
-def with_owed(spec: Spec, axes: set[str]) -> Spec:
-    """The spec with a sum owed over those of `axes` that do not shard it."""
-    return replace(spec, partial=spec.partial | {a for a in axes if a not in spec.axes})
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:

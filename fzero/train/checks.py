@@ -17,7 +17,7 @@ from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
 from fzero.sharding.pipelines import expect_parts
-from fzero.sharding.plan import shapes_of
+from fzero.sharding.shapes import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
 from fzero.train.spike import Skip

@@ -14,7 +14,7 @@ from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Plan
-from fzero.sharding.plan import shapes_of
+from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs

@@ -1,0 +1,190 @@
+"""Messages between this process and the other ranks of one mesh axis, on whichever transport they go.
+
+There are three transports: gloo (a GPU's tensors go through the host's memory, for which the host waits), NCCL (beside
+it gloo, for tensors in the host's memory), and "fake", which has no process group and serves plans on fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fzero.comm.agreement import Agreement, Call
+from fzero.comm.ledger import Ledger
+from fzero.core.future import Future
+from fzero.core.gpu import copy_in, copy_out
+
+T = TypeVar("T")
+Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, what it moves, the other rank
+
+
+def through_host(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
+    """Messages of tensors on a GPU for a transport between hosts: (the same of memory of the host, in which what is
+    sent has arrived; [(such memory, the tensor that it is for)] of what is received)."""
+    rooms = {id(t): torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for op, t, _ in messages if op is dist.irecv}
+    leaving = {id(t): copy_out(t) for op, t, _ in messages if op is dist.isend}  # one tensor may go to many ranks
+    arriving = [(rooms[id(t)], t) for op, t, _ in messages if op is dist.irecv]
+    rooms |= {key: copied.finish() for key, copied in leaving.items()}
+    return [(op, rooms[id(t)], j) for op, t, j in messages], arriving
+
+
+class Connection(NamedTuple):
+    """What NCCL's messages of one channel go through: a communicator of the two ranks, with a stream of its own.
+
+    So a receive that was started early holds up no other message.
+    """
+
+    backend: Any  # of torch.distributed, over two processes
+    other: int  # the number of the other end in it
+
+    def start(self, x: Tensor, *, sends: bool) -> dist.Work:
+        """Start to send x, or to receive it, behind the work that the current stream was given so far."""
+        return self.backend.send([x], self.other, 0) if sends else self.backend.recv([x], self.other, 0)
+
+
+class Messages:
+    """Starts the messages of one axis, and names the call in the error of one that fails.
+
+    ranks: the global ranks along the axis; rank: the number of this one among them. transport: "gloo", "nccl" or
+    "fake".
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        transport: str,
+        group: dist.ProcessGroup | None,
+        agreement: Agreement,
+        ledger: Ledger,
+    ) -> None:
+        self.ranks, self.rank, self.transport, self.group = tuple(ranks), rank, transport, group
+        self.agreement, self.ledger = agreement, ledger
+        self.connections: dict[str, Connection] = {}  # of NCCL's messages, by the first word of their labels
+
+    def transport_of(self, x: Tensor) -> str:
+        """The transport of a tensor: beside NCCL, gloo carries those in the host's memory."""
+        return "gloo" if self.transport == "nccl" and not x.is_cuda else self.transport
+
+    def exchange(
+        self,
+        call: Call,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        result: Callable[[], T],
+        half: int = 0,
+    ) -> Future[T]:
+        """Start messages to and from ranks of the axis, whose buffers are kept until they have arrived.
+
+        result: called then, for the value of the Future.
+        """
+        if self.transport == "fake":
+            buffers = [*sends.values(), *receives.values()]
+
+            def arrive() -> T:
+                with self.waiting(call):
+                    buffers.clear()  # held exactly as long as on gloo
+                return result()
+
+            return Future(arrive)
+        # The tag keeps messages of different collectives apart. half: the round of messages within a collective.
+        said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
+        tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
+        # Receives first, so that data is received directly into its buffer.
+        messages: list[Message] = [(dist.irecv, t, j) for j, t in receives.items() if t.numel()]
+        messages += [(dist.isend, t, j) for j, t in sends.items() if t.numel()]
+        transport = self.transport_of(messages[0][1]) if messages else self.transport
+        arriving: list[tuple[Tensor, Tensor]] = []
+        if transport == "gloo" and messages and messages[0][1].is_cuda:
+            messages, arriving = through_host(messages)
+        if transport == "nccl":
+            ops = [dist.P2POp(op, t, group=self.group, group_peer=j) for op, t, j in messages]
+            work = [(w, self.rank) for w in (dist.batch_isend_irecv(ops) if ops else ())]
+        else:
+            work = []
+            for op, t, j in messages:
+                peer = {"group_src" if op is dist.irecv else "group_dst": j}
+                try:
+                    work.append((op(t, group=self.group, tag=tag, **peer), j))
+                except RuntimeError as error:
+                    raise self.lost(call, j, error) from None
+
+        def finish() -> T:
+            with self.waiting(call):
+                while work:
+                    started, j = work.pop(0)
+                    try:
+                        started.wait(
+                            *([] if transport == "nccl" else [datetime.timedelta(seconds=self.agreement.timeout_s)])
+                        )
+                    except RuntimeError as error:
+                        raise self.lost(call, j, error) from None
+            messages.clear()
+            while arriving:
+                room, t = arriving.pop()
+                copy_in(room, t.device, out=t).use()
+            return result()
+
+        return Future(finish)
+
+    def native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Future[Tensor]:
+        """Start one of NCCL's own collectives of `x`, whose result is in `out`."""
+        if self.transport == "fake":
+            return self.exchange(call, {0: x}, {0: out}, lambda: out)
+        work = start()
+        assert work is not None  # only a rank outside the group gets none
+
+        def finish() -> Tensor:
+            with self.waiting(call):
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self.lost(call, self.rank, error) from None
+            return out
+
+        return Future(finish)
+
+    def lost(self, call: Call, place: int, error: RuntimeError) -> Exception:
+        """Make this rank's error after a message from or to rank `place` of the axis failed."""
+        peer, text = f"rank {self.ranks[place]}", re.sub(r"^\[\S+\] ", "", str(error).splitlines()[0])
+        if re.search("closed by peer|reset by peer|broken pipe|refused|endpoint is not connected", text, re.IGNORECASE):
+            what = f"{peer} is gone (connection closed)"
+        elif "Timed out" in text:
+            what = (
+                f"{peer} did not answer within {self.agreement.timeout_s:g} s: it is late, or runs another "
+                "program (mesh.checked() tells)"
+            )
+        else:
+            what = text if self.transport == "nccl" else f"{peer}: {text}"
+        return self.agreement.error(call, what)
+
+    @contextlib.contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """A context for waiting for a collective: notify the watchers, and let errors name the call."""
+        self.agreement.waiting = call
+        for watch in self.ledger.watches:
+            watch.wait(call.order)
+        yield
+        self.agreement.waiting = None
+        for watch in self.ledger.watches:
+            watch.done(call.order)
+
+    def abort(self) -> None:
+        """End what NCCL has under way on this rank; nothing on gloo, whose messages end with the process."""
+        if self.transport == "nccl" and self.group is not None:
+            self.group.abort()
+        for connection in self.connections.values():
+            connection.backend.abort()
+
+    def close(self) -> None:
+        """Shut the connections down, once what they carry has arrived."""
+        while self.connections:
+            self.connections.popitem()[1].backend.shutdown()
