@@ -259,7 +259,11 @@ def check(model: Model, batch: Batch, ctx: Ctx) -> None:
     """Raise ValueError if a batch of whole sequences does not fit the model, or cannot be split as ctx says."""
     parts, cp = sequence_parts(ctx), ctx.mesh["cp"].size
     check_batch(model.config, batch, parts if cp == 1 else 1)
-    if ctx.context:
+    if cp > 1:
+        if not ctx.context:
+            raise ValueError(
+                f"cp={cp}: the ctx does not say how; write Ctx(context=plan.context), or give loss the plan"
+            )
         ctx.context.over(cp).expect_divisible(batch["tokens"].shape[-1], parts)
 
 
@@ -339,6 +343,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     >>> int(loss(model, init_params(model, random.key(0)), {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
     8
     """
+    if plan is not None and plan.context is not None:
+        ctx = ctx._replace(context=plan.context)
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
     batch = own_part(batch, ctx)
