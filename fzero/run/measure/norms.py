@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.comm.tables import device_of
 from fzero.core import pytree
-from fzero.core.gpu import start_fetch
+from fzero.core.copy_buckets import start_fetch
 from fzero.core.pytree import Tree
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import WHOLE, squares
