@@ -1,8 +1,8 @@
 """Count the bytes of live tensors, real or fake, operator by operator and by component.
 
-Every storage of an operator's arguments or results is counted once, from its first use until it is freed. Memory that
-never meets the dispatcher is not seen: scratch inside an operator, and buffers of Inductor's compiled code. For the
-components see moments.py.
+Every storage of an operator's arguments or results is counted once, from its first use until it is freed. fzero's
+operators that are made of PyTorch's are looked into. Memory that never meets the dispatcher is not seen: scratch inside
+another operator, and buffers of Inductor's compiled code. For the components see moments.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fzero.comm.ledger import Ledger
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import FakeTensor, TorchDispatchMode
+from fzero.kernels.op_function import OPENED
 from fzero.optim.average import AVERAGE
 from fzero.run.measure.moments import START, Change, Life, Moment, Stay, Visit, alive, moments
 
@@ -112,6 +113,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is DEVICE:
             return answer_device(args[0])
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.see(out)
@@ -220,6 +224,9 @@ class MemoryTrace(LiveBytes):
         if func is DEVICE:
             return answer_device(args[0])
         kwargs = kwargs or {}
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
         self.op = name_of(func)
         if self.note is None:
             self.event(self.op)
