@@ -39,7 +39,7 @@ TINY = [
     *(part for name, size in SIZES.items() for part in ("--set", f"model.{name}={size}")),
     *("--set", "train.compiled=false", "--set", "precision.fp32_matmul=default", "--set", "train.eval_batches=2"),
     *("--set", "train.checkpoint_every=2", "--set", "train.keep_last=0", "--set", "train.digest_every=1"),
-    *("--set", "train.eval_every=4"),
+    *("--set", "train.eval_every=4", "--set", "train.loss_by_position=true"),
 ]
 LONGER = ("--seq-len", 256, "--batch", 2, "--micro-batch", 1, "--rope-scaling", "llama3:4:64")
 STAGE = "4: data.seq_len=64 train.batch=8 train.micro_batch=2 model.max_len=64 model.rope_scaling=none"
@@ -213,6 +213,16 @@ def test_batches_left_out_count_in_the_stage_that_left_them_out(tmp_path):
     rollback.write_log(tmp_path, log)
     new_stage.forget_later(tmp_path, longer)  # what the first stage would have left out behind its end
     assert rollback.read_log(tmp_path)[:2] == ([[32, 16]], [48])
+
+
+def test_the_report_has_both_stages_and_the_loss_by_position(extended, fz):
+    assert fz("report", "extended", "--out", "pages")[0] == 0
+    text = Path("pages/report.md").read_text()
+    assert "| 8 x 64 |" in text and "| 2 x 256 |" in text and Path("pages/loss_by_position.svg").is_file()
+    last = rows(extended)[-1]["val_loss_by_position"]
+    assert list(last) == ["2", "4", "8", "16", "32", "64", "128", "256"]
+    for end, value in last.items():
+        assert f"| {end} |" in text and f"{value:.3f}" in text
 
 
 @pytest.mark.slow

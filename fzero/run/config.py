@@ -97,6 +97,7 @@ class Train:
     ema_decay: float = 0.0  # 0: no average of the weights
     eval_every: int = 100
     eval_batches: int = 16  # micro-batches of an evaluation; 0: the whole validation split
+    loss_by_position: bool = False  # of evaluations: the mean loss in ranges of positions, see docs/measure.md
     checkpoint_every: int = 500
     keep_last: int = 2  # checkpoints; 0: all
     keep_every: int = 0  # of these steps all are kept; 0: none

@@ -150,6 +150,10 @@ def validate(config: RunConfig) -> None:
             f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
             "is; leave it out"
         )
+    if t.loss_by_position and c.objective not in ("text", "chat"):
+        raise ValueError(
+            f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
+        )
     validate_head(c)
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
     if offload.acts.memory != "device" and not remat.every:
