@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +26,17 @@ SHORT = 64  # queries below which plain products are as fast
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("b", "t", "h", "g", "k", "kind", "size", "keep", "threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("b", "t", "s", "h", "g", "k", "kind", "size", "keep", "threads", "wide")
+        ),
         ("scale", ctypes.c_double),
         ("cap", ctypes.c_double),
     ]
+
+
+class _Places(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "query_documents", "key_documents")]
 
 
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
@@ -43,12 +51,30 @@ def has_small_products(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
 
 
-def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern: list[int], *factors: float) -> None:
-    b, t, h, dim = q.shape
-    if q.numel():
-        shape = _Shape(b, t, h, k.shape[2], dim, *pattern, torch.get_num_threads(), *factors)
-        pointers = (ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in tensors)
-        getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
+def _address(x: Tensor | None) -> int | None:
+    return x.data_ptr() if x is not None else None
+
+
+def _run(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Sequence[Tensor | None],
+    rest: Sequence[Tensor],
+    pattern: list[int],
+    factors: tuple[float, float],
+    *,
+    wide: bool = False,
+) -> None:
+    """places: int64 positions [B, T] and [B, S] of queries and keys, and their documents, each contiguous or None."""
+    if q.numel() and k.numel():
+        (b, t, h, dim), (_, s, g, _) = q.shape, k.shape
+        shape = _Shape(b, t, s, h, g, dim, *pattern, torch.get_num_threads(), wide, *factors)
+        at = ctypes.byref(_Places(*(_address(x) for x in places)))
+        pointers = [ctypes.c_void_p(_address(x)) for x in (q, k, v, *rest)]
+        run = getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")
+        run(*pointers[:3], at, *pointers[3:], ctypes.byref(shape))
 
 
 def _outputs(
@@ -71,7 +97,7 @@ def tiled_forward(
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = _outputs(q, k, v, documents, pattern, scale, cap)
-    _run("forward", q, k, [q, k, v, documents, out, lse], pattern, scale, cap)
+    _run("forward", q, k, v, (None, None, documents, documents), (out, lse), pattern, (scale, cap))
     return out, lse
 
 
@@ -100,7 +126,8 @@ def tiled_backward(
     """The gradients by q, k and v for the gradient g of out."""
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
     dq, dk, dv = _gradients(q, k, v)
-    _run("backward", q, k, [q, k, v, documents, out, lse, g, dq, dk, dv], pattern, scale, cap)
+    places, rest = (None, None, documents, documents), (out, lse, g, dq, dk, dv)
+    _run("backward", q, k, v, places, rest, pattern, (scale, cap))
     return dq, dk, dv
 
 
