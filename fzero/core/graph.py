@@ -52,11 +52,13 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
             continue
         with graph.graph.inserting_before(node):
             both = graph.graph.call_function(node.target.overloadpacket.after, (*node.args, token), node.kwargs)
-            out, token = (graph.graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
+            val, many = node.meta["val"], isinstance(node.meta["val"], (tuple, list))
+            results = tuple(val) if many else (val,)
+            token = graph.graph.call_function(operator.getitem, (both, len(results)))
+            out = both if many else graph.graph.call_function(operator.getitem, (both, 0))
         out.meta.update(node.meta)
-        val = node.meta["val"]
-        token.meta["val"] = val.new_empty(1)
-        both.meta["val"] = (val, token.meta["val"])
+        token.meta["val"] = results[0].new_empty(1)
+        both.meta["val"] = (*results, token.meta["val"])
         node.replace_all_uses_with(out)
         graph.graph.erase_node(node)
     if token is None:
