@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.core.pytree import nearest
 from fzero.sharding.spec import runs_of
+
+FORMS = ("gather",)
 
 
 class Pieces(NamedTuple):
@@ -31,19 +37,20 @@ class Pieces(NamedTuple):
         """Whether the ranks' tokens, one rank's after the other's, are the sequence."""
         return [block for own in self.blocks for block in own] == list(range(self.count))
 
-    def expect_divisible(self, tokens: int) -> None:
-        """Raise ValueError for a sequence of so many tokens that the blocks do not divide."""
-        if tokens % self.count:
-            below, above = tokens // self.count * self.count, -(-tokens // self.count) * self.count
-            fits = f"{below} or {above}" if below else str(above)
+    def expect_divisible(self, tokens: int, parts: int = 1) -> None:
+        """Raise ValueError for a sequence of so many tokens that the blocks do not divide, or of which a rank's tokens
+        cannot be cut into `parts` among the ranks of tp."""
+        unit = math.lcm(self.count, len(self.blocks) * parts)
+        if tokens % unit:
+            below, above = tokens // unit * unit, -(-tokens // unit) * unit
+            over = f"cp={len(self.blocks)}" + (f" and tp={parts}" if parts > 1 else "")
             raise ValueError(
-                f"context parallelism: the sequences have {tokens} tokens, not divisible by the {self.count} blocks "
-                f"of cp={len(self.blocks)}; use {fits}"
+                f"context parallelism: the sequences have {tokens} tokens, which cannot be cut into {self.count} "
+                f"blocks for {over}; use {f'{below} or {above}' if below else above}"
             )
 
     def ranges(self, rank: int, tokens: int) -> list[tuple[int, int]]:
         """(first position, number) of each run of a rank's tokens, of sequences of `tokens`; ascending."""
-        self.expect_divisible(tokens)
         size = tokens // self.count
         return [(first * size, number * size) for first, number in runs_of(self.blocks[rank])]
 
@@ -90,3 +97,46 @@ def zigzag(ranks: int) -> Pieces:
     Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2.
     """
     return Pieces(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+
+PIECES: dict[str, Callable[[int], Pieces]] = {"contiguous": contiguous, "zigzag": zigzag}
+
+
+@dataclass(frozen=True)
+class Context:
+    """How activations are split along the sequence: over cp, and over tp.
+
+    form: how a rank's queries meet the keys of the other ranks; see docs/context.md.
+    pieces: which tokens a rank has: "contiguous" (one block each) or "zigzag" (two, so that all ranks have as much work
+        under a causal mask).
+    over_tp: whether a rank's tokens are split over tp too, outside the tensor-parallel products.
+
+    >>> Context("gather", pieces="contiguous").over(2)
+    Pieces(blocks=((0,), (1,)))
+    """
+
+    form: str = "gather"
+    pieces: str = "zigzag"
+    over_tp: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value, known in (("form", self.form, FORMS), ("pieces", self.pieces, tuple(PIECES))):
+            if value not in known:
+                raise ValueError(f"context: {what} is {value!r}{nearest(value, known)}; use {' or '.join(known)}")
+
+    def over(self, ranks: int) -> Pieces:
+        """The pieces of so many ranks of cp."""
+        return PIECES[self.pieces](ranks)
+
+
+def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int]) -> Context:
+    """The Context of a plan for a model on a mesh of these sizes; True: over tp.
+
+    Raises ValueError for a model whose sequences cp cannot split.
+    """
+    if sizes["cp"] > 1 and not getattr(model, "splits", False):
+        raise ValueError(
+            f"cp={sizes['cp']}: cp splits the sequences of gpt2, llama, mixtral without capacity_factor, deepseek and "
+            "mlp, under a loss of sums over tokens; this is another model, or a plain function; use dp"
+        )
+    return sequence if isinstance(sequence, Context) else Context(over_tp=sequence)
