@@ -56,7 +56,8 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
             results = tuple(val) if many else (val,)
             token = graph.graph.call_function(operator.getitem, (both, len(results)))
             out = both if many else graph.graph.call_function(operator.getitem, (both, 0))
-        out.meta.update(node.meta)
+        if not many:  # else the strides of its inputs, which are noted there, would be those of a call without a token
+            out.meta.update(node.meta)
         token.meta["val"] = results[0].new_empty(1)
         both.meta["val"] = (*results, token.meta["val"])
         node.replace_all_uses_with(out)

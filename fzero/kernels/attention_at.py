@@ -121,6 +121,11 @@ def _blocks(t: int) -> list[tuple[int, int]]:
     return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
 
 
+def _put_together(parts: list[Tensor], dim: int) -> Tensor:
+    # A compiled `cat` of one tensor keeps its strides, and an eager one does not.
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+
 def blocked_forward_at(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
     """(out [B, T, H, K], log-sum-exp [B, H, T]) in float32 or wider."""
     outs, lses = [], []
@@ -132,7 +137,7 @@ def blocked_forward_at(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) 
         out = torch.einsum("bgrts,bsgk->bgrtk", p.to(v.dtype), v).to(p.dtype)
         outs.append(rearrange(torch.where(some, out / total, 0.0), "b g r t k -> b t (g r) k"))
         lses.append(rearrange(top + torch.log(total), "b g r t 1 -> b (g r) t"))
-    return torch.cat(outs, 1), torch.cat(lses, 2)
+    return _put_together(outs, 1), _put_together(lses, 2)
 
 
 def blocked_backward_at(
@@ -155,7 +160,7 @@ def blocked_backward_at(
         dv += torch.einsum("bgrts,bgrtk->bsgk", p.to(g.dtype), theirs)
         dk += torch.einsum("bgrts,bgrtk->bsgk", ds, mine)
         dqs.append(rearrange(torch.einsum("bgrts,bsgk->bgrtk", ds, k), "b g r t k -> b t (g r) k"))
-    return torch.cat(dqs, 1).to(lse.dtype), dk, dv
+    return _put_together(dqs, 1).to(lse.dtype), dk, dv
 
 
 # ---- by tiles, in C++ -----------------------------------------------------------------------------------------------
