@@ -62,6 +62,7 @@ class GPT2Config:
     init_std: float = 0.02
     pattern: str = "full"  # attention pattern, see Pattern.parse
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
+    mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -152,9 +153,10 @@ def gpt2(config: GPT2Config) -> Model:
         h = self_attention(p["attn"], h, ctx, how)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         h = enter(h, ctx, "blocks/mlp")
-        if c.mlp_tiles > 1:
-            expect_plain(ctx, c.mlp_tiles)
-            h = tiled_gelu_mlp(h, p["mlp"]["w_in"], p["mlp"]["w_out"], c.mlp_tiles, p["mlp"]["b_in"])
+        if c.mlp_tiles > 1 or c.mlp_tokens:
+            expect_plain(ctx, c.mlp_tiles, c.mlp_tokens)
+            w_in, b_in, w_out = (p["mlp"][name] for name in ("w_in", "b_in", "w_out"))
+            h = tiled_gelu_mlp(h, w_in, w_out, c.mlp_tiles, b_in, tokens=c.mlp_tokens)
             h = leave(h, ctx, "blocks/mlp") + p["mlp"]["b_out"].to(h.dtype)
         else:
             h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")

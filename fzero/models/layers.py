@@ -297,27 +297,29 @@ def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = N
 GATES = {"silu": glu.swiglu, "gelu": glu.geglu}  # by the activation of the gate
 
 
-def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1) -> Tensor:
+def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1, tokens: int = 0) -> Tensor:
     """Return (activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6);
-    activation: "silu" or "gelu", in its tanh form.
+    activation: "silu" or "gelu", in its tanh form. tiles, tokens: see models.tiled_linear.
 
     Communicates over tp: see `enter` and `leave`, once each.
     """
     x, gate = enter(x, ctx, "blocks/mlp"), GATES[activation]
-    if tiles > 1:
-        expect_plain(ctx, tiles)
-        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, gate=gate.name, impl=ctx.kernels[gate.name])
+    if tiles > 1 or tokens:
+        expect_plain(ctx, tiles, tokens)
+        options = {"tokens": tokens, "gate": gate.name, "impl": ctx.kernels[gate.name]}
+        h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, **options)
         return leave(h, ctx, "blocks/mlp")
     h = gate(linear(x, p["w_gate"], ctx=ctx), linear(x, p["w_up"], ctx=ctx), impl=ctx.kernels[gate.name])
     return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 
-def expect_plain(ctx: Ctx, tiles: int) -> None:
-    """Raise ValueError if the MLP cannot be computed in tiles because it multiplies in float8."""
+def expect_plain(ctx: Ctx, tiles: int, tokens: int = 0) -> None:
+    """Raise ValueError if the MLP cannot be computed in parts because it multiplies in float8."""
     if ctx.matmul:
+        name, value, whole = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
         raise ValueError(
-            f"mlp_tiles is {tiles} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
-            "form; use mlp_tiles=1"
+            f"{name} is {value} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
+            f"form; use {name}={whole}"
         )
 
 

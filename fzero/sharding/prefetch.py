@@ -13,8 +13,9 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
+from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
-from fzero.core.gpu import LARGE_COPY, SMALL_COPY, Copied, copy_in
+from fzero.core.gpu import Copied, copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked
