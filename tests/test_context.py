@@ -23,7 +23,7 @@ MESHES = {
 }
 
 
-def options_of(form="gather", pieces="zigzag", over_tp=False, **more):
+def options_of(form="gather", pieces="auto", over_tp=False, **more):
     return {"plan_options": {"sequence": Context(form, pieces, over_tp), **more}}
 
 
@@ -79,17 +79,17 @@ FEW = {
     "cp2, more models": [
         ("llama", "sgd", 0, 1, "documents", options_of()),
         ("gemma", "adam", 1, 1, "causal", {**options_of(pieces="contiguous"), "remat": "full"}),
-        ("moe dropless", "adam", 2, 1, "causal", options_of()),
-        ("deepseek", "adam", 3, 1, "documents", options_of()),
+        ("moe dropless", "adam", 2, 1, "causal", options_of("ulysses", "zigzag")),
+        ("deepseek", "adam", 3, 1, "documents", options_of("ulysses")),
     ],
     "dp2 x cp2": [
         ("gpt2", "adam", 3, 2, "fixed", {**options_of(), "dropout": 0.1}),
         ("llama", "sgd", 2, 1, "local", options_of(reduce="once")),
     ],
-    "cp4": [("llama", "sgd", 0, 1, "window", options_of()), ("llama", "adam", 3, 2, "strided", options_of())],
+    "cp4": [("llama", "sgd", 0, 1, "window", options_of()), ("llama", "adam", 3, 2, "strided", options_of("ulysses"))],
     "cp2 x tp2": [
         ("gpt2", "sgd", 3, 2, "documents", {**options_of(over_tp=True), "dropout": 0.1, "remat": "every:2"}),
-        ("llama", "adam", 1, 1, "window", options_of()),
+        ("llama", "adam", 1, 1, "window", options_of("ulysses", "zigzag")),
         ("moe dropless", "sgd", 0, 2, "causal", options_of(over_tp=True)),
     ],
     "pp2 x cp2": [("gpt2", "adam", 3, 2, "local", {**options_of(), "dropout": 0.1})],

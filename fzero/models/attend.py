@@ -3,15 +3,25 @@
 Over cp a rank has the queries, keys and values of its own tokens, and a form brings together what must meet:
 
 gather: the keys and values of all ranks are gathered, in the order of the sequence, and each block of queries works on
-the keys up to its end. It is the definition: static, and it composes with every transform.
+the keys up to its end.
+
+ulysses: all ranks exchange tokens for heads, so that each has whole sequences of its share of the heads, and exchange
+the results back. Key/value heads are repeated as far as the ranks need.
+
+Both are static, and compose with every transform.
+Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2 (gather); Jacobs et al. 2023,
+"DeepSpeed Ulysses", arXiv:2309.14509.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.collectives import all_gather, all_to_all
 from fzero.kernels.attention import Pattern, attention
 from fzero.models.base import Ctx
 
@@ -23,7 +33,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores
     Communicates over cp: the keys and values as its form says.
     """
     if ctx.pieces:
-        return gathered_attention(q, k, v, pattern, ctx, **scores)
+        assert ctx.context  # which says of what pieces
+        return OVER_CP[ctx.context.form](q, k, v, pattern, ctx, **scores)
+    return whole_attention(q, k, v, pattern, ctx, **scores)
+
+
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+    """`attend` on whole sequences."""
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents
     return attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"], **scores)
 
@@ -49,3 +65,28 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
         out.append(attention(own, k[:, :end], v[:, :end], **options))
         at += number
     return torch.cat(out, 1) if len(out) > 1 else out[0]
+
+
+def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+    """`attend` over cp by heads: each rank has whole sequences of its share of them.
+
+    Communicates over cp: an all_to_all of queries, keys and values and one of the results, (cp - 1) / cp B T / cp
+    (2 H + 2 G) K elements from each rank, G the key/value heads after repetition; in the backward pass as much.
+    """
+    assert ctx.pieces  # attend looks
+    cp, device = ctx.mesh["cp"], q.device
+    groups = math.lcm(k.shape[2], cp.size)
+    k, v = (x.repeat_interleave(groups // x.shape[2], 2) for x in (k, v))
+    shares = [q.shape[2] // cp.size, groups // cp.size, groups // cp.size]
+    mixed = torch.cat([x.unflatten(2, (cp.size, -1)) for x in (q, k, v)], 3).flatten(2, 3)
+    whole = all_to_all(mixed, cp, 2, 1, leaf="blocks/attn/qkv")
+    tokens = whole.shape[1]
+    if not ctx.pieces.contiguous:
+        whole = whole.index_select(1, ctx.pieces.order(tokens, device))
+    out = whole_attention(*whole.split(shares, 2), pattern, ctx, **scores)
+    if not ctx.pieces.contiguous:
+        out = out.index_select(1, torch.cat([ctx.pieces.positions(rank, tokens, device) for rank in range(cp.size)]))
+    return all_to_all(out, cp, 1, 2, leaf="blocks/attn/out")
+
+
+OVER_CP: dict[str, Callable[..., Tensor]] = {"gather": gathered_attention, "ulysses": exchanged_attention}
