@@ -9,8 +9,8 @@ from close import assert_close
 from fzero.kernels import attention, attention_ring
 from fzero.kernels.attention_at import attention_at
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_ring import largest_inner, ring_attention
-from fzero.sharding.context import Pieces, contiguous, zigzag
+from fzero.kernels.attention_ring import ring_attention
+from fzero.sharding.context import Pieces, contiguous, largest_inner, zigzag
 
 F64 = torch.float64
 H, G, K = 8, 4, 6

@@ -25,6 +25,7 @@ graph serves every choice of blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -186,15 +187,6 @@ ring_backward = define_ordered(
 # ---- the function ---------------------------------------------------------------------------------------------------
 
 
-def largest_inner(ranks: int, kv_heads: int) -> int:
-    """The number of ranks of a group that exchange heads: the largest that divides both cp and the key/value heads.
-
-    >>> largest_inner(8, 2), largest_inner(4, 3)
-    (2, 1)
-    """
-    return max(u for u in range(1, ranks + 1) if ranks % u == 0 and kv_heads % u == 0)
-
-
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -265,5 +257,5 @@ def _expect_fit(q: Tensor, k: Tensor, axis: Axis, positions: Tensor, inner: int)
         if inner < 1 or size % inner:
             raise ValueError(
                 f"ring attention: inner is {inner} and does not divide {what}, {size}; use "
-                f"{largest_inner(axis.size, k.shape[2])}"
+                f"{math.gcd(axis.size, k.shape[2])}"
             )
