@@ -169,8 +169,7 @@ def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int =
     if kind == "full":  # sum of min(keys, position + 1)
         whole = min(max(0, keys - first), queries)  # queries that see up to themselves
         return whole * first + whole * (whole + 1) // 2 + (queries - whole) * keys
-    pattern = Pattern(kind, size, keep)
-    return sum(pattern.keys_seen(query, keys) for query in range(first, first + queries))
+    return Pattern(kind, size, keep).pairs(first, queries, keys)
 
 
 def _of_pairs(products: int, q: Tensor, count: int) -> int:
