@@ -346,12 +346,11 @@ def unharmed():
 
 
 LAWS = tuple(dict.fromkeys(law for _, law, _ in MISTAKES.values()))
-ELSEWHERE = (norms_by_layer, messages, over_dp, memory)  # which hold in the files that they are of
 
 
 @pytest.mark.parametrize(
     "law",
-    [pytest.param(law, marks=pytest.mark.exhaustive if law in ELSEWHERE else pytest.mark.slow) for law in LAWS],
+    [pytest.param(law, marks=pytest.mark.exhaustive) for law in LAWS],
     ids=lambda law: law.__name__,
 )
 def test_a_law_holds_without_a_mistake(law):
@@ -359,7 +358,7 @@ def test_a_law_holds_without_a_mistake(law):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (not default)) for n, (*_, default) in MISTAKES.items()]
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (not default)) for n, (*_, default) in MISTAKES.items()]
 )
 def test_a_mistake_is_caught(name):
     plant, law, _ = MISTAKES[name]
