@@ -126,6 +126,13 @@ class Context:
             if value not in known:
                 raise ValueError(f"context: {what} is {value!r}{nearest(value, known)}; use one of {', '.join(known)}")
 
+    @classmethod
+    def parse(cls, text: str, over_tp: bool = False) -> Context:
+        """The Context of a form, or of a form and its pieces: "ulysses", "gather:contiguous"; raises ValueError for
+        others."""
+        form, _, pieces = text.partition(":")
+        return cls(form, pieces or "auto", over_tp)
+
     def over(self, ranks: int) -> Pieces:
         """The pieces of so many ranks of cp; raises KeyError for "auto", which a plan decides."""
         return PIECES[self.pieces](ranks)
