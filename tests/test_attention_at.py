@@ -72,7 +72,7 @@ def test_positions_in_order_give_attention_of_the_sequence(form):
         assert_close(list(got), list(want), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_error_is_at_most_twice_that_of_plain_torch(form, dtype):

@@ -152,7 +152,7 @@ def transformed(mesh, tokens):
     return first, said
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_serves_grad_and_refuses_what_differentiates_more():
     tokens = 16
     results = ranks.run(2, transformed, tokens, mesh={"cp": 2})
@@ -189,7 +189,7 @@ def skipped(mesh, tokens):
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_blocks_that_no_query_sees_are_skipped():
     """Forward and backward: with documents that end at the ranks' edge the own block alone, else all earlier ones."""
     assert ranks.run(2, skipped, 32, mesh={"cp": 2}) == [[True, False] * 4, [True, False] * 2 + [True, True] * 2]
