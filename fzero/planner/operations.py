@@ -49,7 +49,6 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product"), "gemm"),
     **dict.fromkeys(("float8_product", "float8_product_of", "float8_emulated"), "gemm"),
     **dict.fromkeys(("grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
-    **dict.fromkeys(("tiled_layer", "tiled_layer_backward"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
     **dict.fromkeys(("library_forward", "library_backward"), "attention"),
     **dict.fromkeys(
@@ -203,8 +202,6 @@ def gemm_shape(
         return 1, given[0].shape[0], given[2].shape[0], given[0].shape[1]
     elif name == "symmetric_product":
         return given[0].shape[0], given[0].shape[1], given[0].shape[1], given[0].shape[2]
-    elif name in ("tiled_layer", "tiled_layer_backward"):
-        return 1, given[0].shape[0], given[1].shape[-1], given[0].shape[-1]
     else:
         a, b = given[0], given[1]
     if "grouped_mm_dw" in name:  # x [M, D], g [M, F] -> [E, D, F]
