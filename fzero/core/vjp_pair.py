@@ -27,7 +27,7 @@ from fzero.core.compile import (
     trace,
 )
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.graph import hold
+from fzero.core.graph import hold, merge_shared
 from fzero.core.loops import compiled_together
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
@@ -316,8 +316,9 @@ def _split_programs(
 
     graph = trace(joint, primals, cotangents, mode, compiled)
     hold(graph)
+    merge_shared(graph)
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
-    # would keep its result.
+    # would keep its result. What may be merged is named: see merge_shared.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if split:

@@ -150,7 +150,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
         ops.grouped_mm_dw: _grouped_dw,
         ops.grouped_mm_dw_triton: _grouped_dw,
         ops.symmetric_product: _symmetric,
-        ops.float8_product: _product,
+        ops.float8_product: _turned,
+        ops.float8_product_of: _turned,
         ops.float8_emulated: _product,
         aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
@@ -259,6 +260,10 @@ def _symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
 
 def _product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _turned(a: Tensor, a_inverse: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[0]
 
 
 def _added(x: Tensor, a: Tensor, b: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
