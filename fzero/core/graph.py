@@ -52,11 +52,14 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
             continue
         with graph.graph.inserting_before(node):
             both = graph.graph.call_function(node.target.overloadpacket.after, (*node.args, token), node.kwargs)
-            out, token = (graph.graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
-        out.meta.update(node.meta)
-        val = node.meta["val"]
-        token.meta["val"] = val.new_empty(1)
-        both.meta["val"] = (val, token.meta["val"])
+            val, many = node.meta["val"], isinstance(node.meta["val"], (tuple, list))
+            results = tuple(val) if many else (val,)
+            token = graph.graph.call_function(operator.getitem, (both, len(results)))
+            out = both if many else graph.graph.call_function(operator.getitem, (both, 0))
+        if not many:  # else the strides of its inputs, which are noted there, would be those of a call without a token
+            out.meta.update(node.meta)
+        token.meta["val"] = results[0].new_empty(1)
+        both.meta["val"] = (*results, token.meta["val"])
         node.replace_all_uses_with(out)
         graph.graph.erase_node(node)
     if token is None:

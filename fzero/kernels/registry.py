@@ -24,6 +24,7 @@ from fzero.core.pytree import nearest
 # The files that hold operations; each registers its own when it is imported.
 FILES = (
     "attention",
+    "attention_at",
     "cross_entropy",
     "dropout",
     "float8",
