@@ -76,7 +76,7 @@ def every(mesh, cases):
                 ("interleaved", (0, 1), "full"),
                 ("zb-v", (0, 1, 2), "none"),
             ],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
     ),
     ids=("dp2", "pp2 x dp2"),
