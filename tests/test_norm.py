@@ -38,6 +38,22 @@ def in_chunks(monkeypatch):
     monkeypatch.setattr(norm_triton, "_programs", lambda device, warps: 2)
 
 
+@pytest.mark.parametrize("name", ("rms_norm", "add_rms_norm"))
+def test_long_inputs_are_taken_some_rows_at_a_time(name, monkeypatch):
+    """Chunks of 3 rows of 7: the results are the reference's bit for bit, gradients by the law; float64 as well."""
+    monkeypatch.setattr(norm, "CHUNK", 30)
+    tensors = inputs(name, 7, 9)
+    for dtype in (torch.float32, torch.bfloat16):
+        laws.numbers(form(name), tensors, dtype, impl="chunks")
+        given = [t.to(dtype) for t in tensors]
+        assert_same(form(name)("chunks", *given), form(name)("reference", *given))
+    wide = [t.double() for t in tensors]
+    ours, plain = (laws.both_passes(functools.partial(form(name), impl), wide) for impl in ("chunks", "reference"))
+    assert_close(ours, plain, rtol=1e-12, atol=1e-13)
+    for law in (laws.repeats, laws.strides, laws.adjoint, laws.traced):
+        law(form(name), tensors, impl="chunks")
+
+
 @every_op
 def test_every_law(name):
     laws.every_law(form(name), inputs(name, 3, 37))

@@ -1,6 +1,7 @@
 """Layers in tiles are the whole layers: values, derivatives, what is alive, and from where their parameters come."""
 
 import dataclasses
+import functools
 import gc
 import os
 import threading
@@ -164,6 +165,24 @@ def test_any_strides(layer):
     ):
         tensors = [pad(t) if t.dim() > 1 else t for t in drawn(layer)]
         assert_close(*both(form(layer, 3), tensors), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", (1, 3, 5, 9))
+def test_chunks_of_tokens_are_the_layer(chunk):
+    """In float64, with and without tiles, at chunks that divide the tokens and that do not; parameters frozen too."""
+    x, *params = drawn("swiglu", 5, 6, 7)
+    b_in, b_out = laws.draw((7,), (6,), seed=2)
+    forms = (
+        (functools.partial(tiled_mlp, tiles=2), (x, *params)),
+        (lambda x, w, v, a, b, **more: tiled_gelu_mlp(x, w, v, 3, a, b, **more), (x, params[0], params[2], b_in, b_out)),
+    )
+    for f, tensors in forms:
+        expected = laws.both_passes(f, tensors)
+        assert_close(laws.both_passes(functools.partial(f, tokens=chunk), tensors), expected, rtol=1e-12, atol=1e-13)
+        leaf = tensors[0].clone().requires_grad_()
+        (dx,) = torch.autograd.grad(f(leaf, *tensors[1:], tokens=chunk).sum(), leaf)
+        (whole,) = torch.autograd.grad(f(leaf, *tensors[1:]).sum(), leaf)
+        assert_close(dx, whole, rtol=1e-12, atol=1e-13)
 
 
 def test_a_trace_holds_a_layer_as_one_node():
@@ -568,8 +587,8 @@ def test_a_model_in_tiles_is_the_model(family):
     config = models.GPT2Config(**sizes) if family == "gpt2" else models.LlamaConfig(**sizes, n_kv_heads=2)
     mesh, tx, tokens = one_process(), optim.sgd(0.1), torch.arange(18).reshape(2, 9) % 31
     results = []
-    for tiles, remat in ((1, "none"), (5, "none"), (5, "full")):
-        model = models.build(dataclasses.replace(config, mlp_tiles=tiles))
+    for tiles, chunk, remat in ((1, 0, "none"), (5, 0, "none"), (5, 0, "full"), (1, 3, "none"), (5, 7, "full")):
+        model = models.build(dataclasses.replace(config, mlp_tiles=tiles, mlp_tokens=chunk))
         plan = zero_plan(0, model, mesh, policy=fp64())
         state = init_state(model, tx, plan, seed=0)
         step = make_train_step(model, tx, plan, execution=Execution(remat=remat))

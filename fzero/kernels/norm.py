@@ -20,9 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
+from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.norm_triton import fused_norm
-from fzero.kernels.op_function import on_cuda, triton_runs
+from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.registry import Form, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,6 +69,78 @@ def add_layer_norm_aten(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor
     return layer_norm_aten(total, scale, bias, eps), total
 
 
+LONG, CHUNK = 1 << 22, 1 << 20  # elements of x from which it is normalised in chunks, and of a chunk
+
+
+def _rows(x: Tensor) -> int:
+    return max(1, CHUNK // x.shape[-1])
+
+
+@operator(
+    "rms_norm_rows(Tensor x, Tensor scale, float eps) -> Tensor", lambda x, scale, eps: x.new_empty(x.shape), True
+)
+def rms_norm_rows(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`rms_norm_reference` of x [N, D], some rows at a time: what is in float32 or wider has their size."""
+    out = x.new_empty(x.shape)
+    for some, its in zip(x.split(_rows(x)), out.split(_rows(x))):
+        its.copy_(rms_norm_reference(some, scale, eps))
+    return out
+
+
+@operator(
+    "rms_norm_rows_backward(Tensor x, Tensor scale, Tensor g, Tensor? h, float eps) -> (Tensor, Tensor)",
+    lambda x, scale, g, h, eps: (x.new_empty(x.shape), torch.empty_like(scale)),
+    True,
+)
+def rms_norm_rows_backward(x: Tensor, scale: Tensor, g: Tensor, h: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of x (with h added) and of scale, for the gradient g of the result."""
+    pair = vjp_pair(lambda x, scale: [rms_norm_reference(x, scale, eps)], 2, compiled=False)
+    dx, total = x.new_empty(x.shape), torch.zeros_like(scale, dtype=torch.promote_types(x.dtype, torch.float32))
+    for i in range(0, x.shape[0], _rows(x)):
+        at = slice(i, i + _rows(x))
+        found, of_scale = pair.backward(pair.forward([x[at], scale])[1], [g[at]])
+        torch.add(found, h[at], out=dx[at]) if h is not None else dx[at].copy_(found)
+        total += of_scale
+    return dx, total.to(scale.dtype)
+
+
+def rms_norm_in_chunks(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """rms_norm in chunks of rows; only x is kept for the backward pass."""
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        return rms_norm_rows_backward(*saved, grads[0].reshape(saved[0].shape), None, eps)
+
+    fused = Fused("rms_norm in chunks", lambda x, scale: (rms_norm_rows(x, scale, eps),), backward)
+    return fused(x.reshape(-1, x.shape[-1]), scale).reshape(x.shape)
+
+
+def add_rms_norm_in_chunks(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """add_rms_norm in chunks of rows; only the sum is kept for the backward pass."""
+
+    def forward(x: Tensor, residual: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return rms_norm_rows(total, scale, eps), total
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        total, scale = saved
+        dx, of_scale = rms_norm_rows_backward(total, scale, *grads, eps)
+        return dx, dx, of_scale
+
+    def keep(tensors: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return outputs[1], tensors[2]
+
+    fused = Fused("add_rms_norm in chunks", forward, backward, 2, keep)
+    flat = (t.reshape(-1, t.shape[-1]) for t in (x, residual))
+    return tuple(t.reshape(x.shape) for t in fused(*flat, scale))  # type: ignore[return-value]
+
+
+def _long_on_cpu(x: Tensor, *args: Any) -> str:
+    """Why "auto" should not take chunks: a compiled block, which is traced under torch.func, has no float32 copies."""
+    if kind_of(x) != "cpu" or transforms():
+        return "it is for eager operators on a CPU"
+    return "" if x.numel() >= LONG else f"x has fewer than {LONG} elements"
+
+
 def _supports(x: Tensor, residual: Tensor | None, *params: Tensor) -> str:
     if any(t.dtype not in DTYPES for t in (x, *params)):
         return f"the dtypes are {', '.join(str(t.dtype) for t in (x, *params))}; it takes float32, bfloat16 and float16"
@@ -94,6 +168,7 @@ rms_norm = Op(
         supports=lambda x, scale, eps: _supports(x, None, scale),
         prefers=on_cuda,
     ),
+    Form("chunks", rms_norm_in_chunks, prefers=_long_on_cpu),
     flops=lambda x, scale, eps: 4 * x.numel(),
     bytes=lambda x, scale, eps: 2 * x.numel() * x.element_size(),
 )
@@ -106,6 +181,7 @@ add_rms_norm = Op(
         supports=lambda x, residual, scale, eps: _supports(x, residual, scale),
         prefers=on_cuda,
     ),
+    Form("chunks", add_rms_norm_in_chunks, prefers=_long_on_cpu),
     flops=lambda x, residual, scale, eps: 5 * x.numel(),
     bytes=lambda x, residual, scale, eps: 4 * x.numel() * x.element_size(),
 )

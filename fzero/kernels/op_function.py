@@ -21,12 +21,19 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Trit
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 
 
-def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+# Launchers that are made of PyTorch's operators, by the operator: a count of memory or of FLOPs runs them, and sees what
+# they allocate and multiply inside.
+OPENED: dict[Any, Callable[..., Any]] = {}
+
+
+def operator(
+    schema: str, fake: Callable[..., Any], opened: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a launcher as the operator fzero::NAME of `schema`, which a traced or compiled graph contains
     as one node.
 
     A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
-    and returns empty tensors of the results' shapes and dtypes.
+    and returns empty tensors of the results' shapes and dtypes. opened: see OPENED.
     """
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +49,10 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
         _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.fzero, name).default
+        defined = getattr(torch.ops.fzero, name).default
+        if opened:
+            OPENED[defined] = launch
+        return defined
 
     return define
 

@@ -28,6 +28,7 @@ from fzero.models.layers import (
     leave_linear,
     linear,
     norm,
+    own_tokens,
     self_attention,
     sequence_axis,
     vocabulary_logits,
@@ -61,6 +62,7 @@ class GPT2Config:
     init_std: float = 0.02
     pattern: str = "full"  # attention pattern, see Pattern.parse
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
+    mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -137,11 +139,13 @@ def gpt2(config: GPT2Config) -> Model:
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx)
         table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
-        if isinstance(ctx.documents, tuple):
+        if not isinstance(ctx.documents, tuple):
+            x = x + F.embedding(own_tokens(document_positions(ctx.documents), ctx), table)
+        elif isinstance(ctx.positions, Tensor):
+            x = x + F.embedding(narrow_part(ctx.positions, axis.rank, axis.size, 0), table)
+        else:
             first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
             x = x + table[first : first + x.shape[1]]
-        else:
-            x = x + F.embedding(narrow_part(document_positions(ctx.documents), axis.rank, axis.size, 1), table)
         return dropout(x, c.dropout, "embed", ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -149,9 +153,10 @@ def gpt2(config: GPT2Config) -> Model:
         h = self_attention(p["attn"], h, ctx, how)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         h = enter(h, ctx, "blocks/mlp")
-        if c.mlp_tiles > 1:
-            expect_plain(ctx, c.mlp_tiles)
-            h = tiled_gelu_mlp(h, p["mlp"]["w_in"], p["mlp"]["w_out"], c.mlp_tiles, p["mlp"]["b_in"])
+        if c.mlp_tiles > 1 or c.mlp_tokens:
+            expect_plain(ctx, c.mlp_tiles, c.mlp_tokens)
+            w_in, b_in, w_out = (p["mlp"][name] for name in ("w_in", "b_in", "w_out"))
+            h = tiled_gelu_mlp(h, w_in, w_out, c.mlp_tiles, b_in, tokens=c.mlp_tokens)
             h = leave(h, ctx, "blocks/mlp") + p["mlp"]["b_out"].to(h.dtype)
         else:
             h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")
@@ -192,4 +197,5 @@ def gpt2(config: GPT2Config) -> Model:
         linear=r"blocks/(attn|mlp)/w_\w+",
         features=features,
         unembed="embed/tokens" if c.tied else "head/w",
+        splits=True,
     )

@@ -74,6 +74,7 @@ class LlamaConfig:
     init_std: float = 0.02
     pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.layer_kinds
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
+    mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
     qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
     qk_norm: bool = False  # whether queries and keys are normalised before RoPE, each head by itself, as in Qwen3
     wide_qk_norm: bool = False  # whether that norm runs over all heads together, as in OLMo 2
@@ -306,7 +307,7 @@ def llama(config: LlamaConfig) -> Model:
         def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
             p = norm_factors(c, p)
             x, h = attend(c, how, p, x, ctx)
-            h = gated_mlp(p["mlp"], h, ctx, c.activation, c.mlp_tiles)
+            h = gated_mlp(p["mlp"], h, ctx, c.activation, c.mlp_tiles, c.mlp_tokens)
             if "norm_2_out" in p:
                 h = norm(p["norm_2_out"], h, c.norm_eps, ctx)
             return add(x, h, c.dropout, "mlp", ctx)
@@ -336,4 +337,5 @@ def llama(config: LlamaConfig) -> Model:
         linear=r"blocks/(attn|mlp)/w_\w+",
         features=lambda params, x, ctx: features(c, last(params), x, ctx),
         unembed=unembed(c),
+        splits=True,
     )

@@ -12,12 +12,16 @@ from x, the only tensor that is kept. Sums over tiles run in order, in float32 o
 `put`: they may be in memory, on the host or on a disk. Forward and backward pass each fetch tile 0, 1, ... in this
 order, and release one before they fetch the next. With `read_ahead` the next tiles are read in the background.
 
+`tokens` computes a layer for so many tokens at a time, all of its tiles for each: what is as long as the sequence is then
+x, y and their gradients alone, in x's dtype; the gradients of the parameters are summed over the chunks in float32 or
+wider, which has the size of the parameters.
+
 Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape:
 the bits may be those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an
 EPYC), and no code may rely on either. Other results are sums over tiles, and differ by rounding. One way of tiling
 gives the same bits wherever its tiles lie.
 Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section
-5.1.3.
+5.1.3; for chunks of tokens, Bekman et al. 2025, "Arctic long sequence training", arXiv:2506.13996, section 3.1.
 """
 
 from __future__ import annotations
@@ -224,22 +228,37 @@ GATES = {"swiglu": swiglu, "geglu": geglu}
 
 
 def tiled_mlp(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, tiles: int, *, gate: str = "swiglu", impl: str = "auto"
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    tiles: int,
+    *,
+    tokens: int = 0,
+    gate: str = "swiglu",
+    impl: str = "auto",
 ) -> Tensor:
     """gate(x w_gate, x w_up) w_down for x [..., D], w_gate and w_up [D, F], w_down [F, D], in x's dtype, in tiles of
-    the F units.
+    the F units, and of `tokens` tokens at a time (0: all).
 
-    Only one tile of the hidden activations exists at a time, forward and backward; only x is kept between. gate:
-    "swiglu" or "geglu"; impl: the form of it. Differentiable once; under vmap, jvp and higher orders of torch.func it
-    is the plain formula. Raises ValueError for shapes that do not fit and for tiles that would be empty.
+    Only one tile of the hidden activations of these tokens exists at a time, forward and backward; only x is kept
+    between. gate: "swiglu" or "geglu"; impl: the form of it. Differentiable once; under vmap, jvp and higher orders of
+    torch.func it is the plain formula. Raises ValueError for shapes that do not fit and for tiles that would be empty.
     """
     d, f = x.shape[-1], w_gate.shape[-1]
     _expect(x, {"w_gate": (w_gate, (d, f)), "w_up": (w_up, (d, f)), "w_down": (w_down, (f, w_down.shape[-1]))})
-    return _apply(gate, x, [w_gate, w_up, w_down], tiles, impl)
+    return _apply(gate, x, [w_gate, w_up, w_down], tiles, tokens, impl)
 
 
 def tiled_gelu_mlp(
-    x: Tensor, w_in: Tensor, w_out: Tensor, tiles: int, b_in: Tensor | None = None, b_out: Tensor | None = None
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    tiles: int,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    *,
+    tokens: int = 0,
 ) -> Tensor:
     """gelu(x w_in + b_in) w_out + b_out for x [..., D], w_in [D, F], w_out [F, D], biases [F] and [D], in tiles as
     `tiled_mlp`.
@@ -254,7 +273,7 @@ def tiled_gelu_mlp(
         "b_out": (b_out, (out,)),
     }
     _expect(x, shapes)
-    y = _apply("gelu", x, [w_in, w_out] if b_in is None else [w_in, b_in, w_out], tiles)
+    y = _apply("gelu", x, [w_in, w_out] if b_in is None else [w_in, b_in, w_out], tiles, tokens)
     return y if b_out is None else y + b_out.to(x.dtype)
 
 
@@ -310,38 +329,63 @@ def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer
 # Custom operators, opaque to the compiler: it would otherwise compute all tiles and then concatenate their gradients,
 # at twice their memory.
 @operator(
-    "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, str impl) -> Tensor",
+    "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, int tokens, str impl) -> Tensor",
     lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),
+    opened=True,
 )
-def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, impl: str) -> Tensor:
-    """Return y [N, F] of x [N, D] for a layer of this kind (see `_layer`)."""
+def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, tokens: int, impl: str) -> Tensor:
+    """Return y [N, F] of x [N, D] for a layer of this kind (see `_layer`), `tokens` rows at a time (0: all)."""
     layer = _layer(kind, params, tiles, impl)
-    return layer.run.forward(functools.partial(layer.tile, params), x)
+    fetch = functools.partial(layer.tile, params)
+    if not 0 < tokens < x.shape[0]:
+        return layer.run.forward(fetch, x)
+    y = x.new_empty(x.shape[0], params[-1].shape[-1])
+    for some, its in zip(x.split(tokens), y.split(tokens)):
+        its.copy_(layer.run.forward(fetch, some))
+    return y
 
 
 @operator(
-    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, str impl, bool frozen) "
-    "-> Tensor[]",
-    lambda x, params, dy, kind, tiles, impl, frozen: [
+    "tiled_layer_backward(Tensor x, Tensor[] params, Tensor dy, str kind, int tiles, int tokens, str impl, "
+    "bool frozen) -> Tensor[]",
+    lambda x, params, dy, kind, tiles, tokens, impl, frozen: [
         x.new_empty(x.shape),
         *(torch.empty_like(p) for p in ([] if frozen else params)),
     ],
+    opened=True,
 )
 def tiled_layer_backward(
-    x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, impl: str, frozen: bool
+    x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, tokens: int, impl: str, frozen: bool
 ) -> list[Tensor]:
-    """The gradients of x and, unless they are frozen, of the parameters."""
+    """The gradients of x and, unless they are frozen, of the parameters: sums over chunks of tokens, in float32 or
+    wider."""
     layer = _layer(kind, params, tiles, impl)
-    grads = [] if frozen else [torch.empty_like(p) for p in params]
+    fetch = functools.partial(layer.tile, params)
+    if not 0 < tokens < x.shape[0]:
+        grads = [] if frozen else [torch.empty_like(p) for p in params]
 
-    def put(i: int, tile_grads: list[Tensor]) -> None:
-        for part, grad in zip(layer.tile(grads, i), tile_grads):
-            part.copy_(grad)
+        def put(i: int, tile_grads: list[Tensor]) -> None:
+            for part, grad in zip(layer.tile(grads, i), tile_grads):
+                part.copy_(grad)
 
-    return [layer.run.backward(functools.partial(layer.tile, params), None if frozen else put, x, dy), *grads]
+        return [layer.run.backward(fetch, None if frozen else put, x, dy), *grads]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sums = [] if frozen else [torch.zeros_like(p, dtype=wide) for p in params]
+
+    def add(i: int, tile_grads: list[Tensor]) -> None:
+        for part, grad in zip(layer.tile(sums, i), tile_grads):
+            part.add_(grad)
+
+    dx = x.new_empty(x.shape)
+    for some, its, to in zip(x.split(tokens), dy.split(tokens), dx.split(tokens)):
+        to.copy_(layer.run.backward(fetch, None if frozen else add, some, its))
+    grads = []
+    for p in params if sums else ():
+        grads.append(sums.pop(0).to(p.dtype))
+    return [dx, *grads]
 
 
-def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, impl: str = "auto") -> Tensor:
+def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, tokens: int = 0, impl: str = "auto") -> Tensor:
     """The layer as a differentiable function of x [..., D] and its parameters."""
     layer = _layer(kind, params, tiles, impl)
     if not first_order():
@@ -349,10 +393,10 @@ def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, impl: str
     frozen = not needs_grad(*params)
 
     def forward(x: Tensor, *params: Tensor) -> tuple[Tensor]:
-        return (tiled_layer(x, params, kind, tiles, impl),)
+        return (tiled_layer(x, params, kind, tiles, tokens, impl),)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> list[Tensor]:
-        return tiled_layer_backward(saved[0], saved[1:], grads[0], kind, tiles, impl, frozen)
+        return tiled_layer_backward(saved[0], saved[1:], grads[0], kind, tiles, tokens, impl, frozen)
 
     y = Fused(f"a layer in tiles ({kind})", forward, backward)(x.reshape(-1, x.shape[-1]), *params)
     return y.reshape(*x.shape[:-1], y.shape[-1])

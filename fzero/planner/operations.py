@@ -53,7 +53,6 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(
         ("float8_emulated", "grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"
     ),
-    **dict.fromkeys(("tiled_layer", "tiled_layer_backward"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
     **dict.fromkeys(("library_forward", "library_backward"), "attention"),
     **dict.fromkeys(
@@ -206,8 +205,6 @@ def gemm_shape(
         a, b = args[1], args[2]
     elif name == "symmetric_product":
         return given[0].shape[0], given[0].shape[1], given[0].shape[1], given[0].shape[2]
-    elif name in ("tiled_layer", "tiled_layer_backward"):
-        return 1, given[0].shape[0], given[1].shape[-1], given[0].shape[-1]
     else:
         a, b = given[0], given[1]
     if "grouped_mm_dw" in name:  # x [M, D], g [M, F] -> [E, D, F]

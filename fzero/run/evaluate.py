@@ -10,7 +10,7 @@ import torch
 
 from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.gpu import read_scalars
+from fzero.core.copy_buckets import read_scalars
 from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.corpus import on_device_ahead

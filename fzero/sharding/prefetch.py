@@ -13,8 +13,9 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
+from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
-from fzero.core.gpu import LARGE_COPY, SMALL_COPY, Copied, copy_in
+from fzero.core.gpu import Copied, copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked
@@ -53,15 +54,15 @@ class ParamFetcher:
     """Fetches groups of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
 
     `read(group)` starts the reads from host memory or a disk, `start` the gathers. A leaf that is on the device and not
-    sharded by dp is a view of the leaf at rest.
+    sharded is a view of the leaf at rest.
     coding: how leaves of plan.float8 travel; None: as they are.
-    Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group; with a coding, one
-    before them for the largest magnitudes of all its leaves.
+    Communicates: an all_gather over dp and cp for each large leaf, and one for all small leaves of a group; with a
+    coding, one before them for the largest magnitudes of all its leaves.
     """
 
     def __init__(self, params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
-        self.axis, self.ledger, self.device = plan.mesh["dp"], plan.mesh.ledger, device
+        self.axis, self.ledger, self.device = plan.mesh.shards, plan.mesh.ledger, device
         self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].use.axes}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
         # `copy_to(device)`.
@@ -79,7 +80,7 @@ class ParamFetcher:
         self.most = self.largest([name for name in self.leaves if name in plan.float8]) if coding else {}
 
     def largest(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The largest magnitude of each layer of stacked leaves [L, ...] on all ranks of dp, float32 [L], by name."""
+        """The largest magnitude of each layer of stacked leaves [L, ...] on all ranks, float32 [L], by name."""
         if not names:
             return {}
         own = [torch.linalg.vector_norm(self.leaves[n], torch.inf, list(range(1, self.leaves[n].dim()))) for n in names]

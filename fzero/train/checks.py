@@ -12,7 +12,7 @@ from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels.cross_entropy_rows import is_tracing
 from fzero.models import base
-from fzero.models.batch import check_batch, check_tokens
+from fzero.models.batch import check_tokens
 from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
@@ -158,6 +158,6 @@ def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
     ):
         return False
     if isinstance(model, base.Model) and hasattr(model.config, "vocab_size"):
-        check_batch(model.config, batch, base.sequence_parts(ctx))
+        base.check(model, batch, ctx)
         check_tokens(batch, model.config.vocab_size)
     return True

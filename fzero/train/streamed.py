@@ -24,7 +24,6 @@ from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
 from fzero.core.vjp_pair import VjpPair
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.models import base
-from fzero.models.batch import check_batch
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
@@ -210,6 +209,7 @@ class StreamedModel(NamedTuple):
     def primal(self, parts: Sequence[Part], x: Activations, batch: base.Batch, ctx: base.Ctx, ahead: Prefetcher) -> Any:
         """The activations after some parts, or the loss after a head; nothing is kept."""
         ahead.expect([group for part in parts for group in part.groups], "forward")
+        batch = base.own_part(batch, ctx)
         zero = torch.full((), 0, device=pytree.leaves(batch)[0].device)
         leaves, x_def = x
         with torch.no_grad():
@@ -236,6 +236,7 @@ class StreamedModel(NamedTuple):
 
         ctx: the batch's, from `context`. early: the head's leaves, if they are used at once.
         """
+        batch = base.own_part(batch, ctx)
         device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
         zero = torch.full((), 0, device=device)
         ahead.expect([*(group for part in parts for group in part.groups), *early], "forward")
@@ -351,7 +352,7 @@ class StreamedModel(NamedTuple):
 
         key: the step's `layer_keys`. Without one `first` is 0, so that training and evaluation share a compiled block.
         """
-        check_batch(self.model.config, batch, base.sequence_parts(self.ctx))
+        base.check(self.model, batch, self.ctx)
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
         return base.prepare(self.model, batch, self.ctx._replace(first=row, **key))
 

@@ -81,9 +81,14 @@ def token_flop(job: Job) -> TokenFlop:
     width = heads * (key + getattr(c, "value_dim", key)) / 2
     attention = float(c.n_layers * job.config.data.seq_len * width)  # L T D
     model, causal = 6.0 * active + 12.0 * attention, 6.0 * active + 6.0 * attention
-    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * (getattr(c, "mlp_tiles", 1) > 1)
+    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * in_parts(c)
     full_again, causal_again = ((2.0 * layers + pairs * attention) * again + tiles for pairs in (4.0, 2.0))
     return TokenFlop(model, causal, model + full_again, causal + causal_again)
+
+
+def in_parts(config: Any) -> bool:
+    """Whether a model's MLP is computed in tiles or chunks of tokens, whose hidden units are computed again backward."""
+    return getattr(config, "mlp_tiles", 1) > 1 or getattr(config, "mlp_tokens", 0) > 0
 
 
 def mfu(model_flop_per_token: float, tokens_per_s: float, peak_flop_per_s: float) -> float:

@@ -1,8 +1,8 @@
 """Count the bytes of live tensors, real or fake, operator by operator and by component.
 
-Every storage of an operator's arguments or results is counted once, from its first use until it is freed. Memory that
-never meets the dispatcher is not seen: scratch inside an operator, and buffers of Inductor's compiled code. For the
-components see moments.py.
+Every storage of an operator's arguments or results is counted once, from its first use until it is freed. fzero's
+operators that are made of PyTorch's are looked into. Memory that never meets the dispatcher is not seen: scratch inside
+another operator, and buffers of Inductor's compiled code. For the components see moments.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from fzero.comm.ledger import Ledger
+from fzero.comm.tables import SHARDS
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.core.torch_private import FakeTensor, TorchDispatchMode
+from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode
+from fzero.kernels.op_function import OPENED
 from fzero.optim.average import AVERAGE
 from fzero.run.measure.moments import START, Change, Life, Moment, Stay, Visit, alive, moments
 
@@ -32,6 +34,7 @@ GROUPS = {
 }
 # Fake tensors ask a dispatcher for their device: often, and no operator runs.
 DEVICE = torch.ops.prim.device.default
+COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 def device_of(x: Tensor) -> torch.device:
@@ -48,6 +51,16 @@ def answer_device(x: Tensor) -> torch.device:
 def name_of(func: Any) -> str:
     """An operator's name, such as aten.mm."""
     return func._schema.name.replace("::", ".")
+
+
+@functools.cache
+def opened(func: Any) -> Callable[..., Any] | None:
+    """What runs in place of an operator that is made of others, which are then seen; None for one that is not.
+
+    PyTorch's own ones reach a mode inside of fzero's, where autograd has been passed already."""
+    if func in OPENED:
+        return OPENED[func]
+    return func.decompose if func.has_kernel_for_dispatch_key(COMPOSITE) else None
 
 
 class LiveBytes(TorchDispatchMode):
@@ -112,6 +125,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is DEVICE:
             return answer_device(args[0])
+        if (inside := opened(func)) is not None:
+            with self:
+                return inside(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.see(out)
@@ -220,6 +236,9 @@ class MemoryTrace(LiveBytes):
         if func is DEVICE:
             return answer_device(args[0])
         kwargs = kwargs or {}
+        if (inside := opened(func)) is not None:
+            with self:
+                return inside(*args, **kwargs)
         self.op = name_of(func)
         if self.note is None:
             self.event(self.op)
@@ -263,7 +282,7 @@ class MemoryTrace(LiveBytes):
         """A collective is started."""
         gathers = (
             collective == "all_gather"
-            and axis == "dp"
+            and axis in (*SHARDS, "+".join(SHARDS))
             and self.here.phase in ("forward", "backward", "update")
             and not self.reducing
         )

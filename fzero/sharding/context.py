@@ -1,0 +1,142 @@
+"""Which tokens of a sequence each rank of cp has: those of some of its equal blocks, as many on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core.pytree import nearest
+from fzero.sharding.spec import runs_of
+
+FORMS = ("gather",)
+
+
+class Pieces(NamedTuple):
+    """The blocks of a sequence by rank of cp: the numbers of each rank's, ascending. A rank's tokens are those of its
+    blocks, in this order.
+
+    >>> pieces = Pieces(((0, 3), (1, 2)))
+    >>> pieces.ranges(0, tokens=8), pieces.ranges(1, tokens=8)
+    ([(0, 2), (6, 2)], [(2, 4)])
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of blocks of a sequence."""
+        return sum(map(len, self.blocks))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the ranks' tokens, one rank's after the other's, are the sequence."""
+        return [block for own in self.blocks for block in own] == list(range(self.count))
+
+    def expect_divisible(self, tokens: int, parts: int = 1) -> None:
+        """Raise ValueError for a sequence of so many tokens that the blocks do not divide, or of which a rank's tokens
+        cannot be cut into `parts` among the ranks of tp."""
+        unit = math.lcm(self.count, len(self.blocks) * parts)
+        if tokens % unit:
+            below, above = tokens // unit * unit, -(-tokens // unit) * unit
+            over = f"cp={len(self.blocks)}" + (f" and tp={parts}" if parts > 1 else "")
+            raise ValueError(
+                f"context parallelism: the sequences have {tokens} tokens, which cannot be cut into {self.count} "
+                f"blocks for {over}; use {f'{below} or {above}' if below else above}"
+            )
+
+    def ranges(self, rank: int, tokens: int) -> list[tuple[int, int]]:
+        """(first position, number) of each run of a rank's tokens, of sequences of `tokens`; ascending."""
+        size = tokens // self.count
+        return [(first * size, number * size) for first, number in runs_of(self.blocks[rank])]
+
+    def positions(self, rank: int, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """The positions of a rank's tokens, int64 [tokens / ranks], of sequences of `tokens`."""
+        runs = [torch.arange(first, first + number, device=device) for first, number in self.ranges(rank, tokens)]
+        return torch.cat(runs) if len(runs) > 1 else runs[0]
+
+    def order(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """Where the token at each position is among those of all ranks, one rank's after the other's: int64 [tokens].
+
+        >>> Pieces(((0, 3), (1, 2))).order(4)
+        tensor([0, 2, 3, 1])
+        """
+        gathered = torch.cat([self.positions(rank, tokens, device) for rank in range(len(self.blocks))])
+        return torch.argsort(gathered)
+
+
+def expect_pieces(pieces: Pieces) -> None:
+    """Raise ValueError unless each block is one rank's, and ranks have as many, in ascending order."""
+    numbers = [block for own in pieces.blocks for block in own]
+    if sorted(numbers) != list(range(len(numbers))) or not numbers:
+        raise ValueError(f"the blocks of cp are {pieces.blocks}; each of 0, 1, 2, ... must be one rank's")
+    if len(set(map(len, pieces.blocks))) > 1 or any(list(own) != sorted(own) for own in pieces.blocks):
+        raise ValueError(f"the blocks of cp are {pieces.blocks}; every rank must have as many, in ascending order")
+
+
+def contiguous(ranks: int) -> Pieces:
+    """One block a rank, in the order of the ranks.
+
+    >>> contiguous(2).blocks
+    ((0,), (1,))
+    """
+    return Pieces(tuple((rank,) for rank in range(ranks)))
+
+
+def zigzag(ranks: int) -> Pieces:
+    """Two blocks a rank, one from the front and its mirror from the back: under a causal mask all ranks then have as
+    many pairs of queries and keys.
+
+    >>> zigzag(2).blocks
+    ((0, 3), (1, 2))
+
+    Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2.
+    """
+    return Pieces(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+
+PIECES: dict[str, Callable[[int], Pieces]] = {"contiguous": contiguous, "zigzag": zigzag}
+
+
+@dataclass(frozen=True)
+class Context:
+    """How activations are split along the sequence: over cp, and over tp.
+
+    form: how a rank's queries meet the keys of the other ranks; see docs/context.md.
+    pieces: which tokens a rank has: "contiguous" (one block each) or "zigzag" (two, so that all ranks have as much work
+        under a causal mask).
+    over_tp: whether a rank's tokens are split over tp too, outside the tensor-parallel products.
+
+    >>> Context("gather", pieces="contiguous").over(2)
+    Pieces(blocks=((0,), (1,)))
+    """
+
+    form: str = "gather"
+    pieces: str = "zigzag"
+    over_tp: bool = False
+
+    def __post_init__(self) -> None:
+        for what, value, known in (("form", self.form, FORMS), ("pieces", self.pieces, tuple(PIECES))):
+            if value not in known:
+                raise ValueError(f"context: {what} is {value!r}{nearest(value, known)}; use {' or '.join(known)}")
+
+    def over(self, ranks: int) -> Pieces:
+        """The pieces of so many ranks of cp."""
+        return PIECES[self.pieces](ranks)
+
+
+def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int]) -> Context:
+    """The Context of a plan for a model on a mesh of these sizes; True: over tp.
+
+    Raises ValueError for a model whose sequences cp cannot split.
+    """
+    if sizes["cp"] > 1 and not getattr(model, "splits", False):
+        raise ValueError(
+            f"cp={sizes['cp']}: cp splits the sequences of gpt2, llama, mixtral without capacity_factor, deepseek and "
+            "mlp, under a loss of sums over tokens; this is another model, or a plain function; use dp"
+        )
+    return sequence if isinstance(sequence, Context) else Context(over_tp=sequence)
