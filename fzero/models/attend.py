@@ -8,7 +8,11 @@ the keys up to its end.
 ulysses: all ranks exchange tokens for heads, so that each has whole sequences of its share of the heads, and exchange
 the results back. Key/value heads are repeated as far as the ranks need.
 
-Both are static, and compose with every transform.
+ring: keys and values travel from rank to rank while each works on those that it has; kernels/attention_ring.py.
+
+hierarchical: groups of neighbouring ranks exchange tokens for heads, and keys and values travel from group to group.
+
+The first two are static, and compose with every transform; the others are differentiated once.
 Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2 (gather); Jacobs et al. 2023,
 "DeepSpeed Ulysses", arXiv:2309.14509.
 """
@@ -17,13 +21,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather, all_to_all
 from fzero.kernels.attention import Pattern, attention
+from fzero.kernels.attention_at import attention_at
+from fzero.kernels.attention_ring import ring_attention
 from fzero.models.base import Ctx
+from fzero.sharding.context import largest_inner
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
@@ -32,8 +40,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores
     scores: `scale` and `cap` of `kernels.attention`, where they are not its own.
     Communicates over cp: the keys and values as its form says.
     """
-    if ctx.pieces:
-        assert ctx.context  # which says of what pieces
+    if isinstance(ctx.placed, Tensor):
+        assert ctx.context  # which says how
         return OVER_CP[ctx.context.form](q, k, v, pattern, ctx, **scores)
     return whole_attention(q, k, v, pattern, ctx, **scores)
 
@@ -50,12 +58,13 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
     Communicates over cp: an all_gather of keys and values, (cp - 1) / cp 2 B T G K elements from each rank; in the
     backward pass as much.
     """
-    assert ctx.pieces  # attend looks
     cp, size = ctx.mesh["cp"], k.shape[-1]
     whole = all_gather(torch.cat((k, v), -1), cp, 1, leaf="blocks/attn/kv")
-    if not ctx.pieces.contiguous:
+    if ctx.pieces and not ctx.pieces.contiguous:
         whole = whole.index_select(1, ctx.pieces.order(whole.shape[1], q.device))
     k, v = whole.split([size, whole.shape[-1] - size], -1)
+    if not ctx.pieces:  # chosen by the batch
+        return placed_attention(q, k, v, pattern, ctx, **scores)
     out, at = [], 0
     for first, number in ctx.pieces.ranges(cp.rank, whole.shape[1]):
         end = first + number  # the queries are the last of the keys that they may see
@@ -90,4 +99,35 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
     return all_to_all(out, cp, 1, 2, leaf="blocks/attn/out")
 
 
-OVER_CP: dict[str, Callable[..., Tensor]] = {"gather": gathered_attention, "ulysses": exchanged_attention}
+def placed_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+    """Attention of this rank's queries on the keys of all ranks, one rank's after the other's, by their positions."""
+    assert isinstance(ctx.placed, Tensor)  # attend looks
+    query, key = ctx.placed[ctx.mesh["cp"].rank], ctx.placed.flatten()
+    options: dict[str, Any] = {"pattern": pattern, "impl": ctx.kernels["attention_at"], **scores}
+    if isinstance(ctx.documents, Tensor):
+        options |= {"query_documents": ctx.documents[:, query], "key_documents": ctx.documents[:, key]}
+    return attention_at(q, k, v, query, key, **options)
+
+
+def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+    """`attend` over cp by a ring, of groups of ranks in form "hierarchical".
+
+    Communicates over cp: see `ring_attention`.
+    """
+    assert isinstance(ctx.placed, Tensor)  # attend looks
+    assert ctx.context
+    cp, inner = ctx.mesh["cp"], 1
+    if ctx.context.form == "hierarchical":
+        inner = ctx.context.inner or largest_inner(cp.size, k.shape[2])
+    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
+    impl = ctx.kernels["attention_at"]
+    options = {"documents": documents, "inner": inner, "pattern": pattern, "impl": impl, **scores}
+    return ring_attention(q, k, v, cp, ctx.placed, leaf="blocks/attn/ring", **options)
+
+
+OVER_CP: dict[str, Callable[..., Tensor]] = {
+    "gather": gathered_attention,
+    "ulysses": exchanged_attention,
+    "ring": ring_of,
+    "hierarchical": ring_of,
+}

@@ -141,7 +141,8 @@ def build(
         update=t.update,
         nvme=nvme,
     )
-    eval_step = make_eval_step(model, plan, execution=execution, reduce=False)
+    evaluated = models.by_position(model) if t.loss_by_position else model
+    eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)

@@ -100,7 +100,8 @@ def zigzag(ranks: int) -> Pieces:
 PIECES: dict[str, Callable[[int], Pieces]] = {"contiguous": contiguous, "zigzag": zigzag}
 # The forms of attention over cp, see models/attend.py, and the pieces that "auto" gives them: where each rank has whole
 # sequences of some heads all have as much work.
-FORMS = {"gather": "zigzag", "ulysses": "contiguous"}
+FORMS = {"gather": "zigzag", "ulysses": "contiguous", "ring": "balanced", "hierarchical": "balanced"}
+BALANCED = "balanced"  # pieces that are chosen by a batch's documents, see sharding/balance.py
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ class Context:
     form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses" (see docs/parallel.md), or "auto":
         the one that sends less.
     pieces: which tokens a rank has: "contiguous" (one block each), "zigzag" (two, so that all ranks have as much work
-        under a causal mask), or "auto": as suits the form.
+        under a causal mask), "balanced" (up to 16, so that they have under a batch's documents too), or "auto": as
+        suits the form.
     over_tp: whether a rank's tokens are split over tp too, outside the tensor-parallel products.
+    inner: of the form "hierarchical", the ranks of a group that exchange heads; 0: as many as divide the key heads.
 
     >>> Context("gather", pieces="contiguous").over(2)
     Pieces(blocks=((0,), (1,)))
@@ -120,11 +123,17 @@ class Context:
     form: str = "auto"
     pieces: str = "auto"
     over_tp: bool = False
+    inner: int = 0
 
     def __post_init__(self) -> None:
-        for what, value, known in (("form", self.form, (*FORMS, "auto")), ("pieces", self.pieces, (*PIECES, "auto"))):
+        pieces = (*PIECES, BALANCED, "auto")
+        for what, value, known in (("form", self.form, (*FORMS, "auto")), ("pieces", self.pieces, pieces)):
             if value not in known:
                 raise ValueError(f"context: {what} is {value!r}{nearest(value, known)}; use one of {', '.join(known)}")
+        if self.inner and self.form != "hierarchical":
+            raise ValueError(f"context: inner is {self.inner} and the form is {self.form}; only hierarchical has it")
+        if (self.form, self.pieces) == ("ulysses", BALANCED):
+            raise ValueError("context: in the form ulysses all ranks have as much work; use contiguous pieces")
 
     @classmethod
     def parse(cls, text: str, over_tp: bool = False) -> Context:
@@ -133,9 +142,24 @@ class Context:
         form, _, pieces = text.partition(":")
         return cls(form, pieces or "auto", over_tp)
 
-    def over(self, ranks: int) -> Pieces:
-        """The pieces of so many ranks of cp; raises KeyError for "auto", which a plan decides."""
-        return PIECES[self.pieces](ranks)
+    def over(self, ranks: int) -> Pieces | None:
+        """The pieces of so many ranks of cp, None for balanced ones, which each batch chooses; raises KeyError for
+        "auto", which a plan decides.
+        """
+        return None if self.pieces == BALANCED else PIECES[self.pieces](ranks)
+
+    def expect_divisible(self, ranks: int, tokens: int, parts: int = 1) -> None:
+        """Raise ValueError for sequences of so many tokens that cannot be split over cp, or further over tp."""
+        (self.over(ranks) or contiguous(ranks)).expect_divisible(tokens, parts)
+
+
+def largest_inner(ranks: int, kv_heads: int) -> int:
+    """The number of ranks of a group that exchange heads: the largest that divides both cp and the key/value heads.
+
+    >>> largest_inner(8, 2), largest_inner(4, 3)
+    (2, 1)
+    """
+    return math.gcd(ranks, kv_heads)
 
 
 class Heads(NamedTuple):
@@ -145,15 +169,20 @@ class Heads(NamedTuple):
     keys: int
     size: int
 
-    def sent(self, form: str, ranks: int) -> float:
+    def sent(self, form: str, ranks: int, inner: int = 0) -> float:
         """The elements that a rank of cp sends in a layer's forward pass by a form, over the tokens of the sequences;
-        in the backward pass it sends as many, and those of keys and values once more where they were dropped.
+        in the backward pass it sends as many, and those of keys and values once more where they were dropped; a ring
+        sends keys and values again and their gradients, in `ranks` hops. inner: of the form hierarchical.
 
         >>> heads = Heads(queries=8, keys=2, size=64)
-        >>> heads.sent("gather", 4), heads.sent("ulysses", 4)
-        (192.0, 288.0)
+        >>> [heads.sent(form, 4) for form in ("gather", "ulysses", "ring", "hierarchical")]
+        [192.0, 288.0, 192.0, 224.0]
         """
         others = (ranks - 1) / ranks
+        if form == "hierarchical":
+            inner = inner or largest_inner(ranks, self.keys)
+            exchanged = (inner - 1) / inner * (2 * self.queries + 2 * self.keys)
+            return ((ranks // inner - 1) * 2 * self.keys + exchanged) / ranks * self.size
         if form == "ulysses":
             return others * (2 * self.queries + 2 * math.lcm(self.keys, ranks)) / ranks * self.size
         return others * 2 * self.keys * self.size
@@ -191,8 +220,19 @@ def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int]) 
         raise ValueError(
             f"context ulysses: cp={cp} does not divide the {heads.queries} heads{over}; use cp in {{{fits}}}, or gather"
         )
+    inner = context.inner
+    if inner and heads is not None and (cp % inner or heads.keys % inner):
+        raise ValueError(
+            f"context hierarchical: inner={inner} does not divide cp={cp} and the {heads.keys} key heads; use "
+            f"{largest_inner(cp, heads.keys)}, or leave it out"
+        )
     if form == "auto":
-        better = heads is not None and divides and heads.sent("ulysses", cp) <= heads.sent("gather", cp)
+        better = (
+            heads is not None
+            and divides
+            and context.pieces != BALANCED
+            and heads.sent("ulysses", cp) <= heads.sent("gather", cp)
+        )
         form = "ulysses" if better else "gather"
     pieces = FORMS[form] if context.pieces == "auto" else context.pieces
     return replace(context, form=form, pieces=pieces)

@@ -123,7 +123,7 @@ def context_text(plan: Plan) -> str:
     if heads is None:
         return f"{text}: the model has no attention"
     forms = [form for form in FORMS if form != "ulysses" or heads.queries % cp == 0]
-    sent = ", ".join(f"{form} {heads.sent(form, cp):,.0f}" for form in forms)
+    sent = ", ".join(f"{form} {heads.sent(form, cp, context.inner):,.0f}" for form in forms)
     return f"{text}; elements that a rank sends in a layer's forward pass, for each token of a sequence: {sent}"
 
 
