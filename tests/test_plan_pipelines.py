@@ -12,8 +12,9 @@ from test_plan_memory import flop, fullest, measured
 
 import fzero
 from fzero.planner import pipelined
+from fzero.planner.pipeline_report import layout_by_cost
 from fzero.planner.plan_report import total_flop
-from fzero.planner.step_trace import trace_step
+from fzero.planner.step_trace import Transfer, trace_step
 from fzero.run.measure.moments import COMPONENTS
 from fzero.sharding import pipeline
 
@@ -174,3 +175,28 @@ def test_what_a_run_refuses_is_refused_before_anything_is_traced(wrong, said, mo
     with pytest.raises(ValueError, match=said) as error:
         pipelined.trace(made(**{"model": FOUR, **wrong}), wrong["mesh"])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_the_last_gradient_leaves_before_sums_over_data_ranks_are_waited_for(stage):
+    """Else the stage before would wait for the sums of every stage behind it."""
+    config = made(mesh={"pp": 2, "dp": 2}, zero=stage, parts=2, model={"n_layers": 2})
+    transfers = [e for e in trace_step(config, config.mesh, rank=2).events if isinstance(e, Transfer)]
+    sent = max(i for i, e in enumerate(transfers) if (e.what, e.event, e.phase) == ("message", "start", "backward"))
+    sums = ("psum", "psum_scatter")
+    waited = [i for i, e in enumerate(transfers) if (e.axis, e.event) == ("dp", "wait") and e.what in sums]
+    assert len(waited) > 2 and sent < min(waited)
+
+
+def test_the_layout_by_cost_counts_embedding_head_and_all_chunks_of_a_rank():
+    s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 32, 4), 8)
+    acts = [{"F": 8.0, "B": 16.0}] * 3 + [{"F": 10.5, "B": 21.0}]
+    cut = layout_by_cost(s, acts)
+    assert [len(layers) for layers in cut.stages.layers] == [8, 9, 9, 6]
+    assert cut.takes == pytest.approx(9 / 10.5)
+    around = pipeline.schedule("zb-v", pipeline.layout([1.0] * 16, 2, 2, "v"), 8)
+    split = [{"F": 4.0, "I": 5.0, "W": 3.0}] * 3 + [{"F": 6.0, "I": 7.5, "W": 4.5}]
+    cut = layout_by_cost(around, split)  # the first rank has 4 + 4 layers, and a head as long as two
+    first, second, third, last = (len(layers) for layers in cut.stages.layers)
+    assert first + second + third + last == 16 and max(first, second, third, last + 2) == 5
+    assert cut.takes == pytest.approx(max(first + last + 2, second + third) / 10)

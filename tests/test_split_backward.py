@@ -12,7 +12,8 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from test_pipelined import MESHES, STEPS, equals_one_process, options_of, serial
+from pipeline_steps import STEPS, equals_one_process, options_of, serial
+from test_pipelined import MESHES
 from torch.utils._python_dispatch import TorchDispatchMode
 from zero_cases import OPTIMIZERS, model_of, train, whole
 
@@ -143,7 +144,7 @@ FEW = {
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "pp2")) for m in FEW])
 def test_a_split_schedule_equals_one_process(mesh):
-    equals_one_process(mesh.removesuffix(" more"), FEW[mesh])
+    equals_one_process(MESHES[mesh.removesuffix(" more")], FEW[mesh])
 
 
 @pytest.mark.exhaustive
@@ -154,7 +155,7 @@ def test_every_product_equals_one_process(mesh, schedule):
     # Rounding grows a million times in five steps of SGD on gemma and 8 micro-batches: dp alone is 1.4e-10 off.
     name = "gemma" if mesh == "pp2" else "encoder and decoder"
     cases = [(name, tx, stage, m, {**options_of(SPLIT[schedule]), "remat": r}) for tx, stage, m, r in product]
-    equals_one_process(mesh, cases)
+    equals_one_process(MESHES[mesh], cases)
 
 
 # ---- canonical sums --------------------------------------------------------------------------------------------------

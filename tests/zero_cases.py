@@ -32,6 +32,8 @@ def model_of(name, **changes):
     if name == "qlora":
         sizes = {**SIZES, "d_model": 32, "d_ff": 32, "n_kv_heads": 4, **changes}  # tp cuts between blocks of 16
         return models.lora(models.quantized(models.build(config_of("llama", **sizes)), "nf4", 16), rank=2)
+    if name == "lora":
+        return models.lora(models.build(config_of("llama", **{**SIZES, "n_kv_heads": 2, **changes})), rank=2)
     if name == "encoder and decoder":
         return case_of(name, **{size: SIZES[size] for size in ("vocab_size", "d_model", "d_ff", "n_layers")}).loss_fn
     return case_of(name, **{**SIZES, **MODELS[name], **changes}).loss_fn
@@ -55,6 +57,7 @@ def packed_batch_for(step, rows, length=8):
 
 OPTIMIZERS = {
     "sgd": optim.sgd(0.3),
+    "small sgd": optim.sgd(2e-3),
     "adam": optim.adam(1e-2, eps=1e-5),
     "clipped adam": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5)),
 }

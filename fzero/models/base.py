@@ -22,6 +22,7 @@ from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.models.batch import BY_TOKEN, Batch, check_batch, has_tokens
+from fzero.models.place import balanced_positions, patterns_of
 from fzero.models.stack_over_pp import stack_over_pp
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.context import Context, Pieces
@@ -82,8 +83,9 @@ class Ctx(NamedTuple):
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
     context: Context | tuple[()] = ()  # how attention works over cp; () without
-    pieces: Pieces | tuple[()] = ()  # the tokens of each rank of cp; () where a rank has whole sequences
+    pieces: Pieces | tuple[()] = ()  # the tokens of each rank of cp; () for whole sequences, and chosen by the batch
     positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
+    placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
 
 
@@ -264,7 +266,7 @@ def check(model: Model, batch: Batch, ctx: Ctx) -> None:
             raise ValueError(
                 f"cp={cp}: the ctx does not say how; write Ctx(context=plan.context), or give loss the plan"
             )
-        ctx.context.over(cp).expect_divisible(batch["tokens"].shape[-1], parts)
+        ctx.context.expect_divisible(cp, batch["tokens"].shape[-1], parts)
 
 
 def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
@@ -273,7 +275,12 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     cp = ctx.mesh["cp"]
     if ctx.context:
         tokens, pieces = batch["tokens"], ctx.context.over(cp.size)
-        ctx = ctx._replace(pieces=pieces, positions=pieces.positions(cp.rank, tokens.shape[-1], tokens.device))
+        if pieces is None:
+            placed = balanced_positions(tokens, batch.get("documents"), cp.size, patterns_of(model.config))
+        else:
+            ranks = range(cp.size)
+            placed = torch.stack([pieces.positions(rank, tokens.shape[-1], tokens.device) for rank in ranks])
+        ctx = ctx._replace(pieces=pieces or (), placed=placed, positions=placed[cp.rank])
     if has_tokens(model.config):
         ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))

@@ -33,6 +33,7 @@ from fzero.models.batch import Batch
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh
+from fzero.sharding.balance import blocks_of
 from fzero.sharding.slices import narrow_part
 
 
@@ -83,13 +84,19 @@ def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
     return torch.arange(length, length + x.shape[1], device=x.device)
 
 
-def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int, int]], int]:
+def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]], int]:
     """(first position, number) of each run of this rank's `tokens` tokens outside the tensor-parallel regions, and the
-    number of a whole sequence's."""
-    axis, cp = sequence_axis(ctx), ctx.mesh["cp"]
-    start, whole = axis.rank * tokens, axis.size * tokens * (cp.size if ctx.pieces else 1)
+    number of a whole sequence's. Where the blocks are chosen by the batch, positions are scalar tensors."""
+    axis, cp, positions = sequence_axis(ctx), ctx.mesh["cp"], ctx.positions
+    start, whole = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
+    runs: list[tuple[int | Tensor, int]] = [(0, whole)]
+    if ctx.pieces:
+        runs = [*ctx.pieces.ranges(cp.rank, whole)]
+    elif isinstance(positions, Tensor):
+        size = whole // blocks_of(whole, cp.size)
+        runs = [(positions[at], size) for at in range(0, whole // cp.size, size)]
     out, at = [], 0
-    for first, number in ctx.pieces.ranges(cp.rank, whole) if ctx.pieces else [(0, whole)]:
+    for first, number in runs:
         low, high = max(start, at), min(start + tokens, at + number)
         if low < high:
             out.append((first + low - at, high - low))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from fzero.comm.ledger import sent_elements
 from fzero.core.device import CPU, Target
+from fzero.planner.extrapolate import of_parts, scaled
 from fzero.planner.step_trace import FakeStep, Trace, fake_nvme, make_trace, run_step, shared_mesh, shared_model
 from fzero.run import build as run_build
 from fzero.run.config import RunConfig
@@ -149,8 +149,7 @@ def few_parts(plan: Plan, rank: int, parts: int, outside: frozenset[int]) -> int
 
 def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int, few: int, target: Target) -> Record:
     """The Record of a global rank, with `few` of `parts` micro-batches."""
-    short = replace(config, train=replace(config.train, batch=config.train.batch * few // parts))
-    step = run_step(short, sizes, rank, target)
+    step = run_step(of_parts(config, few, parts), sizes, rank, target)
     plan = step.job.plan
     s, pp = schedule_of(plan, few), plan.mesh["pp"].rank
     names = {str(act): i for i, act in enumerate(s.rows[pp])}
@@ -165,16 +164,14 @@ def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int
 def trace(
     config: RunConfig,
     sizes: Mapping[str, int],
-    *,
     rank: int = 0,
-    target: Target | None = None,
-    say: Callable[[str], None] = lambda stage: None,
+    target: Target = CPU,
+    say: Callable[[str], None] | None = None,
 ) -> PipelineTrace:
     """The step of all ranks of pp, of those at the other coordinates of global rank `rank`.
 
     say: called with the text of each stage of the work. Raises ValueError for any config that a run would refuse.
     """
-    target = CPU if target is None else target
     config = resolve_auto(config, target)
     mesh = shared_mesh(tuple(sizes.items()), 0)
     job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
@@ -193,7 +190,8 @@ def trace(
             wanted = circumstances_of(s, pp, room, outside)
             if not records or not known.keys() >= set(wanted):
                 few = few_parts(plan, pp, parts, outside)
-                say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
+                if say is not None:
+                    say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
                 record = record_of(config, sizes, pp * stride + rank % stride, parts, few, target)
                 records.append(record)
                 known |= {one: act for one, act in zip(record.circumstances, record.acts) if one not in known}
@@ -247,13 +245,6 @@ def edges(record: Record, s: Schedule, acts: Sequence[list[Stay]]) -> tuple[list
         life = Life(abs(left), "losses", after[i].visit, "workspace")
         after[i] = after[i]._replace(changes=[*after[i].changes, Change(life, -1 if left > 0 else 1, -1)])
     return [*begin, *record.before[1:]], after
-
-
-def scaled(change: Change, few: int, parts: int) -> Change:
-    """The birth of a batch of so many micro-batches; another one as it is."""
-    if change.life.group != "batch":
-        return change
-    return change._replace(life=replace(change.life, bytes=change.life.bytes // few * parts))
 
 
 def of_all(stay: Stay, record: Record, parts: int) -> Stay:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.context import FORMS
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
@@ -103,6 +104,7 @@ def describe(plan: Plan) -> str:
             else []
         )
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
+    notes += [context_text(plan)] if plan.context is not None else []
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
@@ -112,6 +114,17 @@ def describe(plan: Plan) -> str:
             f"{dtype_name(reduce_dtype(plan))}"
         )
     return "\n".join([top, *lines, *notes])
+
+
+def context_text(plan: Plan) -> str:
+    """The form of attention over cp of a plan, and what forms send."""
+    context, cp, heads = plan.context, plan.sizes["cp"], plan.heads
+    text = f"context: {context.form} of {context.pieces} pieces over cp={cp}"
+    if heads is None:
+        return f"{text}: the model has no attention"
+    forms = [form for form in FORMS if form != "ulysses" or heads.queries % cp == 0]
+    sent = ", ".join(f"{form} {heads.sent(form, cp, context.inner):,.0f}" for form in forms)
+    return f"{text}; elements that a rank sends in a layer's forward pass, for each token of a sequence: {sent}"
 
 
 def stages_text(plan: Plan) -> str:

@@ -26,7 +26,7 @@ from fzero.sharding.at_rest import (
     stage_specs,
     with_owed,
 )
-from fzero.sharding.context import Context, context_for
+from fzero.sharding.context import Context, Heads, context_for, heads_of
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
@@ -87,6 +87,7 @@ class Plan:
     pipeline: Pipeline | None = None  # on a mesh with pp
     stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
     context: Context | None = None  # on a mesh with cp
+    heads: Heads | None = None  # of attention on a rank of tp
 
     def __str__(self) -> str:
         return describe(self)
@@ -217,7 +218,7 @@ def zero_plan(
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
 
 

@@ -49,7 +49,9 @@ class GradientReducer:
     """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
     dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts`
-    micro-batches. At most one part's gradients travel while the next one's are computed.
+    micro-batches. At most one part's gradients travel while the next one's are computed; but with pp the sums over data
+    ranks that are made once, of whole gradients, are waited for behind the row of a rank: the stage before waits for
+    the gradient of its last micro-batch, and would otherwise wait for these sums of every stage behind it.
     away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)`
     and `plus(another)`. early: is handed the sums of each layer as soon as they are final, so that nothing of
     layers is left for the end unless it keeps them. rooms: the memory of sums that rest in the host's memory, for the
@@ -97,6 +99,8 @@ class GradientReducer:
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.owed: dict[tuple[str, str, int | None], Any] = {}
         self.flying: list[Iterator[Any]] = []
+        self.long = plan.stages is not None  # whether sums that are made once travel until the end
+        self.ending: list[Iterator[Any]] = []  # those
         # On a GPU, what is added to sums that rest elsewhere; and the same once such a sum is on its way to the GPU.
         self.late: list[tuple[tuple[str, str, int | None], Tensor]] = []
         self.coming: list[tuple[tuple[str, str, int | None], Tensor, Future[Tensor]]] = []
@@ -128,11 +132,18 @@ class GradientReducer:
             job = self.job(group, chosen, tensors, kinds[bucket[0]][0], ends)
             del tensors
             if next(job, None) is not None:
-                self.flying.append(job)
+                long = ends and self.ends_long(chosen, kinds[bucket[0]][0])
+                (self.ending if long else self.flying).append(job)
         self.bring_late()
         if not self.flying and not self.coming:
             self.leave_small()
         grads.clear()
+
+    def ends_long(self, names: Sequence[str], both: tuple[Moves, Moves]) -> bool:
+        """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
+        now, end = both
+        whole = bool(end) and all(op != "scatter" for op, _ in now)
+        return self.long and whole and all(self.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
         """Wait for the collectives under way, and add their results."""
@@ -162,6 +173,8 @@ class GradientReducer:
             values[i] = self.add(key, value, bool(end), ends)
             del value
         if ends and end:
+            if self.long and end[0][0] == "psum":
+                yield names  # begun behind the row, one after the other: each has memory beside what it sums
             values = yield from self.travel(names, values, end)
             for key, value in zip(keys, values):
                 self.place(key, value)
@@ -403,6 +416,7 @@ class GradientReducer:
 
         over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
         """
+        self.flying, self.ending = [*self.flying, *self.ending], []
         self.finish()
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
         out: dict[str, Any] = {}
