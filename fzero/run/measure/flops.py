@@ -137,6 +137,10 @@ def formulas() -> dict[Any, Callable[..., int]]:
     found = {
         ops.tiled_forward: _tiled(FORWARD_PRODUCTS),
         ops.tiled_backward: _tiled(BACKWARD_PRODUCTS),
+        ops.tiled_forward_at: _tiled_at(FORWARD_PRODUCTS),
+        ops.tiled_backward_at: _tiled_at(BACKWARD_PRODUCTS),
+        ops.ring_forward: _ring(FORWARD_PRODUCTS),
+        ops.ring_backward: _ring(BACKWARD_PRODUCTS),
         ops.flash_forward: _flash_forward,
         ops.flash_backward: _flash_backward,
         ops.library_forward: _library_forward,
@@ -182,6 +186,32 @@ def _tiled(products: int) -> Callable[..., int]:
     def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
         number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
         return _of_pairs(products, q, pairs(attention_tiled.KINDS[number], size, keep, q.shape[1], k.shape[1]))
+
+    return formula
+
+
+def _tiled_at(products: int) -> Callable[..., int]:
+    """Of queries that are spread evenly over the positions of the keys; where they are is data."""
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
+        keys = k.shape[1]
+        seen = pairs(attention_tiled.KINDS[number], size, keep, keys, keys)
+        return _of_pairs(products, q, seen * q.shape[1] // keys)
+
+    return formula
+
+
+def _ring(products: int) -> Callable[..., int]:
+    """Of a rank whose work is the mean of the ranks'."""
+
+    def formula(q: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = (*rest, *kwargs.values())
+        number, size, keep = next(x for x in given if isinstance(x, list | tuple))
+        positions = next(x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64)
+        tokens = positions.numel()
+        seen = pairs(attention_tiled.KINDS[number], size, keep, tokens, tokens)
+        return _of_pairs(products, q, seen // positions.shape[0])
 
     return formula
 
