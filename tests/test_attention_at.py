@@ -40,7 +40,9 @@ def places(b, t, s, length, seed=0):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize(
+    "pattern", [pytest.param(p, marks=[pytest.mark.exhaustive] * (p.kind != "fixed")) for p in PATTERNS], ids=str
+)
 def test_every_form_is_the_definition_at_any_positions(form, pattern):
     """Also a query that sees nothing, single queries and keys, and tiles that all or none see."""
     for b, t, s, cap in ((2, 131, 259, 0.0), (1, 1, 1, 0.0), (1, 70, 3, 0.7), (2, 200, 64, 0.0)):
@@ -56,6 +58,7 @@ def test_every_form_is_the_definition_at_any_positions(form, pattern):
             assert_close(list(got), list(want), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_positions_in_order_give_attention_of_the_sequence(form):
     documents = (torch.arange(150) // 47)[None]
@@ -69,6 +72,7 @@ def test_positions_in_order_give_attention_of_the_sequence(form):
         assert_close(list(got), list(want), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_the_error_is_at_most_twice_that_of_plain_torch(form, dtype):

@@ -5,6 +5,7 @@ import math
 import os
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 import ranks
@@ -15,7 +16,8 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
 from fzero import checkpoint
-from fzero.core import pytree
+from fzero.comm.channel import Receiver
+from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
 from fzero.sharding.digests import digests
 from fzero.sharding.pipeline import FAMILIES
@@ -178,6 +180,26 @@ def test_messages_are_as_many_as_the_stages_have_borders():
     found = ranks.run(2, sent, PIPELINES["interleaved"], m, mesh={"pp": 2})
     assert found[0] == {("forward", "x:0-1"): 2 * 2 * m * size, ("backward", "grad:0-1"): 2 * m * size}
     assert found[1] == {("forward", "x:1-0"): 2 * m * size, ("backward", "grad:1-0"): 2 * 2 * m * size}
+
+
+def events_of(mesh, pipeline, length):
+    """(what happened before the first activations were there, how many programs were made) in a step."""
+    model, tx = model_of("llama", n_layers=4), OPTIMIZERS["sgd"]
+    plan = zero_plan(3, model, mesh, policy=FP64, pipeline=pipeline)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=4)
+    make, take, events = vjp_pair._programs, Receiver.take, []
+    with (
+        mock.patch.object(vjp_pair, "_programs", lambda *args: events.append("made") or make(*args)),
+        mock.patch.object(Receiver, "take", lambda self: events.append("taken") or take(self)),
+    ):
+        step(fzero.init_state(model, tx, plan, seed=0), local_batch(batch_for(0, 8, length), mesh, 4))
+    return events[: events.index("taken")], events.count("made")
+
+
+def test_ranks_make_their_programs_before_they_wait_for_activations():
+    """All at the same time, and one for each kind of layer, whatever the stages."""
+    for found in ranks.run(2, events_of, Pipeline("zb-v", chunks=2), 11, mesh={"pp": 2}):  # a length of no other test
+        assert found == (["made"], 1)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

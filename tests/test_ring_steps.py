@@ -25,7 +25,9 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("cases", [pytest.param(one, marks=[pytest.mark.slow] * (one != "cp2")) for one in FEW])
+@pytest.mark.parametrize(
+    "cases", [pytest.param(one, marks=pytest.mark.slow if one == "cp2" else pytest.mark.exhaustive) for one in FEW]
+)
 def test_steps_with_a_ring_equal_one_process(cases):
     equals_one_process(cases.partition(",")[0], FEW[cases])
 
@@ -35,6 +37,15 @@ def test_steps_with_a_ring_equal_one_process(cases):
 @pytest.mark.parametrize("form", ("ring", "hierarchical", "gather"))
 def test_every_product_equals_one_process(mesh, form):
     pieces = ("balanced",) if form == "gather" else ("contiguous", "zigzag", "balanced")
-    product = itertools.product(("sgd", "clipped adam"), (0, 3), CASES, pieces)
-    cases = [("llama", tx, stage, 2, what, options_of(form, piece)) for tx, stage, what, piece in product]
+    product = itertools.product((("sgd", 0), ("clipped adam", 3)), CASES, pieces)
+    over_tp = mesh == "cp2 x tp2"
+    cases = [("llama", tx, stage, 2, what, options_of(form, one, over_tp)) for (tx, stage), what, one in product]
     equals_one_process(mesh, cases)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ("ring", "hierarchical", "gather"))
+def test_one_compiled_program_serves_every_choice_of_blocks(form):
+    """Batches whose documents, and so whose blocks, differ from step to step."""
+    more = {"compiled": True, "dropout": 0.1}
+    equals_one_process("cp2", [("gpt2", "adam", 3, 1, "documents", {**options_of(form, "balanced"), **more})], steps=3)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from close import assert_same
 from launched import hashes, rows, torchrun
 
 from fzero import checkpoint, data
@@ -233,5 +232,5 @@ def test_another_mesh_makes_the_same_of_it(extended):
     torchrun(folder, 1, "--resume", "--out", "one", *LONGER, "--prompt", "")
     torchrun(folder, 2, *start, "--zero", 3, "--out", "two", "--stop-at", 4)
     torchrun(folder, 2, "--resume", "--out", "two", *LONGER, "--prompt", "")
-    assert_same([row["loss"] for row in rows(folder / "one")], [row["loss"] for row in rows(folder / "two")])
+    assert [row["loss"] for row in rows(folder / "one")] == [row["loss"] for row in rows(folder / "two")]
     assert hashes(folder / "one") == hashes(folder / "two")

@@ -36,6 +36,7 @@ SHORTHANDS = {
     "zero": "zero",
     "reduce": "reduce",
     "sequence": "sequence",
+    "context": "context",
     "schedule": "pipeline.schedule",
     "chunks": "pipeline.chunks",
     "layout": "pipeline.layout",
@@ -107,7 +108,7 @@ VALUES = (
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
         "--mesh",
-        help="The sizes of the axes dp, rp, tp, pp. For example dp=2,tp=2. Default: dp over all processes of torchrun.",
+        help="The sizes of the axes dp, rp, tp, pp, cp. For example dp=2,tp=2. Default: dp over all processes.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
     click.option(
@@ -115,6 +116,11 @@ VALUES = (
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
+    click.option(
+        "--context",
+        metavar="FORM",
+        help="Attention over cp: gather, ulysses, or auto (the default), the one that sends less.",
+    ),
     click.option(
         "--schedule",
         help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",

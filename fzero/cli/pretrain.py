@@ -22,6 +22,7 @@ PLACEMENT = (
     "zero",
     "reduce",
     "sequence",
+    "context",
     "schedule",
     "chunks",
     "layout",

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 ORDERED: list[Any] = []  # the operators to keep in place; comm/operators.py adds the collectives
+SHARED: list[Any] = []  # the operators to call once for the same arguments; kernels/float8.py adds its own
+_ATEN = torch.ops.aten
+LARGEST = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _ATEN.amax.default  # the first one, or its parts
 
 
 def hold(graph: torch.fx.GraphModule) -> None:
@@ -38,6 +41,28 @@ def hold(graph: torch.fx.GraphModule) -> None:
         if node.target in ORDERED:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+
+
+def merge_shared(graph: torch.fx.GraphModule) -> None:
+    """Call each operator of SHARED once for the same arguments in a pass of a joint graph, and what finds a largest
+    magnitude too.
+
+    Views of the same tensor, and items of the same result, become one; nothing else does: what the program computes
+    twice on purpose, to keep less, stays so. A graph without such an operator stays as it is.
+    """
+    if not any(node.target in SHARED for node in graph.graph.nodes):
+        return
+    known: dict[Any, torch.fx.Node] = {}
+    backward = False
+    for node in list(graph.graph.nodes):
+        backward |= any(s.op == "placeholder" and s.name.startswith("tangents") for s in node.all_input_nodes)
+        merged = getattr(node.target, "is_view", False) or node.target in (*SHARED, *LARGEST, operator.getitem)
+        if node.op == "call_function" and merged:
+            first = known.setdefault((backward, node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def chain_in_order(graph: torch.fx.GraphModule) -> bool:

@@ -115,7 +115,7 @@ class TokenStream:
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
 
-        It draws the order of that epoch: a second for a million rows.
+        It draws the order of that epoch: five seconds for a million rows.
 
         >>> corpus = Tokens("by hand", np.arange(13, dtype=np.uint8), np.array([0, 13]), 256, 0)
         >>> before = TokenStream(corpus, seq_len=2, batch=1)

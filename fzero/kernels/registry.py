@@ -25,6 +25,7 @@ from fzero.core.pytree import nearest
 FILES = (
     "attention",
     "attention_at",
+    "attention_ring",
     "cross_entropy",
     "dropout",
     "float8",

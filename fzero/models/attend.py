@@ -92,7 +92,8 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
     tokens = whole.shape[1]
     if not ctx.pieces.contiguous:
         whole = whole.index_select(1, ctx.pieces.order(tokens, device))
-    out = whole_attention(*whole.split(shares, 2), pattern, ctx, **scores)
+    q, k, v = whole.split(shares, 2)
+    out = whole_attention(q, k, v, pattern, ctx, **scores)
     if not ctx.pieces.contiguous:
         out = out.index_select(1, torch.cat([ctx.pieces.positions(rank, tokens, device) for rank in range(cp.size)]))
     return all_to_all(out, cp, 1, 2, leaf="blocks/attn/out")

@@ -22,6 +22,7 @@ from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
+from fzero.sharding.context import Context
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
@@ -117,6 +118,8 @@ def check_leaf(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}{nearest(str(value), allowed)}; it must be one of {', '.join(allowed)}")
     if name == "train.loggers":
         check_loggers(value)
+    if name == "context":
+        Context.parse(value)
     if name in BOUNDS:
         check_bounds(name, value, BOUNDS[name])
     elif isinstance(value, float) and not math.isfinite(value):

@@ -45,6 +45,7 @@ from fzero.run.resume.saver import CheckpointSaver
 from fzero.run.rows import Rows, due_after
 from fzero.run.stages import stage_at
 from fzero.run.waiting import sleep_while_shared
+from fzero.sharding.describe import context_text
 from fzero.sharding.digests import digest_text
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.capture import take_news
@@ -236,6 +237,8 @@ def announce(attempt: Attempt) -> None:
         say(f"{path}: has no checksums (an earlier version prepared it), so damage to it is not noticed")
     if coordinator.size > 1:
         say(str(job.plan).splitlines()[0])
+    if job.plan.context is not None:
+        say(context_text(job.plan))
     for line in offload_summary(job):
         say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"

@@ -135,6 +135,13 @@ class Context:
         if (self.form, self.pieces) == ("ulysses", BALANCED):
             raise ValueError("context: in the form ulysses all ranks have as much work; use contiguous pieces")
 
+    @classmethod
+    def parse(cls, text: str, over_tp: bool = False) -> Context:
+        """The Context of a form, or of a form and its pieces: "ulysses", "gather:contiguous"; raises ValueError for
+        others."""
+        form, _, pieces = text.partition(":")
+        return cls(form, pieces or "auto", over_tp)
+
     def over(self, ranks: int) -> Pieces | None:
         """The pieces of so many ranks of cp, None for balanced ones, which each batch chooses; raises KeyError for
         "auto", which a plan decides.

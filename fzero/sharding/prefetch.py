@@ -97,6 +97,19 @@ class ParamFetcher:
         """Whether the group must be fetched again for the backward pass."""
         return any(name in self.away or (reshard and name in self.sharded) for name in group.leaves)
 
+    def like(self, group: Group) -> list[Tensor]:
+        """Tensors of the shapes and dtypes that `start` gives for the group, with any values."""
+        return [self._like_leaf(name, group.layer) for name in group.leaves]
+
+    def _like_leaf(self, name: str, layer: int | None) -> Tensor:
+        leaf = self.leaves[name]
+        if isinstance(leaf, Tensor) and name not in self.sharded and name not in self.away:
+            return layer_of(leaf, name, layer)
+        shape = leaf.shape[1:] if layer is not None and is_stacked(name) else leaf.shape
+        if name in self.sharded:
+            shape = (self.axis.size * shape[0], *shape[1:])
+        return torch.empty(shape, dtype=leaf.dtype, device=self.device)
+
     def read(self, group: Group) -> list[Future[Tensor]]:
         """Start to copy this rank's shards of the group to the device."""
         return [self._bring_leaf(name, group.layer) for name in group.leaves]
@@ -169,6 +182,10 @@ class Prefetcher:
         """Add groups to the end of the order."""
         self.waiting.extend((group, phase) for group in groups)
 
+    def dropped(self, group: Group, reshard: bool) -> bool:
+        """Whether the group must be taken again for the backward pass."""
+        return self.fetcher.dropped(group, reshard)
+
     def take(self, group: Group) -> Sequence[Tensor]:
         """The leaves of the next group, which must be `group`; those after it are started first."""
         self.fetcher.ledger.at(group.name, group.layer)
@@ -180,3 +197,35 @@ class Prefetcher:
         expected, leaves = self.flying.popleft()
         assert expected == group, f"{group} was asked for and {expected} comes next"
         return leaves.wait()
+
+
+class Resident:
+    """Groups that stay whole from when each is first taken until `drop`, for several passes over a stage.
+
+    ahead: fetches them, in the order of the first pass, which `groups` has.
+    """
+
+    def __init__(self, ahead: Prefetcher, groups: Sequence[Group], phase: str):
+        self.ahead, self.fetcher = ahead, ahead.fetcher
+        self.coming, self.whole = deque(groups), dict[Group, Sequence[Tensor]]()
+        ahead.expect(groups, phase)
+
+    def expect(self, groups: Iterable[Group], phase: str) -> None:
+        """Nothing: the order is known, and what was taken is there."""
+
+    def dropped(self, group: Group, reshard: bool) -> bool:
+        """Whether the group must be taken again for the backward pass: what is fetched, so that only this holds it."""
+        return self.fetcher.needed(group)
+
+    def take(self, group: Group) -> Sequence[Tensor]:
+        """The leaves of a group; those before it in the order of the first pass are fetched first."""
+        while group not in self.whole:
+            after = self.coming.popleft()
+            self.whole[after] = self.ahead.take(after)
+        self.fetcher.ledger.at(group.name, group.layer)
+        return self.whole[group]
+
+    def drop(self) -> None:
+        """Let the groups go; nothing is taken from here again."""
+        self.whole.clear()
+        self.coming.clear()

@@ -131,14 +131,19 @@ class GradientReducer:
             ends = last and (self.canonical or not kinds[bucket[0]][1])
             job = self.job(group, chosen, tensors, kinds[bucket[0]][0], ends)
             del tensors
-            now, end = kinds[bucket[0]][0]
-            once = self.long and ends and bool(end) and all(op != "scatter" for op, _ in now)
             if next(job, None) is not None:
-                (self.ending if once else self.flying).append(job)
+                long = ends and self.ends_long(chosen, kinds[bucket[0]][0])
+                (self.ending if long else self.flying).append(job)
         self.bring_late()
         if not self.flying and not self.coming:
             self.leave_small()
         grads.clear()
+
+    def ends_long(self, names: Sequence[str], both: tuple[Moves, Moves]) -> bool:
+        """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
+        now, end = both
+        whole = bool(end) and all(op != "scatter" for op, _ in now)
+        return self.long and whole and all(self.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
         """Wait for the collectives under way, and add their results."""

@@ -78,6 +78,17 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
             "or every:K"
         )
+    fetched = any("dp" in leaf.use.axes or leaf.params.memory != "device" for leaf in plan.leaves.values())
+    if execution.resident and not (fetched and layered):
+        raise ValueError(
+            f"resident is {execution.resident}, and no parameters are fetched layer by layer here; use stage 3 with a "
+            "Model, or leave it out"
+        )
+    if execution.resident and update != "end":
+        raise ValueError(
+            f'resident is {execution.resident} and update="{update}" writes to parameters while they are used; use '
+            'update="end"'
+        )
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
     if update != "end" and plan.stages is not None:
