@@ -224,7 +224,7 @@ def test_the_report_has_both_stages_and_the_loss_by_position(extended, fz):
         assert f"| {end} |" in text and f"{value:.3f}" in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_another_mesh_makes_the_same_of_it(extended):
     folder = extended.parent
     start = [*TINY, "--set", "reduce=canonical"]
