@@ -77,7 +77,7 @@ def equals_one_process(mesh, cases, steps=STEPS):
 # T = 8: on cp4 a block of the zigzag is one token. gpt2 is tied, with learned positions and dropout; gemma has windows,
 # capped scores and layers that take turns, llama fewer key/value heads.
 FEW = {
-    "cp2": [("gpt2", "clipped adam", 3, 2, "documents", {**options_of(), "dropout": 0.1})],
+    "cp2": [("gpt2", "clipped adam", 3, 1, "documents", {**options_of(), "dropout": 0.1})],
     "cp2, more models": [
         ("llama", "sgd", 0, 1, "documents", options_of()),
         ("gemma", "adam", 1, 1, "causal", {**options_of(pieces="contiguous"), "remat": "full"}),
