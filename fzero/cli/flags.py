@@ -119,7 +119,7 @@ VALUES = (
     click.option(
         "--context",
         metavar="FORM",
-        help="Attention over cp: gather, ulysses, or auto (the default), the one that sends less.",
+        help="Attention over cp: ring, hierarchical, gather, ulysses; or auto, the default: one of the last two.",
     ),
     click.option(
         "--schedule",

@@ -111,7 +111,7 @@ def build(
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     if plan.context is not None:
-        plan.context.over(mesh["cp"].size).expect_divisible(config.data.seq_len, mesh["tp"].size * config.sequence or 1)
+        plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
     tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed)
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
