@@ -43,10 +43,15 @@ def has_small_products(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
 
 
+def _threads(k: Tensor) -> int:
+    """The threads of a call: each has work of at least one key/value head of a row."""
+    return max(1, min(torch.get_num_threads(), k.shape[0] * k.shape[2]))
+
+
 def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern: list[int], *factors: float) -> None:
     b, t, h, dim = q.shape
     if q.numel():
-        shape = _Shape(b, t, h, k.shape[2], dim, *pattern, torch.get_num_threads(), *factors)
+        shape = _Shape(b, t, h, k.shape[2], dim, *pattern, _threads(k), *factors)
         pointers = (ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in tensors)
         getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
 
@@ -75,14 +80,16 @@ def tiled_forward(
     return out, lse
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, (_, t, _, dim) = torch.promote_types(q.dtype, torch.float32), k.shape
+    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, t, dim), dtype=wide)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), room
 
 
 @operator(
     "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] "
     "pattern, float scale, float cap)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _gradients,
 )
 def tiled_backward(
@@ -96,12 +103,14 @@ def tiled_backward(
     pattern: list[int],
     scale: float,
     cap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v for the gradient g of out."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients by q, k and v for the gradient g of out; and the memory in which dk and dv were summed, which is a
+    result so that it is counted.
+    """
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
-    dq, dk, dv = _gradients(q, k, v)
-    _run("backward", q, k, [q, k, v, documents, out, lse, g, dq, dk, dv], pattern, scale, cap)
-    return dq, dk, dv
+    results = _gradients(q, k, v)
+    _run("backward", q, k, [q, k, v, documents, out, lse, g, *results], pattern, scale, cap)
+    return results
 
 
 def tiled_attention(
@@ -128,7 +137,7 @@ def tiled_attention(
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, out, lse = saved
-        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale, cap)
+        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale, cap)[:3]
 
     return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
         q, k, v, *rest
