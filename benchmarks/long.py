@@ -3,12 +3,12 @@
     python benchmarks/long.py --json benchmarks/results/long.json [--tokens 16384 --tokens 65536]
 
 For each length a step of the model by fzero (the MLP for 1024 tokens at a time, remat full, bfloat16) in a process of
-its own, whose private writable memory (RLIMIT_DATA) may grow by `--factor` times the planned peak of tensors; then
-forward and backward pass of the same model as a torch.nn.Module in bfloat16 with scaled_dot_product_attention and
-whole logits, with and without torch.utils.checkpoint around each block, without an optimizer, under the same limit. Up to
-UNLIMITED tokens PyTorch also runs without a limit, which shows what it takes. Results are kept as they come; what is
-there is not run again. `--find BYTES` finds the longest sequence that trains under that limit, in multiples of 128
-beside `fzero plan --ask longest`.
+its own, whose private writable memory (RLIMIT_DATA) may grow by `--factor` times the planned peak of tensors and
+BESIDE; then forward and backward pass of the same model as a torch.nn.Module in bfloat16 with
+scaled_dot_product_attention and whole logits, with and without torch.utils.checkpoint around each block, without an
+optimizer, under the same limit. Up to UNLIMITED tokens PyTorch also runs without a limit, which shows what it takes.
+Results are kept as they come; what is there is not run again. `--find BYTES` finds the longest sequence that trains in
+BYTES of tensors and BESIDE, to 1/64 of it, beside `fzero plan --ask longest`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ sys.path.insert(0, str(HERE))
 import turns  # noqa: E402
 
 CHUNK = 1024
+BESIDE = 128 << 20  # bytes for what is no tensor: modules imported late, stacks of threads, what libraries keep
 UNLIMITED = 16384  # tokens up to which PyTorch runs without a limit too
 WARM = 256  # tokens of the step before the measured one
 # Freed memory goes back to the system, so that the limit is of memory in use.
@@ -47,7 +48,8 @@ def status(name: str) -> int:
 def limit_growth(growth: int) -> None:
     """From here on this process may have `growth` more bytes of private writable memory; 0: no limit."""
     if growth:
-        resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + growth,) * 2)
+        most = status("VmData") + growth
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def config_of(model: str, tokens: int) -> Any:
@@ -170,7 +172,7 @@ def start(who: str, model: str, tokens: int, growth: int) -> dict[str, Any]:
 
 
 def find(model: str, growth: int, say: Any) -> dict[str, Any]:
-    """The longest sequence that trains in so many more bytes, to 1/64 of it, beside the planned one."""
+    """The longest sequence that trains in so many bytes of tensors and BESIDE, to 1/64, beside the planned one."""
     import dataclasses
 
     from fzero.planner import longest
@@ -182,7 +184,7 @@ def find(model: str, growth: int, say: Any) -> dict[str, Any]:
     step, low, high, tried = max(128, planned // 64 // 128 * 128), 0, 0, {}
     tokens = planned
     while not (low and high == low + step):
-        found = start("fzero", model, tokens, growth)
+        found = start("fzero", model, tokens, growth + BESIDE)
         tried[tokens] = found["died"]
         say(f"{tokens} tokens: {found['died'] or 'trains'}")
         low, high = (max(low, tokens), high) if not found["died"] else (low, min(high or tokens, tokens))
@@ -195,7 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="llama-tiny")
     parser.add_argument("--tokens", type=int, action="append")
-    parser.add_argument("--factor", type=float, default=1.25)
+    parser.add_argument("--factor", type=float, default=1.1)
     parser.add_argument("--find", type=int, default=0, metavar="BYTES")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=RUNS, help=argparse.SUPPRESS)
@@ -205,8 +207,13 @@ def main() -> None:
     if args.worker:
         work(args.worker, args.model, lengths[0], args.growth)
         return
-    table = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"runs": {}}
-    table |= {"command": f"python benchmarks/long.py {' '.join(sys.argv[1:])}", "model": args.model, "chunk": CHUNK, "machine": turns.machine()}
+    table: dict[str, Any] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {"runs": {}}
+    table |= {
+        "command": f"python benchmarks/long.py {' '.join(sys.argv[1:])}",
+        "model": args.model,
+        "chunk": CHUNK,
+        "machine": turns.machine(),
+    }
 
     def keep(key: str, value: dict[str, Any]) -> None:
         table["runs"][key] = value
@@ -223,7 +230,7 @@ def main() -> None:
         if f"{tokens} planned" not in table["runs"]:
             passes = trace_passes(resolve_for(config_of(args.model, tokens), here), here.target)
             keep(f"{tokens} planned", {"peak_bytes": passes.peak_bytes})
-        growth = int(args.factor * table["runs"][f"{tokens} planned"]["peak_bytes"])
+        growth = int(args.factor * table["runs"][f"{tokens} planned"]["peak_bytes"]) + BESIDE
         for who in RUNS:
             if f"{tokens} {who}" not in table["runs"]:
                 keep(f"{tokens} {who}", {"growth_bytes": growth, **start(who, args.model, tokens, growth)})

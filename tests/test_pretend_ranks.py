@@ -182,9 +182,7 @@ def early(mesh, case):
 def test_a_message_between_stages_that_is_not_waited_for_is_found():
     sizes, case = CASES["pp2 interleaved"]
     for races in ranks.run(2, early, case, mesh=sizes):
-        assert any(
-            "comm/channel.py" in race or "train/row.py" in race or "comm/messages.py" in race for race in races
-        )
+        assert any("comm/channel.py" in race or "train/row.py" in race or "comm/messages.py" in race for race in races)
 
 
 def channels(mesh, steps):

@@ -76,7 +76,9 @@ def _rows(x: Tensor) -> int:
     return max(1, CHUNK // x.shape[-1])
 
 
-@operator("rms_norm_rows(Tensor x, Tensor scale, float eps) -> Tensor", lambda x, scale, eps: x.new_empty(x.shape), True)
+@operator(
+    "rms_norm_rows(Tensor x, Tensor scale, float eps) -> Tensor", lambda x, scale, eps: x.new_empty(x.shape), True
+)
 def rms_norm_rows(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """`rms_norm_reference` of x [N, D], some rows at a time: what is in float32 or wider has their size."""
     out = x.new_empty(x.shape)

@@ -1,12 +1,13 @@
 """The longest sequence that a model trains on one device: `fzero plan --ask longest`.
 
-The peak of the forward and the backward pass is piecewise affine in the length T, as every tensor of a step is: the
-passes are traced at two lengths, the length at which the line meets the capacity is traced, and so on from the last two
-traces, until a traced length fits and leaves less than ROOM of the capacity. The update comes after the passes, when
-their activations are gone, and its memory does not depend on T; it is not traced.
+Every tensor of a step is affine in the length T, so the peak of its passes is the largest of some lines. They are
+traced at two lengths; the length at which the line meets the capacity is traced, and so on from the two nearest ones,
+until a traced length fits and leaves less than ROOM of the capacity. The update comes after the passes, when their
+activations are gone, and its memory does not depend on T; it is not traced.
 
 One rank, one row a micro-batch, remat "full", the loss and the MLP for some tokens at a time. On a GPU the offload of
 each of LADDER is tried, which leaves less and less on the device, unless the config has one; a CPU has no other memory.
+Only the longest of these is traced at its length, the others are where their lines end.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.core.autodiff import Remat
@@ -33,13 +33,14 @@ from fzero.sharding.memory import Offload
 LADDER = (
     "",
     "acts=host",
-    "acts=host,opt=host",
     "acts=host,opt=host,grads=host",
     "acts=host,opt=host,grads=host,params=host",
 )
-TOKENS = {"cuda": 8192, "cpu": 1024}  # that the MLP is computed for at a time
+TOKENS = {"cuda": 16384, "cpu": 1024}  # that the MLP is computed for at a time
+START = {"cuda": 65536, "cpu": 16384}  # the shorter of the two lengths that are traced first
 UNIT = 128  # lengths are multiples of it
-ROOM = 0.001  # of the capacity that a longest sequence may leave
+ROOM = 0.002  # of the capacity that a longest sequence may leave
+NEAR = 0.01  # of a length, for which more is not offloaded
 MOST = 12  # traces to find one
 
 
@@ -56,17 +57,17 @@ class Choice(NamedTuple):
     """An offload with the longest sequence that it allows."""
 
     offload: str
-    tokens: int  # 0: not even UNIT
-    peak_bytes: int
-    host_bytes: int
-    traced: int  # lengths that were traced
-    bytes_per_token: float  # on the device, at this length
+    tokens: int
+    peak_bytes: int  # of tensors on the device
+    host_bytes: int  # and in the host's memory
+    bytes_per_token: float  # on the device, of the last ones
+    traced: bool  # whether this length was traced, or is where the line through two shorter ones ends
 
 
 class Longest(NamedTuple):
     """The answer: each choice of an offload, and the passes of the one with the longest sequence; `print` shows a page.
 
-    The least offload counts of two whose lengths are within ROOM.
+    The least offload is the best of those whose lengths are within NEAR of the longest.
     """
 
     config: RunConfig  # of the longest, with every "auto" resolved
@@ -113,7 +114,7 @@ class Longest(NamedTuple):
         cells = [
             [
                 one.offload or "none",
-                f"{one.tokens:,}",
+                f"{one.tokens:,}" if one.traced else f"about {one.tokens:,}",
                 size(one.peak_bytes),
                 size(one.bytes_per_token),
                 size(one.host_bytes),
@@ -178,49 +179,61 @@ def trace_passes(config: RunConfig, target: Target) -> Passes:
     return Passes(config.data.seq_len, trace.peak.bytes, host, trace)
 
 
-def find(measure: Callable[[int], Passes], capacity: int, host: int | None, start: int) -> tuple[list[Passes], Passes]:
-    """(all passes that were traced, those of the longest T that fits), of increasing functions of T.
+def line(a: Passes, b: Passes, capacity: int, host: int | None) -> tuple[int, float]:
+    """(the length at which the line through two passes meets what the device or its host holds, bytes of a token)."""
+    each = (b.peak_bytes - a.peak_bytes) / (b.tokens - a.tokens)
+    there = (b.host_bytes - a.host_bytes) / (b.tokens - a.tokens)
+    lengths = [b.tokens + (capacity - b.peak_bytes) / each] if each > 0 else []
+    lengths += [b.tokens + (host - b.host_bytes) / there] if host and there > 0 else []
+    return max(0, int(min(lengths, default=2 * b.tokens))), each
 
-    Raises ValueError if UNIT tokens do not fit.
+
+def find(
+    measure: Callable[[int], Passes], capacity: int, host: int | None, seen: dict[int, Passes]
+) -> tuple[Passes, float]:
+    """(the passes of the longest T that fits, bytes of a token there), for functions that increase with T.
+
+    seen: two lengths, or more; those that are measured are added. UNIT tokens must fit.
     """
-    seen: dict[int, Passes] = {}
-
-    def at(tokens: int) -> Passes:
-        if tokens not in seen:
-            seen[tokens] = measure(tokens)
-        return seen[tokens]
 
     def left(one: Passes) -> float:
         """The part of the capacity that is left, of the device or of the host, whichever is less."""
         rooms = [1.0 - one.peak_bytes / capacity]
         return min([*rooms, 1.0 - one.host_bytes / host] if host else rooms)
 
-    a, b = at(start), at(2 * start)
-    low, high = 0, 0  # the longest that fits, the shortest that does not
     for _ in range(MOST):
-        for one in (a, b):
-            low = max(low, one.tokens) if left(one) >= 0 else low
-            high = min(high or one.tokens, one.tokens) if left(one) < 0 else high
-        if low and (left(seen[low]) < ROOM or high == low + UNIT):
-            return list(seen.values()), seen[low]
-        if high and high <= UNIT:
+        fits = [tokens for tokens, one in seen.items() if left(one) >= 0]
+        low, high = max(fits, default=0), min(set(seen) - set(fits), default=0)
+        # The two nearest lengths: the function is convex, so the line through them is that of the tensors at the peak.
+        ends = sorted(seen, key=lambda tokens: abs(left(seen[tokens])))[:2]
+        aim, each = line(seen[min(ends)], seen[max(ends)], capacity, host)
+        if (low and left(seen[low]) < ROOM) or high == low + UNIT:
             break
-        slope = (left(a) - left(b)) / (b.tokens - a.tokens)
-        # Half of ROOM is left on purpose: a line through two points is exact to rounding, and must not miss by a hair.
-        aim = b.tokens + (left(b) - ROOM / 2) / slope if slope > 0 else 2.0 * b.tokens
-        bound = high - UNIT if high else max(64 * low, start)
-        aim = max(low + UNIT, min(int(aim) // UNIT * UNIT, bound), UNIT)
-        a, b = (seen[low] if low else b), at(aim)
-        if a.tokens == b.tokens:
-            a = next(one for tokens, one in seen.items() if tokens != b.tokens)
-        a, b = sorted((a, b), key=lambda one: one.tokens)
-    if not low:
-        least = min(seen.values(), key=lambda one: one.tokens)
-        raise ValueError(
-            f"not even {least.tokens} tokens fit: they need {size(least.peak_bytes)} of {size(capacity)}; offload more, "
-            "or name a device with more memory"
-        )
-    return list(seen.values()), seen[low]
+        # A part of ROOM is left on purpose: a line is exact to rounding, and must not miss by a hair.
+        aim = int(aim * (1 - ROOM / 4)) // UNIT * UNIT
+        aim = max(low + UNIT, min(aim, high - UNIT) if high else aim)
+        seen[aim] = measure(aim)
+    return seen[low], each
+
+
+def on_a_line(
+    offload: str, seen: dict[int, Passes], capacity: int, host: int | None, measure: Callable[[int], Passes]
+) -> Choice:
+    """The length where the line through two traced lengths meets what there is; 0 if not even UNIT tokens fit.
+
+    What does not grow with T may be above the line of what does, so a length below the traced ones is that of the chord
+    from UNIT tokens on, which is added to `seen`.
+    """
+    a, b = seen.values()
+    tokens, each = line(a, b, capacity, host)
+    if tokens < a.tokens:
+        a, b = seen.setdefault(UNIT, measure(UNIT)), a
+        if a.peak_bytes > capacity or (host and a.host_bytes > host):
+            return Choice(offload, 0, a.peak_bytes, a.host_bytes, 0.0, True)
+        tokens, each = line(a, b, capacity, host)
+    tokens = tokens // UNIT * UNIT
+    more, there = tokens - b.tokens, (b.host_bytes - a.host_bytes) / (b.tokens - a.tokens)
+    return Choice(offload, tokens, b.peak_bytes + int(more * each), b.host_bytes + int(more * there), each, False)
 
 
 def longest(config: RunConfig, device: Device, say: Callable[[str], None] = lambda stage: None) -> Longest:
@@ -230,30 +243,28 @@ def longest(config: RunConfig, device: Device, say: Callable[[str], None] = lamb
     """
     capacity, host = device.capacity_bytes, device.host_capacity_bytes(1)
     offloads = (config.offload,) if config.offload or device.kind == "cpu" else LADDER
-    choices: list[Choice] = []
-    found: dict[str, Passes] = {}
-    error = ""
+
+    def measure(tokens: int, offload: str) -> Passes:
+        say(f"tracing {tokens:,} tokens, offload {offload or 'none'}")
+        return trace_passes(resolve_for(at_length(config, tokens, offload, device.kind), device), device.target)
+
+    choices, seen, start = [], {}, START[device.kind]
     for offload in offloads:
-        say(f"tracing offload {offload or 'none'}")
-
-        def measure(tokens: int, offload: str = offload) -> Passes:
-            return trace_passes(resolve_for(at_length(config, tokens, offload, device.kind), device), device.target)
-
-        try:
-            traced, passes = find(measure, capacity, host, 4 * TOKENS[device.kind])
-        except ValueError as problem:
-            error = error or str(problem)
-            choices.append(Choice(offload, 0, 0, 0, 2, 0.0))
-            continue
-        others = [one for one in traced if one.tokens < passes.tokens] or traced
-        near = max(others, key=lambda one: one.tokens)
-        each = (passes.peak_bytes - near.peak_bytes) / max(1, passes.tokens - near.tokens)
-        found[offload] = passes
-        choices.append(Choice(offload, passes.tokens, passes.peak_bytes, passes.host_bytes, len(traced), each))
+        seen[offload] = {tokens: measure(tokens, offload) for tokens in (start, 2 * start)}
+        choices.append(
+            on_a_line(offload, seen[offload], capacity, host, lambda t, offload=offload: measure(t, offload))
+        )
     most = max(choice.tokens for choice in choices)
     if not most:
-        raise ValueError(f"--ask longest: {error}")
-    best = next(choice for choice in choices if choice.tokens >= most * (1 - ROOM))
-    passes = found[best.offload]
-    seconds = predict(passes.trace, replace(device)).step_s if has_rates(device) else None
+        least = min(choices, key=lambda choice: choice.peak_bytes)
+        raise ValueError(
+            f"--ask longest: not even {UNIT} tokens fit: with offload {least.offload or 'none'} they need "
+            f"{size(least.peak_bytes)} of {size(capacity)}; offload more, or name a device with more memory"
+        )
+    at = next(i for i, choice in enumerate(choices) if choice.tokens >= most * (1 - NEAR))
+    offload = choices[at].offload
+    passes, each = find(lambda tokens: measure(tokens, offload), capacity, host, seen[offload])
+    best = Choice(offload, passes.tokens, passes.peak_bytes, passes.host_bytes, each, True)
+    choices[at] = best
+    seconds = predict(passes.trace, device).step_s if has_rates(device) else None
     return Longest(passes.trace.config, device, capacity, host, tuple(choices), best, passes, seconds)
