@@ -193,7 +193,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             f"{e['memory_gib']:+.0%}" if known else "",
         ]
         mesh = " ".join(f"{axis}={size}" for axis, size in r["mesh"].items())
-        what = f"{r['model']}, {mesh}, stage {r['zero']}, {r['gpu']}, remat {r['remat']}{', compiled' * r['compiled']}"
+        order = f", {r['settings'].get('pipeline.schedule', '1f1b')}" if "pp" in r["mesh"] else ""
+        what = f"{r['model']}, {mesh}{order}, stage {r['zero']}, {r['gpu']}, remat {r['remat']}"
+        what += ", compiled" * r["compiled"]
         cells = [
             what,
             r["source"],

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.planner.search import search as search
     from fzero.run.deepspeed import config_from_deepspeed as config_from_deepspeed
     from fzero.run.measure.loggers import open_loggers as open_loggers
+    from fzero.sharding import Context as Context
     from fzero.sharding import Mesh as Mesh
     from fzero.sharding import Pipeline as Pipeline
     from fzero.sharding import Plan as Plan
@@ -89,6 +90,7 @@ _HOME = {
     "redistribute": "sharding",
     "local_batch": "train.batch",
     "Execution": "train.execution",
+    "Context": "sharding",
     "Mesh": "sharding",
     "Metrics": "train.step",
     "Model": "models",

@@ -83,9 +83,9 @@ def ended(folder, process, timeout_s=120, log=""):
     )
 
 
-def torchrun(folder, n, *args, verb="pretrain"):
+def torchrun(folder, n, *args, verb="pretrain", timeout_s=120):
     """What all ranks of a run printed that ends well."""
-    code, out, said, _ = ended(folder, start(folder, n, *args, verb=verb), 120)
+    code, out, said, _ = ended(folder, start(folder, n, *args, verb=verb), timeout_s)
     assert code == 0 and not said, (folder / "err").read_text()
     return out
 

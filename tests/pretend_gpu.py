@@ -57,7 +57,7 @@ def line_of_fzero():
     frame, test = sys._getframe(2), "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/fzero/" in name and not name.endswith(("core/gpu.py", "core/future.py")):
+        if "/fzero/" in name and not name.endswith(("core/gpu.py", "core/copy_buckets.py", "core/future.py")):
             return f"{name.rpartition('/fzero/')[2]}:{frame.f_lineno}"
         if "/tests/test_" in name and test == "?":
             test = f"{name.rpartition('/')[2]}:{frame.f_lineno}"

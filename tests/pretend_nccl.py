@@ -99,7 +99,9 @@ def nccl():
         """Two ranks with a stream of their own; what is received has arrived in the memory when it is waited for."""
 
         def __init__(self, store, number):
-            own = dist.PrefixStore(f"start/{start_number}", store)  # of one mesh there are several on GPUs here
+            # Of one mesh there are several on GPUs here: each end counts how often it has opened this channel.
+            times = store.add(f"opened/{start_number}/{number}", 1)
+            own = dist.PrefixStore(f"start/{start_number}/{times}", store)
             self.backend = dist.ProcessGroupGloo(own, number, 2, datetime.timedelta(seconds=60))
             self.stream = Stream()
 

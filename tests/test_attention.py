@@ -186,6 +186,16 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(dtype):
         assert_at_most_twice_the_error(ours, plain, exact)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, F64), ids=str)
+def test_a_query_that_sees_one_key_has_no_gradient_in_blocks(dtype):
+    tensors = inputs(2, 300, 4, 2, 32, dtype)
+    starts = documents_of(2, 300).diff(prepend=torch.full((2, 1), -1)) != 0
+    for pattern, alone in ((FULL, starts), (Pattern("window", 1), torch.ones_like(starts))):
+        for form in (attn.blocked_attention, attn.reference):
+            _, dq, *_ = gradients(form, tensors, pattern=pattern, documents=documents_of(2, 300))
+            assert bool((dq[alone] == 0).all()) and bool((dq[~alone] != 0).any()) != bool(alone.all())
+
+
 @pytest.mark.parametrize("t", (2, 129, 300))
 def test_fused_is_the_reference(t):
     tensors = inputs(2, t, 4, 2, 8)

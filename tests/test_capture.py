@@ -265,6 +265,27 @@ def test_each_shape_of_a_batch_has_a_graph_up_to_a_number(monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_donated_state_stays_where_it_is():
+    """A graph has the addresses of what it reads and writes: all leaves stay from step to step, but for the counts of
+    steps that are issued.
+    """
+    with pretend():
+        state, step = make("cuda", policy=precision.POLICIES["bf16"](), ema=True)
+        counts, moved = {"step", "data_cursor", "opt_state/inner/1/count"}, []
+
+        def places():
+            return {name: leaf.under.data_ptr() for name, leaf in pytree.named_leaves(state).items()}
+
+        for batch in batches("cuda", 6):
+            before = places()
+            state, _ = step(state, batch)
+            moved.append({name for name, place in places().items() if place != before[name]})
+        (one,) = step.recorded.values()
+        assert one.graph.replays >= 3 and all(names <= counts for names in moved)
+        assert not any(moved[1 - one.graph.replays :]) and len(set(before.values())) > 30
+
+
+@pytest.mark.slow
 def test_a_state_from_elsewhere_is_recorded_again_and_a_donated_one_is_refused():
     with pretend():
         state, step = small("cuda")

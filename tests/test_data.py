@@ -409,15 +409,14 @@ def test_a_run_compares_the_chunks_that_it_reads_and_each_of_them_once(summed, m
     stream = data.TokenStream(data.open_tokens(summed), 64, 2)
     compared.clear()  # of the documents
     with flipped(summed / "train.bin", 64 * 9 + 5):
-        windows = data.stream._windows(stream.tokens, 64)
-        for window in [n for n in range(len(windows)) if n not in (8, 9)]:  # a window is 65 tokens
+        for window in [n for n in range(len(stream.rows)) if n not in (8, 9)]:  # a window is 65 tokens
             before = len(compared)
             for _ in range(2):
-                data.stream._assemble(stream.tokens, 64, np.array([window]))
+                data.stream._assemble(stream.tokens, stream.rows.positions(np.array([window])))
             assert len(compared) - before <= 2
         for window in (8, 9):
             with pytest.raises(ValueError, match="the bytes 576 to 639 do not match"):
-                data.stream._assemble(stream.tokens, 64, np.array([window]))
+                data.stream._assemble(stream.tokens, stream.rows.positions(np.array([window])))
     stream.samples_at(0, 3 * stream.samples_per_epoch)
     assert sum(stream.tokens.sums.left) == stream.tokens.sums.count <= 1  # the tail that no window has
     done = len(compared)

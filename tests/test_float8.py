@@ -252,6 +252,28 @@ def test_a_trace_gives_the_same_bits(impl, scaling):
     assert_same([list(outs), list(pair.backward(residuals, [cotangent]))], [out, grads])
 
 
+@every_scaling
+def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, monkeypatch):
+    """The bits are those of linears by themselves; no number of a weight is kept for the backward pass."""
+    x, w, _ = operands()
+    inputs, launched, launch = [x, w, w.flip(0)], [], float8._launch
+
+    def block(x, *ws):
+        return (sum(float8_linear(x, w, scaling, impl="scaled_mm") for w in ws),)
+
+    out, grads = laws.both_passes(lambda *tensors: block(*tensors)[0], inputs)
+    monkeypatch.setattr(float8, "_launch", lambda x, *rest: launched.append(tuple(x.shape)) or launch(x, *rest))
+    pair = vjp_pair(block, 3, compiled=False, budget=0.99)
+    outs, residuals = pair.forward(inputs)
+    kept = [tuple(t.shape) for t in residuals if isinstance(t, torch.Tensor) and t.dtype.itemsize == 1]
+    cotangent = laws.draw(outs[0].shape, seed=1)[0].to(x.dtype)
+    assert_same([list(outs), list(pair.backward(residuals, [cotangent]))], [out, grads])
+    # x and x turned once, each of two weights twice, and the gradient: the sum gives both linears the same one, and
+    # each reads it.
+    assert sorted(launched) == sorted([(32, 48), (48, 32), *[(64, 48), (48, 64)] * 2, *[(32, 64)] * 2])
+    assert set(kept) <= {(48, 32)}
+
+
 def test_what_it_refuses():
     x, w, _ = operands()
     for impl in ("auto", "reference", *FORMS):

@@ -10,6 +10,7 @@ from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 import fzero
 from fzero.core import pytree
 from fzero.run.measure.live_bytes import LiveBytes
+from fzero.sharding.describe import communication
 from fzero.train.batch import local_batch
 
 LAYERS, M = 8, 4
@@ -17,12 +18,14 @@ PIPELINES = {
     "gpipe": fzero.Pipeline("gpipe"),
     "1f1b": fzero.Pipeline("1f1b"),
     "interleaved": fzero.Pipeline("interleaved", chunks=2),
+    "zb-h1": fzero.Pipeline("zb-h1"),
+    "zb-v": fzero.Pipeline("zb-v", chunks=2),
 }
 
 
-def prepared(mesh, stage, pipeline, m=M, length=8, name="gemma"):
+def prepared(mesh, stage, pipeline, m=M, length=8, model="gemma"):
     """(plan, a step of m micro-batches, its state and its batch), after a step that tells the shapes."""
-    model, tx = model_of(name, n_layers=LAYERS), OPTIMIZERS["sgd"]
+    model, tx = model_of(model, tied=True, n_layers=LAYERS), OPTIMIZERS["sgd"]
     plan = fzero.zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
     step = fzero.make_train_step(model, tx, plan, micro_batches=m)
     batch = local_batch(batch_for(0, m * mesh.data_size, length), mesh, m)
@@ -30,12 +33,13 @@ def prepared(mesh, stage, pipeline, m=M, length=8, name="gemma"):
     return plan, step, state, batch
 
 
-def sent(mesh, stages):
-    """By case {(phase, collective, axis, what): (calls, elements)} of this rank's step, and the formulas' values."""
+def sent(mesh, stages, names, model="gemma"):
+    """By case {(phase, collective, axis, what, calls or elements): number} of this rank's step, the formulas' values,
+    and the elements that `print(plan)` adds up for the layers."""
     out = {}
     for stage in stages:
-        for name, pipeline in PIPELINES.items():
-            plan, step, state, batch = prepared(mesh, stage, pipeline)
+        for name in names:
+            plan, step, state, batch = prepared(mesh, stage, PIPELINES[name], model=model)
             mesh.ledger.clear()
             step(state, batch)
             found = Counter()
@@ -44,7 +48,9 @@ def sent(mesh, stages):
                 key = row.phase, row.collective, row.axis, what
                 found[(*key, "calls")] += row.calls
                 found[(*key, "elements")] += row.elements
-            out[name, stage] = dict(found), formulas(plan, stage)
+            layers = [communication(plan, leaf)[1:] for leaf in plan.leaves if leaf.startswith("blocks/")]
+            planned = sum(M * each + once for each, once in layers) / FP64.param.itemsize
+            out[name, stage] = dict(found), formulas(plan, stage), planned
     return out
 
 
@@ -65,8 +71,8 @@ def formulas(plan, stage):
 
     for s in range(S):
         if of[s] == r:
-            add("forward", "message", "pp", "x", M * (s < S - 1), x)
-            add("backward", "message", "pp", "grad", M * (s > 0), x)
+            add("forward", "message", "pp", "x", M * (of[s + 1 : s + 2] not in ((), (r,))), x)
+            add("backward", "message", "pp", "grad", M * (s > 0 and of[s - 1] != r), x)
     for name, ranks_of in users.items():
         rest = sizes[name] // p // (N if stage == 3 else 1)
         add("gather", "gather_to", "pp", name, 1 if ranks_of - {r} else 0, rest * len(ranks_of - {r}))
@@ -90,21 +96,26 @@ def formulas(plan, stage):
     return dict(out)
 
 
+WHOLE, SPLIT = ("gpipe", "1f1b", "interleaved"), ("zb-h1", "zb-v")
+
+
 @pytest.mark.parametrize(
-    "sizes",
+    "sizes, names, model",
     (
-        {"pp": 2},
-        pytest.param({"pp": 2, "dp": 2}, marks=pytest.mark.slow),
-        pytest.param({"pp": 4}, marks=pytest.mark.slow),
+        ({"pp": 2}, WHOLE, "gemma"),
+        pytest.param({"pp": 2, "dp": 2}, WHOLE, "gemma", marks=pytest.mark.slow),
+        pytest.param({"pp": 4}, (*WHOLE, *SPLIT), "llama", marks=pytest.mark.slow),
     ),
     ids=str,
 )
-def test_a_rank_sends_what_the_formulas_say(sizes):
+def test_a_rank_sends_what_the_formulas_say(sizes, names, model):
     """B_ T D a border, micro-batch and direction; the leaves outside the layers once before the row, their sums once
     behind it; at stage 3 each layer 2 m times; losses and norm a few numbers."""
-    for rank, cases in enumerate(ranks.run(math.prod(sizes.values()), sent, (0, 3), mesh=sizes)):
-        for case, (found, expected) in cases.items():
+    for rank, cases in enumerate(ranks.run(math.prod(sizes.values()), sent, (0, 3), names, model, mesh=sizes)):
+        for case, (found, expected, planned) in cases.items():
             assert found == expected, (rank, case)
+            layers = sum(n for key, n in found.items() if key[3:] == ("layers", "elements"))
+            assert layers == planned, (rank, case)
 
 
 def peaks(mesh, cases):
@@ -123,8 +134,14 @@ def peaks(mesh, cases):
 
 def test_a_rank_holds_the_micro_batches_in_flight():
     """m with gpipe, p - r with 1f1b; each as many bytes. Where gpipe is fullest no gradient has been summed yet."""
-    cases = [("gpipe", 8), ("gpipe", 4), ("1f1b", 8)]
-    for r, (eight, four, one_by_one, grads) in enumerate(ranks.run(2, peaks, cases, mesh={"pp": 2})):
+    expect_in_flight(ranks.run(2, peaks, CASES, mesh={"pp": 2}))
+
+
+CASES = [("gpipe", 8), ("gpipe", 4), ("1f1b", 8)]
+
+
+def expect_in_flight(results):
+    for r, (eight, four, one_by_one, grads) in enumerate(results):
         each = (eight - four) / 4
         assert each > 1000
         expected = eight - (8 - (2 - r)) * each + grads

@@ -1,21 +1,23 @@
 """Steps on a mesh with pp: equal to one process whatever the schedule, the layout of layers, the stage and the mesh."""
 
-import functools
 import itertools
 import math
 import os
 import tempfile
 import time
+from unittest import mock
 
 import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
+from pipeline_steps import equals_one_process, options_of
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
 
 import fzero
 from fzero import checkpoint
-from fzero.core import pytree
+from fzero.comm.channel import Receiver
+from fzero.core import pytree, vjp_pair
 from fzero.run.measure import norms
 from fzero.sharding.digests import digests
 from fzero.sharding.pipeline import FAMILIES
@@ -26,7 +28,6 @@ from fzero.train.eval import make_eval_step
 from fzero.train.row import room_of, schedule_of
 from fzero.train.state import state_specs
 
-STEPS = 5
 # A table of one's own: down the ranks and up again, so that embedding and head are on rank 0.
 V = """name vee
 layers 0 1 2 3
@@ -46,46 +47,6 @@ MESHES = {
     "pp2 x tp2": {"pp": 2, "tp": 2},
     "pp4": {"pp": 4},
 }
-
-
-def options_of(pipeline, **more):
-    return {"plan_options": {"pipeline": pipeline, **more}}
-
-
-@functools.cache
-def serial(name, optimizer, micro_batches, dropout=0.0, layers=4, **plan_options):
-    steps = plan_options.pop("steps", STEPS)
-    state, _, log = train(
-        fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, dropout=dropout, plan_options=plan_options
-    )
-    return state, log
-
-
-def trained(mesh, cases, steps):
-    out = []
-    for case, options in cases:
-        state, specs, log = train(mesh, *case, steps=steps, **options)
-        out.append((whole(state, specs, mesh), log))
-    return out
-
-
-def equals_one_process(mesh, cases, steps=STEPS):
-    """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, options of `train`)."""
-    sizes = MESHES[mesh]
-    data = sizes.get("dp", 1) * sizes.get("rp", 1)
-    given = [((name, tx, stage, data * m), options) for name, tx, stage, m, options in cases]
-    results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
-    for (case, options), (state, log) in zip(given, results[0]):
-        name, tx, _, m = case
-        expected, expected_log = serial(name, tx, m, options.get("dropout", 0.0), steps=steps)
-        try:
-            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
-            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
-            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
-        except AssertionError as error:
-            error.add_note(f"{mesh}, {case}, {options}")
-            raise
-    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
 
 
 # gpt2 is tied, has dropout and three layers; gemma is tied, with layers that take turns, and has four.
@@ -118,21 +79,7 @@ SLOW = ("pp2 x rp2", "pp4", "pp2 x tp2")
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES])
 def test_a_pipeline_equals_one_process(mesh):
-    equals_one_process(mesh, FEW[mesh])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("pipeline", PIPELINES)
-def test_every_product_equals_one_process(mesh, pipeline):
-    how = PIPELINES[pipeline]
-    if mesh == "pp4":
-        how = Pipeline(how.schedule if how.chunks == 1 else "1f1b")
-    micro = (2, 4) if pipeline == "interleaved" else (1, 3, 4)
-    product = itertools.product(("sgd", "clipped adam"), range(4), micro, ("none", "full"))
-    cases = [("gemma", tx, stage, m, {**options_of(how), "remat": remat}) for tx, stage, m, remat in product]
-    # After five steps of this SGD one process itself is 4e-10 from one with other micro-batches.
-    equals_one_process(mesh, cases, steps=3)
+    equals_one_process(MESHES[mesh], FEW[mesh])
 
 
 # ---- canonical sums --------------------------------------------------------------------------------------------------
@@ -233,6 +180,26 @@ def test_messages_are_as_many_as_the_stages_have_borders():
     found = ranks.run(2, sent, PIPELINES["interleaved"], m, mesh={"pp": 2})
     assert found[0] == {("forward", "x:0-1"): 2 * 2 * m * size, ("backward", "grad:0-1"): 2 * m * size}
     assert found[1] == {("forward", "x:1-0"): 2 * m * size, ("backward", "grad:1-0"): 2 * 2 * m * size}
+
+
+def events_of(mesh, pipeline, length):
+    """(what happened before the first activations were there, how many programs were made) in a step."""
+    model, tx = model_of("llama", n_layers=4), OPTIMIZERS["sgd"]
+    plan = zero_plan(3, model, mesh, policy=FP64, pipeline=pipeline)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=4)
+    make, take, events = vjp_pair._programs, Receiver.take, []
+    with (
+        mock.patch.object(vjp_pair, "_programs", lambda *args: events.append("made") or make(*args)),
+        mock.patch.object(Receiver, "take", lambda self: events.append("taken") or take(self)),
+    ):
+        step(fzero.init_state(model, tx, plan, seed=0), local_batch(batch_for(0, 8, length), mesh, 4))
+    return events[: events.index("taken")], events.count("made")
+
+
+def test_ranks_make_their_programs_before_they_wait_for_activations():
+    """All at the same time, and one for each kind of layer, whatever the stages."""
+    for found in ranks.run(2, events_of, Pipeline("zb-v", chunks=2), 11, mesh={"pp": 2}):  # a length of no other test
+        assert found == (["made"], 1)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

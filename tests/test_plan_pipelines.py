@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from test_plan_memory import flop, fullest, measured
 
 import fzero
 from fzero.planner import pipelined
+from fzero.planner.pipeline_report import layout_by_cost
 from fzero.planner.plan_report import total_flop
-from fzero.planner.step_trace import trace_step
+from fzero.planner.step_trace import Transfer, trace_step
+from fzero.run.measure.moments import COMPONENTS
 from fzero.sharding import pipeline
 
 FOUR = {"n_layers": 4}
+ZB_V = {"schedule": "zb-v", "chunks": 2}
 CASES = {
     "1f1b": made(mesh={"pp": 2}, parts=5, model={"n_layers": 2}),
     "gpipe": made("gpt2", mesh={"pp": 2}, zero=1, parts=4, model=FOUR, pipeline={"schedule": "gpipe", "layout": "3,1"}),
@@ -26,18 +30,28 @@ CASES = {
     "experts": made("mixtral", mesh={"pp": 2, "dp": 2}, zero=2, parts=3),
     "tp": made("gpt2", mesh={"pp": 2, "tp": 2}, sequence=True, parts=3, model=FOUR),
     "pp4": made(mesh={"pp": 4}, zero=1, parts=6, model=FOUR),
+    "zb-h1": made(mesh={"pp": 2}, parts=5, model={"n_layers": 2}, pipeline={"schedule": "zb-h1"}),
+    "zb-v": made(mesh={"pp": 2}, policy="bf16", parts=5, model=FOUR, pipeline=ZB_V),
+    "zb-h2": made("gpt2", mesh={"pp": 4}, parts=8, model={**FOUR, "dropout": 0.1}, pipeline={"schedule": "zb-h2"}),
+    "interleaved-zb": made(
+        mesh={"pp": 2, "dp": 2}, zero=2, parts=6, model=FOUR, pipeline={"schedule": "interleaved-zb", "chunks": 2}
+    ),
+    "zb-v, stage 3": made(mesh={"pp": 2, "dp": 2}, zero=3, parts=4, model=FOUR, train_remat="full", pipeline=ZB_V),
+    "dualpipe-v": made(
+        mesh={"pp": 4}, parts=9, model={"n_layers": 8}, pipeline={"schedule": "dualpipe-v", "chunks": 2}
+    ),
 }
 
 
 @functools.cache
 def results(name):
     config = CASES[name]
-    n = 4 if name not in ("1f1b", "gpipe", "interleaved") else 2
+    n = math.prod(config.mesh.values())
     found = ranks.run(n, measured, {name: config}, mesh=dict(config.mesh), timeout_s=300)
     return [one[name] for one in found]
 
 
-QUICK, LATER = ("1f1b",), ("stage 3", "interleaved")
+QUICK, LATER = ("1f1b", "zb-h1"), ("stage 3", "interleaved", "zb-v")
 
 
 def tiered(cases):
@@ -75,6 +89,25 @@ LONG = {
     "stage 3": made(mesh={"pp": 4, "dp": 2}, zero=3, parts=8, model=FOUR, train_remat="full"),
     "stage 2": made("mixtral", mesh={"pp": 4, "dp": 2}, zero=2, parts=8, model={"n_layers": 8}),
     "once": made(mesh={"pp": 2, "dp": 2}, zero=1, parts=7, model=FOUR, reduce="once"),
+    "zb-h1": made(mesh={"pp": 2}, parts=9, model={"n_layers": 2}, pipeline={"schedule": "zb-h1"}),
+    "zb-h1, stage 3": made(
+        mesh={"pp": 4, "dp": 2}, zero=3, parts=10, model={"n_layers": 8}, pipeline={"schedule": "zb-h1"}
+    ),
+    "zb-h1, tp": made(mesh={"pp": 2, "tp": 2}, parts=8, model=FOUR, sequence=True, pipeline={"schedule": "zb-h1"}),
+    "zb-h2": made("gpt2", mesh={"pp": 4}, parts=14, model={**FOUR, "dropout": 0.1}, pipeline={"schedule": "zb-h2"}),
+    "zb-v": made(mesh={"pp": 2}, parts=9, model=FOUR, pipeline=ZB_V),
+    "zb-v of 4": made(mesh={"pp": 4}, policy="bf16", parts=16, model={"n_layers": 8}, pipeline=ZB_V),
+    "interleaved-zb": made(
+        mesh={"pp": 2, "dp": 2},
+        zero=1,
+        parts=10,
+        model=FOUR,
+        reduce="once",
+        pipeline={"schedule": "interleaved-zb", "chunks": 2},
+    ),
+    "dualpipe-v": made(
+        mesh={"pp": 4}, parts=16, model={"n_layers": 8}, pipeline={"schedule": "dualpipe-v", "chunks": 2}
+    ),
 }
 
 
@@ -96,11 +129,11 @@ def test_a_row_is_put_together_of_few_acts(name):
         made_up = pipelined.put_together(row, found.schedule, pp, config, pp * stride, "")
         assert sorted(made_up.ledger) == sorted(whole.ledger)
         assert (made_up.state, made_up.tokens, made_up.rank) == (whole.state, whole.tokens, whole.rank)
-        assert (made_up.peak.phase, made_up.peak.bytes, made_up.peak.parts) == (
-            whole.peak.phase,
-            whole.peak.bytes,
-            whole.peak.parts,
-        )
+        assert (made_up.peak.phase, made_up.peak.bytes) == (whole.peak.phase, whole.peak.bytes)
+        # By where it was freed a storage is one of activations or workspace, which the record of a split row may not
+        # tell; the rest is equal.
+        slack = 0.01 * whole.peak.bytes if any(act.kind == "W" for act in found.schedule.rows[pp]) else 0
+        assert all(abs(made_up.peak.parts[c] - whole.peak.parts[c]) <= slack for c in COMPONENTS)
         assert total_flop(made_up) == flop(whole)
         assert passes(made_up) == passes(whole)
     assert len(found.ranks) == config.mesh["pp"]
@@ -134,7 +167,7 @@ TWO = {"schedule": "interleaved", "chunks": 2}
         ({"mesh": {"pp": 5}}, "pp=5 with 1 chunk a rank has 5 stages, and the model has 4 layers"),
         ({"mesh": {"pp": 2}, "pipeline": {"layout": "3,2"}}, "layout 3,2 has 5 layers in 2 stages"),
         ({"mesh": {"pp": 4}, "parts": 11, "pipeline": TWO, "model": {"n_layers": 8}}, "10 or 12 would do"),
-        ({"mesh": {"pp": 2}, "parts": 4, "pipeline": {"schedule": "zb-h1"}}, "zb-h1 has backward passes in two parts"),
+        ({"mesh": {"pp": 2}, "parts": 3, "pipeline": {"schedule": "dualpipe-v", "chunks": 2}}, "needs at least 4"),
     ],
 )  # fmt: skip
 def test_what_a_run_refuses_is_refused_before_anything_is_traced(wrong, said, monkeypatch):
@@ -142,3 +175,28 @@ def test_what_a_run_refuses_is_refused_before_anything_is_traced(wrong, said, mo
     with pytest.raises(ValueError, match=said) as error:
         pipelined.trace(made(**{"model": FOUR, **wrong}), wrong["mesh"])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_the_last_gradient_leaves_before_sums_over_data_ranks_are_waited_for(stage):
+    """Else the stage before would wait for the sums of every stage behind it."""
+    config = made(mesh={"pp": 2, "dp": 2}, zero=stage, parts=2, model={"n_layers": 2})
+    transfers = [e for e in trace_step(config, config.mesh, rank=2).events if isinstance(e, Transfer)]
+    sent = max(i for i, e in enumerate(transfers) if (e.what, e.event, e.phase) == ("message", "start", "backward"))
+    sums = ("psum", "psum_scatter")
+    waited = [i for i, e in enumerate(transfers) if (e.axis, e.event) == ("dp", "wait") and e.what in sums]
+    assert len(waited) > 2 and sent < min(waited)
+
+
+def test_the_layout_by_cost_counts_embedding_head_and_all_chunks_of_a_rank():
+    s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 32, 4), 8)
+    acts = [{"F": 8.0, "B": 16.0}] * 3 + [{"F": 10.5, "B": 21.0}]
+    cut = layout_by_cost(s, acts)
+    assert [len(layers) for layers in cut.stages.layers] == [8, 9, 9, 6]
+    assert cut.takes == pytest.approx(9 / 10.5)
+    around = pipeline.schedule("zb-v", pipeline.layout([1.0] * 16, 2, 2, "v"), 8)
+    split = [{"F": 4.0, "I": 5.0, "W": 3.0}] * 3 + [{"F": 6.0, "I": 7.5, "W": 4.5}]
+    cut = layout_by_cost(around, split)  # the first rank has 4 + 4 layers, and a head as long as two
+    first, second, third, last = (len(layers) for layers in cut.stages.layers)
+    assert first + second + third + last == 16 and max(first, second, third, last + 2) == 5
+    assert cut.takes == pytest.approx(max(first + last + 2, second + third) / 10)

@@ -127,14 +127,18 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     c = config_table.from_table(SMALL)
     every = list(candidates.candidates(c, 4, 4, {"train.remat": ("none", "full"), "offload": ("", "acts=host")}))
     assert len(set(every)) == len(every)
-    assert all(x.dp * x.rp * x.tp == 4 and c.train.batch % (x.micro_batch * x.dp * x.rp) == 0 for x in every)
+    assert all(x.pp * x.dp * x.rp * x.tp == 4 and c.train.batch % (x.micro_batch * x.dp * x.rp) == 0 for x in every)
     assert {x.tp for x in every} == {1, 2, 4} and {x.zero for x in every} == {0, 1, 2, 3}
+    piped = [x for x in every if x.pp > 1]
+    assert {x.pp for x in piped} == {2} and {x.schedule for x in piped} == {"1f1b", "zb-h1"}, "a layer for each stage"
+    assert all(c.train.batch // (x.micro_batch * x.dp) >= x.pp and x.rp == 1 for x in piped)
+    assert {x.remat for x in piped if x.schedule == "zb-h1"} == {"none"}
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
         build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
-    assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == 1} == {(8, 1), (4, 2), (2, 4)}
+    assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == x.pp == 1} == {(8, 1), (4, 2), (2, 4)}
     with pytest.raises(
         ValueError,
         match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*16 data ranks; use a --batch",

@@ -565,23 +565,36 @@ def test_flop_of_is_what_the_counter_says():
     assert flops.flop_of(torch.ops.aten.add.Tensor, (a, a), {}, a + a) == 0
 
 
+def described(op, *args):
+    return describe_op(op, args, {}, op(*args), "forward", 0)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("emulated", "dtype"), [(False, "float8_e4m3fn"), (True, "float32")])
-def test_a_float8_product_is_its_roundings_and_a_product_of_the_numbers(emulated, dtype):
+@pytest.mark.parametrize("emulated", (False, True))
+def test_a_float8_product_is_its_roundings_and_a_product_of_the_numbers(emulated):
     """Twice bfloat16's rate is for the product alone: its operands are read for their scales and rounded before."""
-    h200 = devices.device("h200")
+    h200, n, width = devices.device("h200"), 4096**2, 4 if emulated else 1
+    ops, dtype = torch.ops.fzero, "float32" if emulated else "float8_e4m3fn"
     with torch.no_grad(), FakeDevice(h200.target) as mode:
         a, b = (torch.empty(4096, 4096, dtype=torch.bfloat16, device=mode.device) for _ in range(2))
-        product = torch.ops.fzero.float8_emulated if emulated else torch.ops.fzero.float8_product
-        given = (a, b, "tensorwise", False, False)
-        one = describe_op(product.default, given, {}, product(*given), "forward", 0)
-        plain = describe_op(torch.ops.aten.mm.default, (a, b), {}, a @ b, "forward", 0)
-        passes = describe_passes(one, given)
-    n = 4096**2
-    assert [(each.dtype, each.flop, each.bytes) for each in passes if each.flop] == [
-        (dtype, 2 * 4096**3, 2 * n + 2 * n * (4 if emulated else 1))
-    ]
-    assert sum(each.bytes for each in passes if not each.flop) == 2 * (2 * n + 2 * n + n * (4 if emulated else 1))
+        plain = described(torch.ops.aten.mm.default, a, b)
+        if emulated:
+            given = (a, b, "tensorwise", False, False)
+            passes = describe_passes(described(ops.float8_emulated.default, *given), given)
+        else:
+            norm, largest = torch.ops.aten.linalg_vector_norm.default, torch.empty((), device=mode.device)
+            passes = [described(norm, x, torch.inf) for x in (a, b)]
+            passes += [described(ops.float8_numbers.default, a, largest, "tensorwise", False)]
+            numbers = [ops.float8_numbers(x, largest, "tensorwise", False) for x in (a, b)]
+            given = (*numbers[0], b, largest, "tensorwise", True)
+            passes += describe_passes(described(ops.float8_product_of.default, *given), given)
+            alone = described(ops.float8_product.default, *numbers[0], *numbers[1], True)
+            assert passes[-1] == alone._replace(name="fzero.float8_product_of", bytes=passes[-1].bytes)
+            assert passes[-1].bytes == alone.bytes
+    assert [(each.dtype, each.flop, each.kind) for each in passes if each.flop] == [(dtype, 2 * 4096**3, "gemm")]
+    assert passes[-1].shape == plain.shape == (1, 4096, 4096, 4096)
+    assert passes[-1].bytes == pytest.approx(2 * n + 2 * n * width, abs=16)
+    assert sum(each.bytes for each in passes[:-1]) == pytest.approx(2 * (2 * n + 2 * n + n * width), abs=32)
     assert describe_passes(plain, (a, b)) == (plain,)
     cost = op_costs(h200)
     product_s, plain_s = (cost(each).device_s - h200.launch_s for each in (passes[-1], plain))

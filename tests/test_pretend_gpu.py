@@ -11,7 +11,7 @@ from pretend_gpu import Event, GpuTensor, Stream, pretend
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import restore_state as restore
-from fzero.core import gpu, precision, prng, pytree
+from fzero.core import copy_buckets, gpu, precision, prng, pytree
 from fzero.offload import activation_stack
 from fzero.run import run_folder
 from fzero.run.build import build, first_state
@@ -239,14 +239,14 @@ def test_a_checkpoint_is_restored_to_the_gpu_leaf_by_leaf(tmp_path, monkeypatch,
 
 
 def test_memory_that_is_not_pinned_goes_to_the_gpu_by_pieces_that_are(monkeypatch):
-    monkeypatch.setattr(gpu, "PIECE_BYTES", 40)
+    monkeypatch.setattr(copy_buckets, "PIECE_BYTES", 40)
     with pretend() as seen:
         for x in (torch.arange(95.0).view(5, 19).mT, torch.tensor(3), torch.arange(0.0), torch.arange(10.0)):
-            found = gpu.bring(x, torch.device("cuda", 0))
+            found = copy_buckets.bring(x, torch.device("cuda", 0))
             assert found.is_cuda and found.shape == x.shape and torch.equal(found.to("cpu"), x)
         gc.collect()
         assert {way for way, _ in seen.unpinned} == {"to the host"} and not seen.races and not seen.freed
-    assert gpu.bring(x, gpu.HOST) is x
+    assert copy_buckets.bring(x, gpu.HOST) is x
 
 
 # Copies of memory that is not pinned: small tensors of a new state, its leaves on their way to a disk, the text of a

@@ -12,13 +12,13 @@ from test_pretend_gpu import by_file
 
 import fzero
 from fzero import models, optim
-from fzero.core import gpu, precision, pytree
+from fzero.core import copy_buckets, gpu, precision, pytree
 from fzero.offload import buffer_pool
 from fzero.offload.activation_stack import DiskActivations
 from fzero.sharding import prefetch, reduce
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
-from fzero.train.update import in_backward
+from fzero.train.update import in_backward, offloaded
 
 MLP = models.MLPConfig(vocab_size=32, max_len=8, d_model=8, n_layers=2, d_ff=16)
 GPT2 = models.GPT2Config(vocab_size=32, max_len=8, d_model=8, n_layers=2, n_heads=1, d_ff=16)
@@ -170,64 +170,81 @@ def test_layers_in_memory_are_updated_during_the_backward_pass():
     assert losses("cpu", offload="opt=host", update="backward", **options)[0] == on_cpu(**options, update="end")
 
 
-def copies_that_leave(monkeypatch, small, offload, **options):
-    """The sizes of the copies from the GPU in the last of two steps, whose tensors of fewer than `small` bytes go
+def copies_of(monkeypatch, small, offload, **options):
+    """The sizes of the copies (from the GPU, to it) in two steps, whose tensors of fewer than `small` bytes go
     together; the bits and the order are checked."""
-    sizes, copy_out = [], gpu.copy_out
+    out, back, copy_out, copy_in, copy_in_parts = [], [], gpu.copy_out, gpu.copy_in, gpu.copy_in_parts
     with pretend() as seen, monkeypatch.context() as patch:
-        for owner in (gpu, reduce, in_backward):
+        for owner in (copy_buckets, reduce, in_backward, offloaded):
             patch.setattr(owner, "SMALL_COPY", small)
-        for owner in (gpu, in_backward):
-            patch.setattr(owner, "copy_out", lambda x, **room: sizes.append(x.nbytes) or copy_out(x, **room))
-        found, _ = losses("cuda", None, offload, model=GPT2, **options)
+        for owner in (copy_buckets, in_backward):
+            patch.setattr(owner, "copy_out", lambda x, **room: out.append(x.nbytes) or copy_out(x, **room))
+        patch.setattr(copy_buckets, "copy_in", lambda x, *to, **way: back.append(x.nbytes) or copy_in(x, *to, **way))
+        patch.setattr(
+            copy_buckets, "copy_in_parts", lambda x, *to, **way: back.append(x.nbytes) or copy_in_parts(x, *to, **way)
+        )
+        found, (_, unpinned) = losses("cuda", seen, offload, model=GPT2, **options)
         gc.collect()
-    assert not seen.races and not seen.freed
+    assert not seen.races and not seen.freed and not unpinned
     assert found == on_cpu(**{"model": GPT2, **options, "update": "end"})
-    return sizes
+    return out, back
 
 
-LEAVING = {
-    "grads=host": {"micro_batches": 1},
-    "opt=host": {"micro_batches": 1},
-    "params=host,grads=host,opt=host": {"micro_batches": 2, "reduce": "canonical"},
-    "params=host,grads=host,opt=host speculate": {"micro_batches": 1, "update": "speculate"},
-    "grads=host,opt=host backward": {"micro_batches": 2, "policy": "bf16", **BACKWARD},
+# Whether sums of gradients or what the host updated goes to the GPU.
+BUCKETS = {
+    "grads=host": ({"micro_batches": 1}, False),
+    "opt=host": ({"micro_batches": 1}, True),
+    "opt=host bf16": ({"micro_batches": 1, "policy": "bf16"}, True),
+    "params=host,grads=host,opt=host": ({"micro_batches": 2, "reduce": "canonical"}, False),
+    "grads=host two": ({"micro_batches": 2}, True),
+    "params=host,grads=host,opt=host speculate": ({"micro_batches": 1, "update": "speculate"}, False),
+    "opt=host speculate": ({"policy": "bf16", "update": "speculate"}, True),
+    "grads=host,opt=host backward": ({"micro_batches": 2, "policy": "bf16", **BACKWARD}, True),
+}
+TIERS = {
+    "grads=host two": (),
+    "opt=host bf16": (),
+    "opt=host": pytest.mark.slow,
+    "grads=host,opt=host backward": pytest.mark.slow,
 }
 
 
-def tier(name):
-    marks = {"grads=host": (), "opt=host": pytest.mark.slow, "grads=host,opt=host backward": pytest.mark.slow}
-    return pytest.param(name, marks=marks.get(name, pytest.mark.exhaustive))
-
-
-@pytest.mark.parametrize("name", [tier(name) for name in LEAVING])
-def test_small_gradients_leave_the_gpu_by_one_copy_a_layer(name, monkeypatch):
-    offload, options = name.partition(" ")[0], LEAVING[name]
-    apart = copies_that_leave(monkeypatch, 0, offload, **options)
-    together = copies_that_leave(monkeypatch, 64 << 10, offload, **options)
-    assert sum(together) == sum(apart)
-    # Twelve leaves of each of two layers, and those outside: all are small here.
-    assert len(together) * 4 < len(apart)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=TIERS.get(name, pytest.mark.exhaustive)) for name in BUCKETS]
+)
+def test_small_tensors_of_a_layer_leave_the_gpu_and_come_back_by_one_copy(name, monkeypatch):
+    offload, (options, returns) = name.partition(" ")[0], BUCKETS[name]
+    apart = copies_of(monkeypatch, 0, offload, **options)
+    together = copies_of(monkeypatch, 64 << 10, offload, **options)
+    for fewer, each, many in zip(together, apart, (True, returns)):
+        assert sum(fewer) == sum(each)
+        # Twelve leaves of each of two layers, and those outside: all are small here. The tied embedding gets a second
+        # gradient, for which its sum comes back in each step.
+        assert len(fewer) * 4 < len(each) if many else len(fewer) <= 2
 
 
 @pytest.mark.slow
 def test_a_bucket_that_is_not_waited_for_is_found(monkeypatch):
-    together = gpu.copy_out_together
-    for owner in (gpu, reduce, in_backward):
-        monkeypatch.setattr(
-            owner, "copy_out_together", lambda *args: [one._replace(event=None) for one in together(*args)]
-        )
-    for offload in ("grads=host", "opt=host"):
-        with pretend() as seen:
-            losses("cuda", None, offload, micro_batches=1)
-        assert seen.races
+    def unwaited(together):
+        return lambda *args, **ways: [one._replace(event=None) for one in together(*args, **ways)]
+
+    for owner, name, offload, micro_batches in (
+        (reduce, "copy_out_together", "grads=host", 1),
+        (copy_buckets, "copy_out_together", "opt=host", 1),
+        (reduce, "copy_in_together", "grads=host", 2),
+        (offloaded, "copy_in_together", "opt=host", 1),
+    ):
+        with pretend() as seen, monkeypatch.context() as patch:
+            patch.setattr(owner, name, unwaited(getattr(copy_buckets, name)))
+            losses("cuda", None, offload, micro_batches=micro_batches)
+        assert seen.races, (name, offload)
 
 
 @pytest.mark.parametrize("most, copies", ((64 << 20, 2), (300, 3)))
 def test_small_tensors_of_mixed_dtypes_and_shapes_leave_together(most, copies, monkeypatch):
-    monkeypatch.setattr(gpu, "LARGE_COPY", most)
+    monkeypatch.setattr(copy_buckets, "LARGE_COPY", most)
     sizes, copy_out = [], gpu.copy_out
-    monkeypatch.setattr(gpu, "copy_out", lambda x, **room: sizes.append(x.nbytes) or copy_out(x, **room))
+    monkeypatch.setattr(copy_buckets, "copy_out", lambda x, **room: sizes.append(x.nbytes) or copy_out(x, **room))
     shapes = {(2, 3): torch.float32, (5,): torch.bfloat16, (): torch.float32, (0, 2): torch.float32,
               (40,): torch.float32, (5, 8): torch.float32, (3,): torch.bfloat16}  # fmt: skip
     with pretend() as seen:
@@ -236,7 +253,7 @@ def test_small_tensors_of_mixed_dtypes_and_shapes_leave_together(most, copies, m
             for device in ("cuda", "cpu")
         )
         here = torch.ones(3)
-        *found, same = gpu.start_fetch([*given, here]).wait()
+        *found, same = copy_buckets.start_fetch([*given, here]).wait()
         assert same is here and sum(seen.waits.values()) == 1
         assert_same(found, wanted)
     assert not seen.races and not seen.unpinned
@@ -317,8 +334,8 @@ def test_buffers_that_are_copied_to_the_gpu_are_lent_until_then():
     assert pool.take((pool.size,), torch.uint8).view.numel() == pool.size
 
 
-def early(x, device, *, after=None, out=None):
-    return gpu.copy_in(x, device, out=out)
+def early(tensors, device, *, after):
+    return copy_buckets.copy_in_together(tensors, device)
 
 
 @pytest.mark.slow
@@ -326,7 +343,7 @@ def early(x, device, *, after=None, out=None):
     "offload, owner, name, plant",
     [
         # The sum so far comes back to the GPU before it has left.
-        ("grads=host,opt=host", reduce, "copy_in", early),
+        ("grads=host,opt=host", reduce, "copy_in_together", early),
         # The host reads sums, or rows, that are still on their way.
         ("grads=host,opt=host", gpu.Copied, "finish", nothing),
         ("opt=host", gpu.Copied, "finish", nothing),

@@ -225,3 +225,47 @@ def test_each_size_of_tp_is_looked_for_once():
         for _ in range(2):
             fzero.zero_plan(0, model, fzero.fake_mesh({"tp": 2}))
     assert len(sizes) == 1
+
+
+# ---- mistakes planted into what finds them ---------------------------------------------------------------------------
+
+
+def wrong_groups(patch):
+    test_a_wrong_group_is_proved_wrong_by_its_result_or_by_a_gradient()
+
+
+def right_groups(patch):
+    assert found("auto")[0] == SPLIT
+
+
+def no_gradients(patch):
+    near = module_cuts.expect_near
+    patch.setattr(
+        module_cuts, "expect_near", lambda what, *rest: None if what.startswith("the gradient") else near(what, *rest)
+    )
+
+
+def first_rank_for_all(patch):
+    patch.setattr(module_cuts, "sum_of", lambda parts: parts[0] * len(parts))
+
+
+MISTAKES = {
+    "differences are not looked at": (lambda patch: patch.setattr(module_cuts, "MOST", 1e9), wrong_groups),
+    "gradients are not compared": (no_gradients, test_a_gradient_alone_decides_too),
+    "numbers stay whole": (lambda patch: patch.setattr(module_cuts, "numbers_of", lambda *args: [()]), right_groups),
+    "nothing flows": (
+        lambda patch: patch.setattr(module_cuts, "sources_of", lambda probe: {name: set() for name in probe.linears}),
+        right_groups,
+    ),
+    "the part of one rank for all": (first_rank_for_all, right_groups),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_caught(name, monkeypatch):
+    plant, law = MISTAKES[name]
+    law(monkeypatch)
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, ValueError, module_cuts.Unequal, pytest.fail.Exception)):
+        law(monkeypatch)

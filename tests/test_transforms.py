@@ -30,7 +30,8 @@ def problem(mesh, stage, name="llama", pipeline=None):
 
     def mean_loss(params, batch):
         out = base.loss(model, params, batch, ctx, plan)
-        return psum(out.total, mesh["dp"]) / psum(out.num_tokens, mesh["dp"])
+        total, count = (psum(psum(x, mesh["dp"]), mesh["cp"]) for x in (out.total, out.num_tokens))
+        return total / count
 
     return model, plan, state.params, mean_loss, local_batch(batch_for(0, ROWS), mesh)
 
@@ -167,6 +168,29 @@ def test_over_pp_equals_one_process(name):
     """Uneven layouts, several chunks, tied leaves, leaves of which a rank has no layer."""
     case, sizes, stage, *which = OVER_PP[name]
     expected = case(fzero.one_process(), 0, which[0])
+    assert max(float(leaf.abs().max()) for leaf in pytree.leaves(expected)) > 1e-3
+    for result in ranks.run(math.prod(sizes.values()), case, stage, *which, mesh=sizes):
+        assert_close(result, expected, rtol=1e-10, atol=1e-12)
+
+
+OVER_CP = {
+    "examples": (per_example, {"cp": 2}, 3, "llama"),
+    "hessian": (hessian_vector, {"cp": 2}, 3, "gpt2"),
+    "seeds": (seeds, {"cp": 2}, 0, "moe dropless"),
+    "hessian with dp": (hessian_vector, {"dp": 2, "cp": 2}, 3, "gemma"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in ("examples", "hessian") else pytest.mark.exhaustive)
+        for n in OVER_CP
+    ],
+)
+def test_over_cp_equals_one_process(name):
+    case, sizes, stage, *which = OVER_CP[name]
+    expected = case(fzero.one_process(), 0, *which)
     assert max(float(leaf.abs().max()) for leaf in pytree.leaves(expected)) > 1e-3
     for result in ranks.run(math.prod(sizes.values()), case, stage, *which, mesh=sizes):
         assert_close(result, expected, rtol=1e-10, atol=1e-12)

@@ -32,6 +32,8 @@ def model_of(name, **changes):
     if name == "qlora":
         sizes = {**SIZES, "d_model": 32, "d_ff": 32, "n_kv_heads": 4, **changes}  # tp cuts between blocks of 16
         return models.lora(models.quantized(models.build(config_of("llama", **sizes)), "nf4", 16), rank=2)
+    if name == "lora":
+        return models.lora(models.build(config_of("llama", **{**SIZES, "n_kv_heads": 2, **changes})), rank=2)
     if name == "encoder and decoder":
         return case_of(name, **{size: SIZES[size] for size in ("vocab_size", "d_model", "d_ff", "n_layers")}).loss_fn
     return case_of(name, **{**SIZES, **MODELS[name], **changes}).loss_fn
@@ -46,8 +48,16 @@ def batch_for(step, rows, length=8):
     return {"tokens": tokens, "targets": targets, "mask": mask}
 
 
+def packed_batch_for(step, rows, length=8):
+    """`batch_for` with documents of a few tokens each, other ones in each row."""
+    g = torch.Generator().manual_seed(1000 + step)
+    starts = torch.rand(rows, length, generator=g) < 0.4
+    return {**batch_for(step, rows, length), "documents": starts.cumsum(1)}
+
+
 OPTIMIZERS = {
     "sgd": optim.sgd(0.3),
+    "small sgd": optim.sgd(2e-3),
     "adam": optim.adam(1e-2, eps=1e-5),
     "clipped adam": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5)),
 }
@@ -66,6 +76,7 @@ def train(
     rows=24,
     dropout=0.0,
     sizes=None,
+    batches=batch_for,
     **options,
 ):
     """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global
@@ -78,7 +89,7 @@ def train(
     step = fzero.make_train_step(model, tx, plan, micro_batches=local, **step_options(options))
     log = []
     for i in range(steps):
-        state, metrics = step(state, local_batch(batch_for(i, rows), mesh, local))
+        state, metrics = step(state, local_batch(batches(i, rows), mesh, local))
         log.append([float(x) for x in (metrics.loss, metrics.num_tokens, metrics.grad_norm)])
     return state, state_specs(plan, tx), log
 

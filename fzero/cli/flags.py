@@ -23,6 +23,9 @@ SHORTHANDS = {
     "device": "device",
     "data": "data.path",
     "seq_len": "data.seq_len",
+    "packing": "data.packing",
+    "rope_theta": "model.rope_theta",
+    "rope_scaling": "model.rope_scaling",
     "steps": "train.steps",
     "batch": "train.batch",
     "micro_batch": "train.micro_batch",
@@ -33,6 +36,7 @@ SHORTHANDS = {
     "zero": "zero",
     "reduce": "reduce",
     "sequence": "sequence",
+    "context": "context",
     "schedule": "pipeline.schedule",
     "chunks": "pipeline.chunks",
     "layout": "pipeline.layout",
@@ -85,6 +89,15 @@ VALUES = (
     click.option("--batch", type=int, help="The sequences in a step."),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
     click.option("--seq-len", type=int, help="The tokens in a sequence."),
+    click.option(
+        "--packing",
+        help="How documents fill sequences: stream (end to end) or best-fit (whole, what is left filled up).",
+    ),
+    click.option("--rope-theta", type=float, help="The base of the wavelengths of RoPE."),
+    click.option(
+        "--rope-scaling",
+        help="The scaling of RoPE: linear:FACTOR, llama3:FACTOR:LENGTH with the length before it, or none.",
+    ),
     click.option("--lr", type=float, help="The peak learning rate."),
     click.option(
         "--seed",
@@ -95,7 +108,7 @@ VALUES = (
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
         "--mesh",
-        help="The sizes of the axes dp, rp, tp, pp. For example dp=2,tp=2. Default: dp over all processes of torchrun.",
+        help="The sizes of the axes dp, rp, tp, pp, cp. For example dp=2,tp=2. Default: dp over all processes.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
     click.option(
@@ -103,6 +116,11 @@ VALUES = (
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
+    click.option(
+        "--context",
+        metavar="FORM",
+        help="Attention over cp: gather, ulysses, or auto (the default), the one that sends less.",
+    ),
     click.option(
         "--schedule",
         help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",
@@ -172,13 +190,21 @@ def table_of(
         put(f"--set {setting}", *tables.parse_setting(setting))
     for name, key in SHORTHANDS.items():
         if flags.get(name) is not None:
-            put(f"--{name.replace('_', '-')}", key, flags[name])
+            put(f"--{name.replace('_', '-')}", key, scaling_of(flags[name]) if name == "rope_scaling" else flags[name])
     for axis, size in sizes.items() if mesh else ():
         put("--mesh", f"mesh.{axis}", size)
     if str(table.get("preset", "")).endswith("config.json"):
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
     names.check_names(table)
     return table
+
+
+def scaling_of(text: str) -> dict[str, Any] | None:
+    """The value of model.rope_scaling that a text of --rope-scaling says."""
+    from fzero.kernels.rope import RopeScaling
+
+    found = RopeScaling.parse(text)
+    return None if found is None else dataclasses.asdict(found)
 
 
 def beside_deepspeed(

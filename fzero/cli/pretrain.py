@@ -22,6 +22,7 @@ PLACEMENT = (
     "zero",
     "reduce",
     "sequence",
+    "context",
     "schedule",
     "chunks",
     "layout",
@@ -31,6 +32,8 @@ PLACEMENT = (
     "buffer_mb",
     "precision",
 )
+# And those that begin a stage of it: see fzero/run/stages.py.
+STAGED = ("seq_len", "packing", "rope_theta", "rope_scaling", "batch", "micro_batch")
 
 
 RUN_FLAGS = (
@@ -45,7 +48,12 @@ RUN_FLAGS = (
         metavar="RUN",
         help="Where to write. The run folder; default: the first free one of runs/PRESET-1, runs/PRESET-2, ...",
     ),
-    click.option("--resume", is_flag=True, help="Resume the run in --out with its own config, on any mesh."),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Resume the run in --out with its own config, on any mesh; with --seq-len, --rope-scaling ... in a new "
+        "stage.",
+    ),
     click.option("--auto-resume", is_flag=True, help="Resume the run in --out if there is one, else start it."),
     click.option(
         "--profile",
@@ -181,7 +189,9 @@ def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...])
 
 def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
     """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
-    named = [f"--{name.replace('_', '-')}" for name in given if name not in PLACEMENT] + ["--set"] * bool(settings)
+    named = [f"--{name.replace('_', '-')}" for name in given if name not in (*PLACEMENT, *STAGED)] + ["--set"] * bool(
+        settings
+    )
     if named:
         raise ValueError(
             f"--resume takes the run's own config; leave out {', '.join(named)}, or start a new run without --resume"

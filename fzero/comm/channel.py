@@ -64,17 +64,24 @@ class Sender:
     def __init__(self, communicator: Communicator, peer: int, label: str, room: int) -> None:
         self.communicator, self.peer, self.label, self.room = communicator, peer, label, room
         self.sent = 0
+        self.telling: list[Future[Tensor]] = []  # what was told since the last message
         self.flying: deque[list[Future[Tensor]]] = deque()
 
-    def send(self, tensors: Sequence[Tensor], told: Any = None) -> None:
-        """Start to send the tensors, which must not be written to. told: a picklable value to send before them."""
+    def tell(self, value: Any) -> None:
+        """Start to send a picklable value, which comes before the next message's tensors."""
+        self.telling = self._start(_as_bytes(value, told_on(self.communicator)))
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Start to send the tensors, which must not be written to."""
         while len(self.flying) >= self.room:
             self._finish()
-        messages = _as_bytes(told, told_on(self.communicator)) if told is not None else []
-        messages += [x.contiguous() for x in tensors]
-        to = self.communicator, self.peer, self.label, self.sent
-        self.flying.append([_start(*to, i, x, sends=True) for i, x in enumerate(messages)])
+        self.flying.append(self.telling + self._start([x.contiguous() for x in tensors]))
+        self.telling = []
         self.sent += 1
+
+    def _start(self, messages: Sequence[Tensor]) -> list[Future[Tensor]]:
+        to, told = (self.communicator, self.peer, self.label, self.sent), len(self.telling)
+        return [_start(*to, told + i, x, sends=True) for i, x in enumerate(messages)]
 
     def close(self) -> None:
         """Wait until everything has arrived."""

@@ -47,6 +47,7 @@ __all__ = [
     "all_gather",
     "all_gather_same",
     "all_to_all",
+    "exchange_within",
     "own_slice",
     "ppermute",
     "psum",
@@ -327,6 +328,28 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
     if axis.size == 1 and not perm:
         return torch.zeros_like(x)
     return _apply("ppermute", x, axis, leaf, perm=perm)
+
+
+def exchange_within(x: Tensor, axis: Axis, size: int, split: int, concat: int, *, leaf: str = "") -> Tensor:
+    """As `all_to_all` among each `size` ranks of `axis` next to each other, by size - 1 messages.
+
+    Communicates: (size-1)/size of x; backward as much. Raises ValueError if size divides neither the ranks of the axis
+    nor x along `split`.
+
+    >>> from fzero import one_process
+    >>> exchange_within(torch.ones(4, 2), one_process()["cp"], 1, 0, 1).shape  # one rank: x itself
+    torch.Size([4, 2])
+    """
+    what = f"exchange_within {size} ranks, {_what('all_to_all', axis, leaf)}"
+    split, concat = _dim(x, split, axis._replace(size=size), what, divide=True), _dim(x, concat, axis, what)
+    if axis.size % size:
+        raise ValueError(f"{what}: the axis has {axis.size} ranks, not divisible by {size}")
+    pieces, own = list(x.chunk(size, split)), axis.rank % size
+    parts = [pieces[own]] * size
+    for shift in range(1, size):
+        perm = [(rank, rank // size * size + (rank + shift) % size) for rank in range(axis.size)]
+        parts[(own - shift) % size] = ppermute(pieces[(own + shift) % size], axis, perm, leaf=leaf)
+    return torch.cat(parts, concat) if size > 1 else x
 
 
 # ---- asynchronous, on plain tensors: not differentiable --------------------------------------------------------------

@@ -26,11 +26,51 @@ def pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(flat[::2], flat[1::2]))
 
 
+def define_ordered(
+    name: str, arguments: str, results: int, real: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Define fzero::name(arguments), and its overload `after` with a token in and out, which orders it; return it.
+
+    arguments: of the schema, the first of which is a tensor, with one named `communicator`. real, fake: of these
+    arguments to `results` tensors. fake makes their shapes; a plan, whose communicator sends nothing, runs `real` on
+    fake tensors instead, and not only while tracing.
+    """
+    at = [argument.split()[-1] for argument in arguments.split(",")].index("communicator")
+
+    def planned(x: Tensor, *args: Any) -> Any:
+        plans = communicator_of(args[at - 1]).transport == "fake"
+        return (real if plans and not (is_fx_symbolic_tracing() or is_traced(x)) else fake)(x, *args)
+
+    def with_token(run: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+        def run_after(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+            out = run(x, *args[:-1])
+            return *((out,) if results == 1 else out), x.new_empty(1)
+
+        return run_after
+
+    _LIBRARY.define(f"{name}({arguments}) -> {_tensors(results)}", tags=torch.Tag.pt2_compliant_tag)
+    _LIBRARY.define(
+        f"{name}.after({arguments}, Tensor? token) -> {_tensors(results + 1)}", tags=torch.Tag.pt2_compliant_tag
+    )
+    for overload, runs in ((name, (real, planned)), (f"{name}.after", (with_token(real), with_token(planned)))):
+        _LIBRARY.impl(overload, runs[0], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
+    packet = getattr(torch.ops.fzero, name)
+    ORDERED.append(packet.default)
+    # Never dead code, even if this rank does not use the result: the other ranks wait for it.
+    has_side_effect(packet.default)
+    has_side_effect(packet.after)
+    return packet.default
+
+
+def _tensors(count: int) -> str:
+    return "Tensor" if count == 1 else f"({', '.join(['Tensor'] * count)})"
+
+
 def _define(
     name: str, start: Callable[..., Future[Tensor]], shape: Callable[..., Sequence[int]], extra: str = ""
 ) -> None:
-    """Define fzero::name(x, communicator, <extra>, leaf), and its overload `after` with a token in and out, which
-    orders it.
+    """Define the collective fzero::name(x, communicator, <extra>, leaf).
 
     start(communicator, x, *rest) starts it; shape(communicator, x) gives the shape of the result.
     """
@@ -39,30 +79,9 @@ def _define(
         return start(communicator_of(communicator), x, *rest).wait()
 
     def fake(x: Tensor, communicator: int, *rest: Any) -> Tensor:
-        to = communicator_of(communicator)
-        if to.transport == "fake" and not (
-            is_fx_symbolic_tracing() or is_traced(x)
-        ):  # in a plan, and not only while tracing
-            return start(to, x, *rest).wait()
-        return x.new_empty(shape(to, x))
+        return x.new_empty(shape(communicator_of(communicator), x))
 
-    def with_token(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run_after(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-            return run(x, *args[:-1]), x.new_empty(1)
-
-        return run_after
-
-    arguments = f"(Tensor x, int communicator, {extra}str leaf"
-    _LIBRARY.define(f"{name}{arguments}) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-    _LIBRARY.define(f"{name}.after{arguments}, Tensor? token) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
-    for overload, runs in ((name, (real, fake)), (f"{name}.after", (with_token(real), with_token(fake)))):
-        _LIBRARY.impl(overload, runs[0], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fzero::{overload}", runs[1], lib=_LIBRARY)
-    packet = getattr(torch.ops.fzero, name)
-    ORDERED.append(packet.default)
-    # Never dead code, even if this rank does not use the result: the other ranks wait for it.
-    has_side_effect(packet.default)
-    has_side_effect(packet.after)
+    define_ordered(name, f"Tensor x, int communicator, {extra}str leaf", 1, real, fake)
 
 
 _define("psum", Communicator.start_psum, lambda communicator, x: x.shape)

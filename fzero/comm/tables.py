@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,21 @@ from fzero.comm.collectives import all_gather
 Mesh = Any  # fzero.sharding.Mesh, which is above
 BY_RANK = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes in the order in which ranks are numbered, the outermost first
 BY_DATA_RANK = ("rp", "dp")
+BY_TOKENS = (*BY_DATA_RANK, "cp")  # along which ranks have other tokens
+SHARDS = ("dp", "cp")  # the axes over which ZeRO shards; where both are in use, one link of all their ranks
+
+
+def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """The links that communicate over `axes`: those of size above 1, and "dp+cp" in place of dp and cp, whose ranks
+    are numbered as by both, dp first.
+
+    >>> links_of(("dp", "rp", "cp"), {"dp": 2, "rp": 2, "cp": 2}), links_of(("dp", "cp"), {"dp": 2, "cp": 1})
+    (['dp+cp', 'rp'], ['dp'])
+    """
+    used = [axis for axis in axes if sizes[axis] > 1]
+    if not all(axis in used for axis in SHARDS):
+        return used
+    return ["+".join(SHARDS) if axis == SHARDS[0] else axis for axis in used if axis not in SHARDS[1:]]
 
 
 def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:

@@ -7,7 +7,6 @@ knows the compilers there.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,7 +16,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -78,7 +76,7 @@ def compiled_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> s
         flags = (*flags, f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
         flags = (*flags, f"-L{torch}/lib", "-ltorch_cpu", "-lc10")
     asked = json.dumps(kept.surroundings() | {"source": text, "flags": flags}, sort_keys=True)
-    with _one_at_a_time(asked):
+    with kept.first_alone(asked):
         if (answer := kept.find(asked)) is not None:
             return answer["library"]
         with tempfile.TemporaryDirectory(prefix="fzero-") as folder:
@@ -91,19 +89,6 @@ def compiled_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> s
 
 def _macros(part: str) -> tuple[str, ...]:
     return (f"-D{part}",) if part else ()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(asked: str) -> Iterator[None]:
-    """A context that only one process of this machine is in, of those with the same question."""
-    import fcntl
-
-    place = kept.folder() / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.lock"
-    with naming(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 def _keep_library(asked: str, content: bytes) -> str:

@@ -30,7 +30,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.core import cpp, gpu, pytree
+from fzero.core import cpp, pytree
+from fzero.core.copy_buckets import read_scalars
 
 _K1, _K2, _MASK = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, (1 << 64) - 1
 DTYPES = (
@@ -90,7 +91,7 @@ def start_digest(x: Tensor, shape: Sequence[int] | None = None, start: Sequence[
 
 def read_digests(started: Sequence[Started]) -> list[int]:
     """The digests, in [0, 2^64); those that a GPU sums are read by one copy, with one wait."""
-    read = iter(gpu.read_scalars([value for value in started if isinstance(value, Tensor)]))
+    read = iter(read_scalars([value for value in started if isinstance(value, Tensor)]))
     return [int(next(read) if isinstance(value, Tensor) else value) & _MASK for value in started]
 
 

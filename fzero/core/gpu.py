@@ -4,7 +4,7 @@ torch.cuda.
 A process uses one GPU. Copies to and from it run on two streams of their own, one for each direction, beside its
 computation: `copy_in` and `copy_out` start one and return a `Copied`, whose `use` makes the current stream wait for it,
 and whose `finish` makes the host wait. On a CPU, and in a plan, a copy is made at once, and nothing waits. Snapshots
-leave on a third stream, by a `Reading`.
+leave on a third stream, by a `Reading`. Copies of many tensors: fzero.core.copy_buckets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.future import Future
+from fzero.core import torch_private
 from fzero.core.gpu_faults import advice_on, gist_of, is_compiled_for
 
 HOST = torch.device("cpu")
@@ -31,10 +31,6 @@ HOST = torch.device("cpu")
 # Segments that grow in place lose less memory to fragments where sizes vary (compiled blocks, evaluations).
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
-# Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on
-# it reaches the link's rate, also one of 450 GB/s.
-SMALL_COPY, LARGE_COPY = 512 << 10, 64 << 20
 KINDS = ("auto", "cpu", "cuda")  # values of a config's `device`; AMD's GPUs are "cuda" to PyTorch too
 
 
@@ -285,25 +281,6 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory() if device.type == "cuda" else x
 
 
-def bring(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on `device`; from memory of the host that is not pinned through two small pieces that are, in turn."""
-    if device.type != "cuda" or x.is_cuda or x.is_pinned():
-        return x.to(device)
-    out = torch.empty(x.shape, dtype=x.dtype, device=device)
-    size, waiting = max(1, PIECE_BYTES // x.element_size()), []
-    for source, target in zip(x.contiguous().view(-1).split(size), out.view(-1).split(size)):
-        if len(waiting) < 2:
-            piece = torch.empty(source.shape, dtype=x.dtype, device=HOST, pin_memory=True)
-        else:
-            piece, copied = waiting.pop(0)
-            copied.finish()
-            piece = piece[: source.numel()]
-        waiting.append((piece, copy_in(piece.copy_(source), device, out=target)))
-    for _, copied in waiting:
-        copied.finish()
-    return out
-
-
 def to_host(x: Tensor, device: torch.device) -> Tensor:
     """`x` in the host's memory, pinned if `device`, which the copies will go to, is a GPU."""
     if device.type != "cuda":
@@ -410,6 +387,35 @@ def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor |
         return Copied(out, _mark_copy(stream))
 
 
+def copy_in_parts(
+    x: Tensor,
+    device: torch.device,
+    shapes: Sequence[torch.Size],
+    *,
+    after: Sequence[Any] = (),
+    outs: Sequence[Tensor] | None = None,
+) -> list[Copied]:
+    """Start to copy `x`, a row of numbers in the host's memory, to a GPU at once, as tensors of these shapes in turn.
+
+    after, outs: as for `copy_in`, several events and a memory for each shape.
+    """
+    stream, _ = _copy_streams(device)
+    if outs is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for event in {id(event): event for event in after if event is not None}.values():
+            stream.wait_event(event)
+        row = x.to(device, non_blocking=True).split([shape.numel() for shape in shapes])
+        parts = [part.view(shape) for part, shape in zip(row, shapes)]
+        if outs is not None:
+            torch_private.foreach_copy_(list(outs), parts)
+            for out in outs:
+                out.record_stream(stream)
+            parts = list(outs)
+        event = _mark_copy(stream)
+    return [Copied(part, event) for part in parts]
+
+
 def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
     """Start to copy `x` to memory of the host, after the work that the current stream was given so far.
 
@@ -426,72 +432,6 @@ def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
         out.copy_(x, non_blocking=True)
         x.record_stream(stream)
         return Copied(out, _mark_copy(stream))
-
-
-def rooms_beside(like: Sequence[Tensor], layers: int | None = None, pinned: bool = True) -> list[Tensor]:
-    """Uninitialised memory of the host for each tensor (for `layers` of each, stacked): those of one dtype side by
-    side, layer by layer, so that one copy fills a layer of all.
-    """
-    out: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(x.dtype for x in like):
-        chosen = [i for i, x in enumerate(like) if x.dtype == dtype]
-        sizes, lead = [like[i].numel() for i in chosen], () if layers is None else (layers,)
-        whole = torch.empty((*lead, sum(sizes)), dtype=dtype, device=HOST, pin_memory=pinned)
-        out |= {i: part.view((*lead, *like[i].shape)) for i, part in zip(chosen, whole.split(sizes, -1))}
-    return [out[i] for i in range(len(like))]
-
-
-def copy_out_together(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Copied]:
-    """`copy_out` of each tensor to its memory in `outs`, with one event for all; small ones whose memory lies side by
-    side go by one copy, in buckets of 64 MB at most.
-    """
-    last = None
-    for bucket in _adjacent(tensors, outs):
-        first = bucket[0]
-        if len(bucket) == 1:
-            last = copy_out(tensors[first], out=outs[first])
-        else:
-            packed = torch.cat([tensors[i].reshape(-1) for i in bucket])
-            last = copy_out(packed, out=outs[first].as_strided((packed.numel(),), (1,)))
-    # They are on one stream, so when the last one is made the others are too.
-    return [Copied(out, None if last is None else last.event) for out in outs]
-
-
-def _adjacent(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of the tensors in buckets, each of one tensor, or of small ones whose `outs` follow each other."""
-    buckets: list[list[int]] = []
-    held, end = 0, None  # the bytes of the last bucket, and where its memory ends
-    for i in sorted(range(len(outs)), key=lambda i: (outs[i].untyped_storage()._cdata, outs[i].storage_offset())):
-        out, size = outs[i], outs[i].nbytes
-        small = tensors[i].is_cuda and size < SMALL_COPY and out.is_contiguous() and tensors[i].dtype == out.dtype
-        place = out.untyped_storage()._cdata, out.dtype
-        if small and end == (*place, out.storage_offset()) and held + size <= LARGE_COPY:
-            buckets[-1].append(i)
-        else:
-            buckets.append([i])
-            held = 0
-        held, end = held + size, (*place, out.storage_offset() + out.numel()) if small else None
-    return buckets
-
-
-def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Start to copy tensors to the host's memory, small ones together, with one wait for all; those that are there stay
-    the same.
-    """
-    leaving = [x for x in tensors if x.is_cuda]
-    small = [x for x in leaving if x.nbytes < SMALL_COPY]
-    rooms = iter(rooms_beside(small))
-    outs = [next(rooms) if x.nbytes < SMALL_COPY else rooms_beside([x])[0] for x in leaving]
-    started = copy_out_together(leaving, outs)
-    there = [None if x.is_cuda else x.to(HOST) for x in tensors]
-
-    def fetched() -> list[Tensor]:
-        if started:
-            started[-1].finish()
-        gone = iter(started)
-        return [next(gone).tensor if x is None else x for x in there]
-
-    return Future(fetched)
 
 
 class Reading:
@@ -593,19 +533,3 @@ def record_graph(work: Callable[[], Any], device: torch.device, beside: Any = No
     with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), **options):
         result = work()
     return graph, result
-
-
-def read_scalars(scalars: Sequence[Tensor]) -> list[Any]:
-    """The values of 0-dim tensors of one dtype, on whatever devices: those of a GPU by one copy, with one wait.
-
-    >>> read_scalars([torch.tensor(3), torch.tensor(4)])
-    [3, 4]
-    """
-    places: dict[torch.device, list[int]] = {}
-    for i, x in enumerate(scalars):
-        places.setdefault(x.device, []).append(i)
-    found = {}
-    for indices in places.values():
-        together = torch.stack([scalars[i] for i in indices])
-        found.update(zip(indices, copy_out(together).finish().tolist()))
-    return [found[i] for i in range(len(scalars))]

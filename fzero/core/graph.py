@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 ORDERED: list[Any] = []  # the operators to keep in place; comm/operators.py adds the collectives
+SHARED: list[Any] = []  # the operators to call once for the same arguments; kernels/float8.py adds its own
+_ATEN = torch.ops.aten
+LARGEST = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _ATEN.amax.default  # the first one, or its parts
 
 
 def hold(graph: torch.fx.GraphModule) -> None:
@@ -40,6 +43,28 @@ def hold(graph: torch.fx.GraphModule) -> None:
             node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
 
 
+def merge_shared(graph: torch.fx.GraphModule) -> None:
+    """Call each operator of SHARED once for the same arguments in a pass of a joint graph, and what finds a largest
+    magnitude too.
+
+    Views of the same tensor, and items of the same result, become one; nothing else does: what the program computes
+    twice on purpose, to keep less, stays so. A graph without such an operator stays as it is.
+    """
+    if not any(node.target in SHARED for node in graph.graph.nodes):
+        return
+    known: dict[Any, torch.fx.Node] = {}
+    backward = False
+    for node in list(graph.graph.nodes):
+        backward |= any(s.op == "placeholder" and s.name.startswith("tangents") for s in node.all_input_nodes)
+        merged = getattr(node.target, "is_view", False) or node.target in (*SHARED, *LARGEST, operator.getitem)
+        if node.op == "call_function" and merged:
+            first = known.setdefault((backward, node.target, str(node.args), str(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.graph.erase_node(node)
+    graph.recompile()
+
+
 def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     """Chain the ordered operators of a graph by tokens, so that the compiler cannot swap or drop them.
 
@@ -52,11 +77,14 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
             continue
         with graph.graph.inserting_before(node):
             both = graph.graph.call_function(node.target.overloadpacket.after, (*node.args, token), node.kwargs)
-            out, token = (graph.graph.call_function(operator.getitem, (both, i)) for i in (0, 1))
-        out.meta.update(node.meta)
-        val = node.meta["val"]
-        token.meta["val"] = val.new_empty(1)
-        both.meta["val"] = (val, token.meta["val"])
+            val, many = node.meta["val"], isinstance(node.meta["val"], (tuple, list))
+            results = tuple(val) if many else (val,)
+            token = graph.graph.call_function(operator.getitem, (both, len(results)))
+            out = both if many else graph.graph.call_function(operator.getitem, (both, 0))
+        if not many:  # else the strides of its inputs, which are noted there, would be those of a call without a token
+            out.meta.update(node.meta)
+        token.meta["val"] = results[0].new_empty(1)
+        both.meta["val"] = (*results, token.meta["val"])
         node.replace_all_uses_with(out)
         graph.graph.erase_node(node)
     if token is None:

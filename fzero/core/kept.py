@@ -17,7 +17,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,23 @@ def folder() -> Path:
 
 def _path(question: str) -> Path:
     return folder() / f"{_digest(question.encode())[:32]}.json"
+
+
+@contextlib.contextmanager
+def first_alone(question: str) -> Iterator[None]:
+    """A context in which the first process of this machine is alone, of those with the same question; the others wait
+    for it, and then find together what it has made."""
+    import fcntl
+
+    place = _path(question).with_suffix(".lock")
+    with naming(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(file, fcntl.LOCK_SH)
+            yield
 
 
 def find(question: str) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import kept_programs, observe
+from fzero.core import kept, kept_programs, observe
 from fzero.core.backward_cut import cut_backward
 from fzero.core.compile import (
     Run,
@@ -27,7 +27,7 @@ from fzero.core.compile import (
     trace,
 )
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.graph import hold
+from fzero.core.graph import hold, merge_shared
 from fzero.core.loops import compiled_together
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
@@ -90,6 +90,8 @@ class VjpPair(NamedTuple):
     afterwards.
     """
 
+    # inputs, or tensors that look like them -> None: makes the programs for such inputs, if the pair has any.
+    prepare: Callable[[Sequence[Tensor]], None]
     primal: Callable[[Sequence[Tensor]], list[Tensor]]  # inputs -> outputs
     forward: Callable[..., tuple[list[Tensor], Residuals]]  # (inputs, drop=0) -> (outputs, residuals)
     # (residuals, cotangents, dropped inputs=()) -> gradients of inputs[skip:n]; None for integers
@@ -174,7 +176,7 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
         whole = iter([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted)])
         return [leaf if leaf is None else next(whole) for leaf in leaves]
 
-    return VjpPair(primal, forward, backward)
+    return VjpPair(lambda inputs: None, primal, forward, backward)
 
 
 def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, split: int, what: Any) -> VjpPair:
@@ -186,7 +188,8 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, spli
         with torch.no_grad():
             return list(f(*inputs))
 
-    def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
+    def made(inputs: Sequence[Tensor]) -> tuple[Run, Sequence[Callable[..., Any]], int]:
+        """The programs for such inputs."""
         signature = signature_of(inputs)
         if signature not in programs:
             # A plan records the operators of the step; those that run only because the block is traced must not be
@@ -199,7 +202,13 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, spli
                 gaps = [sorted({*range(start, end)} - {*wanted}) for start, end in zip(starts, ends)]
                 run_bw = [_with_none(run, [i - at for i in none]) for run, none, at in zip(runs[1:], gaps, starts)]
                 programs[signature] = runs[0], run_bw, num_outs
-        run_fw, run_bw, num_outs = programs[signature]
+        return programs[signature]
+
+    def prepare(inputs: Sequence[Tensor]) -> None:
+        made(inputs)
+
+    def forward(inputs: Sequence[Tensor], drop: int = 0) -> tuple[list[Tensor], Residuals]:
+        run_fw, run_bw, num_outs = made(inputs)
         out, needs = run_fw(list(inputs)), set()
         keep = _dropper(inputs[:drop], needs)
         saved = [keep(t) if isinstance(t, Tensor) else t for t in out[num_outs:]]
@@ -237,9 +246,9 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, spli
         return [*backward_weights(owed), *grads]
 
     return (
-        VjpPair(primal, forward, both, backward_inputs, backward_weights)
+        VjpPair(prepare, primal, forward, both, backward_inputs, backward_weights)
         if split
-        else VjpPair(primal, forward, backward)
+        else VjpPair(prepare, primal, forward, backward)
     )
 
 
@@ -316,13 +325,18 @@ def _split_programs(
 
     graph = trace(joint, primals, cotangents, mode, compiled)
     hold(graph)
+    merge_shared(graph)
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
-    # would keep its result.
+    # would keep its result. What may be merged is named: see merge_shared.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
     if split:
         graphs = (graphs[0], *cut_backward(graphs[1], sum(i < split for i in wanted)))
     if compiled:
-        with compiled_together():
+        from fzero.core.torch_private import compile_fx_inner  # noqa: F401  (seconds, in which nobody waits)
+
+        # Ranks of one machine make the same graphs at the same time: one compiles, and Inductor's cache has it then.
+        asked = "\n".join([*(g.code for g in graphs), repr(signature_of(primals))])
+        with kept.first_alone(asked) if plan is None else contextlib.nullcontext(), compiled_together():
             return [compile_graph(g, mode, backward=i > 0) for i, g in enumerate(graphs)], len(outs)
     return [lambda args, g=g: g(*args) for g in graphs], len(outs)

@@ -13,40 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fzero.data.packing import pack
 from fzero.data.stream import Batch, even_batches, shuffled
 from fzero.data.tokens import Tokens
 
 PAIRED = ("pairs", "ranked")  # the kinds of corpora in which two documents belong together
-
-
-def pack(lengths: np.ndarray, room: int) -> list[list[int]]:
-    """Which documents share a row of `room` positions: best fit, the longest first; each row in the documents' order.
-
-    Raises ValueError for a document that is longer than `room`.
-
-    >>> pack(np.array([3, 5, 2, 4]), 7)
-    [[1, 2], [0, 3]]
-    """
-    if len(lengths) and lengths.max() > room:
-        raise ValueError(f"a conversation needs {lengths.max():,} positions and a row has {room:,} (data.seq_len)")
-    rows: list[list[int]] = []
-    left: dict[int, list[int]] = {}  # positions left -> rows
-    known = 0  # a bit for each key of `left` with rows
-    for i in np.argsort(-lengths, kind="stable").tolist():
-        need = int(lengths[i])
-        fits = known >> need
-        free = need + (fits & -fits).bit_length() - 1 if fits else room
-        if fits:
-            row = left[free].pop()
-            if not left[free]:
-                known &= ~(1 << free)
-        else:
-            row = len(rows)
-            rows.append([])
-        rows[row].append(i)
-        left.setdefault(free - need, []).append(row)
-        known |= 1 << (free - need)
-    return [sorted(row) for row in rows]
 
 
 @dataclass(frozen=True, eq=False)

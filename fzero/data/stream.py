@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,20 +15,36 @@ from torch import Tensor
 from fzero.core import prng
 from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
+from fzero.core.pytree import nearest
+from fzero.data.packing import FILL, PACKINGS, Packing, whole
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
 DRAWN = 4096  # samples drawn together, which takes no longer than drawing one
 
 
+class Rest(NamedTuple):
+    """What is left to read of an epoch, as `TokenStream.rest_after` gives it."""
+
+    epoch: int
+    ranges: np.ndarray  # int64 [n, 2]: the positions left, see fzero/data/packing.py
+
+
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Shuffled windows of a packed corpus; `batch_at` and `samples_at` depend on these values and their arguments only.
+    """Shuffled rows of a corpus; `batch_at` and `samples_at` depend on these values and their arguments only.
 
-    Window w holds the tokens w T .. w T + T of the documents laid end to end, so every token but the first is a target
-    once in an epoch (the last (N - 1) mod T tokens never are). Sample n is window permutation(n mod S) of epoch n //
-    S, where S = (N - 1) // T windows and the permutation is drawn from (seed, epoch): within an epoch no window comes
-    twice, whatever the batch sizes.
+    packing says what a row is. "stream": row w holds the tokens w T .. w T + T of the documents laid end to end, so
+    every token but the first is a target once in an epoch (the last (N - 1) mod T tokens never are). "best-fit": whole
+    documents, as many as fit; those of more than T + 1 tokens are cut into pieces of T targets and a shorter one. Every
+    token but a document's first is a target once in an epoch, and what is left of a row is filled up with `eos`, which
+    counts nowhere (see fzero/data/packing.py).
+
+    Sample n is row permutation(n mod S) of epoch n // S, where S is the number of rows and the permutation is drawn
+    from (seed, epoch): within an epoch no row comes twice, whatever the batch sizes.
+
+    rest: what another stream of the corpus left of an epoch. The first samples are the rows of that, and whole epochs
+    follow: so a run goes on with another seq_len, and reads each token of that epoch once all the same.
 
     A batch is a dict:
         tokens     int64 [B, T]  the inputs
@@ -37,24 +53,42 @@ class TokenStream:
         mask       bool  [B, T]  the targets that count: False where the target is the first token of the next document,
                                  which nothing before it tells; the end of a document is to be predicted and counts
 
-    Raises ValueError for a size below 1, and when the corpus is shorter than one window.
+    Raises ValueError for a size below 1, an unknown packing, and when the corpus is shorter than one row.
+
+    >>> docs = np.array([0, 4, 7, 12])
+    >>> corpus = Tokens("by hand", np.arange(1, 13, dtype=np.uint8), docs, 256, 0)
+    >>> TokenStream(corpus, seq_len=5, batch=1, packing="best-fit").samples_per_epoch
+    2
     """
 
     tokens: Tokens
     seq_len: int  # T
     batch: int  # B
     seed: int = 0
+    packing: str = "stream"
+    rest: Rest | None = None
 
     def __post_init__(self) -> None:
         expect_fields(self)
         if self.batch < 1:
             raise ValueError(f"batch={self.batch}: wanted at least 1 sequence a step")
-        _windows(self.tokens, self.seq_len)
+        expect_rows(self.tokens, self.seq_len, self.packing)
+
+    @functools.cached_property
+    def rows(self) -> Packing:
+        """The rows of an epoch."""
+        return PACKINGS[self.packing](whole(self.tokens), self.seq_len, self.tokens)
+
+    @functools.cached_property
+    def first_rows(self) -> Packing:
+        """The rows of `rest`."""
+        ranges = np.zeros((0, 2), np.int64) if self.rest is None else self.rest.ranges
+        return PACKINGS[self.packing](ranges, self.seq_len, self.tokens)
 
     @property
     def samples_per_epoch(self) -> int:
-        """S, the number of windows."""
-        return len(_windows(self.tokens, self.seq_len))
+        """S, the number of rows."""
+        return len(self.rows)
 
     def batch_at(self, step: int) -> Batch:
         """The batch of `step`: samples step * batch up to (step + 1) * batch."""
@@ -65,18 +99,57 @@ class TokenStream:
 
         A run that has seen n samples resumes with samples_at(n, any count); a rank asks for its own part of a step.
         """
-        return _assemble(self.tokens, self.seq_len, shuffled(self.seed, self.samples_per_epoch, first, count))
+        _expect_samples(first, count)
+        few, positions = len(self.first_rows), []
+        if self.rest is not None and first < few:
+            begin = self.rest.epoch * few + first
+            numbers = shuffled(self.seed, few, begin, min(count, few - first))
+            positions.append(self.first_rows.positions(numbers))
+        if first + count > few:
+            size = self.samples_per_epoch
+            begin = max(first - few, 0) + (0 if self.rest is None else (self.rest.epoch + 1) * size)
+            numbers = shuffled(self.seed, size, begin, first + count - max(first, few))
+            positions.append(self.rows.positions(numbers))
+        return _assemble(self.tokens, np.concatenate(positions) if len(positions) > 1 else positions[0])
+
+    def rest_after(self, samples: int) -> Rest:
+        """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
+
+        It draws the order of that epoch: five seconds for a million rows.
+
+        >>> corpus = Tokens("by hand", np.arange(13, dtype=np.uint8), np.array([0, 13]), 256, 0)
+        >>> before = TokenStream(corpus, seq_len=2, batch=1)
+        >>> after = TokenStream(corpus, seq_len=4, batch=1, rest=before.rest_after(2))
+        >>> read = [before.samples_at(0, 2), after.samples_at(0, 2)]
+        >>> sorted(token for batch in read for token in batch["tokens"].flatten().tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+        """
+        few = len(self.first_rows)
+        if self.rest is not None and samples <= few:
+            rows, epoch, made = self.first_rows, self.rest.epoch, samples
+        else:
+            rows, before = self.rows, -1 if self.rest is None else self.rest.epoch
+            ended = max(samples - few - 1, 0) // len(rows)  # an epoch that is read to its end is not begun anew
+            epoch, made = before + 1 + ended, samples - few - ended * len(rows)
+        read = np.zeros(len(rows), bool)
+        if made:
+            read[shuffled(self.seed, len(rows), epoch * len(rows), made)] = True
+        return Rest(epoch, rows.unread(read))
 
     def eval_batches(self, most: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-        """The batches of min(most, all) windows, as the function `eval_batches` gives them."""
-        return eval_batches(self.tokens, self.seq_len, self.batch, most, share)
+        """The batches of min(most, all) rows, as the function `eval_batches` gives them."""
+        return even_rows(self.tokens, self.rows, self.batch, most, share)
+
+
+def _expect_samples(first: int, count: int) -> None:
+    if first < 0 or count < 1:
+        raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
 
 
 def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
     """Which of `per_epoch` things the samples `first` .. first + count - 1 are, int64 [count]: all of them once in an
     epoch, in an order drawn from (seed, epoch)."""
-    if first < 0 or count < 1:
-        raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
+    _expect_samples(first, count)
     found = []
     for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
         begin, end = max(first - epoch * per_epoch, 0), min(first + count - epoch * per_epoch, per_epoch)
@@ -88,24 +161,35 @@ def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
 
 @checked()
 def eval_batches(
-    tokens: Tokens, seq_len: int, batch: int, max_windows: int | None = None, share: tuple[int, int] = (0, 1)
+    tokens: Tokens,
+    seq_len: int,
+    batch: int,
+    max_windows: int | None = None,
+    share: tuple[int, int] = (0, 1),
+    packing: str = "stream",
 ) -> Iterator[Batch]:
-    """The batches of min(max_windows, S) windows, unshuffled, the same ones every time; None means all S.
+    """The batches of min(max_windows, S) rows, unshuffled, the same ones every time; None means all S.
 
-    The windows are evenly spaced over the corpus, because its first ones may all be one document. The last batch is
-    filled up to [batch, T] with windows whose mask is all False: every batch has one shape, and sums of losses and
+    The rows are evenly spaced over the corpus, because its first ones may all be one document. The last batch is
+    filled up to [batch, T] with rows whose mask is all False: every batch has one shape, and sums of losses and
     counts stay right.
     share: (k, n) gives the batches k, k + n, k + 2 n, ..., filled up by such batches until all n shares have as many.
+    packing: as of TokenStream.
 
     Raises ValueError as TokenStream does.
     """
-    available = len(_windows(tokens, seq_len))
+    expect_rows(tokens, seq_len, packing)
+    return even_rows(tokens, PACKINGS[packing](whole(tokens), seq_len, tokens), batch, max_windows, share)
 
-    def assemble(windows: np.ndarray, real: np.ndarray) -> Batch:
-        out = _assemble(tokens, seq_len, windows)
+
+def even_rows(tokens: Tokens, rows: Packing, batch: int, most: int | None, share: tuple[int, int]) -> Iterator[Batch]:
+    """The batches of min(most, all) evenly spaced rows of a corpus, as `eval_batches` says."""
+
+    def assemble(numbers: np.ndarray, real: np.ndarray) -> Batch:
+        out = _assemble(tokens, rows.positions(numbers))
         return out | {"mask": out["mask"] & torch.from_numpy(real)[:, None]}
 
-    return even_batches(available, batch, max_windows, share, assemble)
+    return even_batches(len(rows), batch, most, share, assemble)
 
 
 def even_batches(
@@ -183,16 +267,20 @@ def _prefetch(batch_at: Callable[[int], Any], step: int, depth: int) -> Generato
         thread.join()
 
 
-def _windows(tokens: Tokens, seq_len: int) -> np.ndarray:
-    """The view [S, T + 1] of the token file, with window w at token w T; raises ValueError if S would be 0."""
+def expect_rows(tokens: Tokens, seq_len: int, packing: str) -> None:
+    """Raise ValueError if a corpus makes no row of so many tokens, and for an unknown packing."""
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len}: wanted at least 1 token")
-    if len(tokens.tokens) < seq_len + 1:
+    if packing not in PACKINGS:
+        near = nearest(packing, PACKINGS)
+        raise ValueError(f"packing={packing!r}{near}: it must be one of {', '.join(PACKINGS)}")
+    if packing == "stream" and len(tokens.tokens) < seq_len + 1:
         raise ValueError(
             f"{tokens.name}: {len(tokens.tokens)} tokens are fewer than one window of seq_len + 1 = {seq_len + 1}; "
             f"use seq_len <= {max(len(tokens.tokens) - 1, 1)} or a larger corpus"
         )
-    return np.lib.stride_tricks.sliding_window_view(tokens.tokens, seq_len + 1)[::seq_len]
+    if packing != "stream" and not bool((np.diff(tokens.docs) > 1).any()):
+        raise ValueError(f"{tokens.name}: no document has two tokens, so that there is nothing to predict")
 
 
 @functools.lru_cache(maxsize=8)
@@ -202,16 +290,32 @@ def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
     return prng.permutation(prng.fold_in(prng.key(seed), epoch), windows, index)
 
 
-def _assemble(tokens: Tokens, seq_len: int, windows: np.ndarray) -> Batch:
+def _assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
+    """The batch of rows of positions [B, T]."""
+    filled = positions == FILL
+    fills, first = bool(filled.any()), np.ones(positions.shape, bool)
+    first[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) & ~(filled[:, 1:] & filled[:, :-1])
     if tokens.sums is not None:
-        size = tokens.tokens.itemsize
-        tokens.sums.expect(windows * (seq_len * size), (seq_len + 1) * size)
-    ids = torch.from_numpy(_windows(tokens, seq_len)[windows].astype(np.int64))
-    positions = windows[:, None] * seq_len + np.arange(seq_len + 1)
-    document = torch.from_numpy(np.searchsorted(tokens.docs, positions, side="right"))  # [B, T + 1], numbered from 1
+        _expect_sound(tokens, positions, first, filled)
+    at = np.where(filled, 0, positions) if fills else positions
+    document = np.searchsorted(tokens.docs, at, side="right")  # numbered from 1
+    ids, targets, mask = tokens.tokens[at], tokens.tokens[at + 1], at + 1 != tokens.docs[document]
+    first[:, 1:] |= document[:, 1:] != document[:, :-1]
+    if fills:
+        ids, targets, mask = np.where(filled, tokens.eos, ids), np.where(filled, tokens.eos, targets), mask & ~filled
     return {
-        "tokens": ids[:, :-1].contiguous(),
-        "targets": ids[:, 1:].contiguous(),
-        "documents": (document[:, :-1] - document[:, :1]).int(),
-        "mask": document[:, 1:] == document[:, :-1],
+        "tokens": torch.from_numpy(ids.astype(np.int64)),
+        "targets": torch.from_numpy(targets.astype(np.int64)),
+        "documents": torch.from_numpy(np.cumsum(first, 1, dtype=np.int32) - 1),
+        "mask": torch.from_numpy(mask),
     }
+
+
+def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, filled: np.ndarray) -> None:
+    """Compare what rows read with its checksums. first: where a run of positions begins."""
+    assert tokens.sums is not None
+    begins = np.flatnonzero(first)
+    sizes, starts = np.diff(np.append(begins, first.size)), positions.ravel()[begins]
+    kept, size = ~filled.ravel()[begins], tokens.tokens.itemsize
+    for length in np.unique(sizes[kept]).tolist():
+        tokens.sums.expect(starts[kept & (sizes == length)] * size, (length + 1) * size)

@@ -268,9 +268,8 @@ def _flops(q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern = FULL, **option
     """FLOPs of the two products over the pairs that pattern and causality allow; documents are ignored."""
     key_start = options.get("key_start", 0)
     start = _query_start(q, k, options.get("query_start"), key_start)
-    ends = key_start, key_start + k.shape[1]
-    seen = [sum(pattern.keys_seen(query, end) for query in range(start, start + q.shape[1])) for end in ends]
-    return 4 * q.shape[0] * q.shape[2] * q.shape[3] * (seen[1] - seen[0])
+    before, seen = (pattern.pairs(start, q.shape[1], end) for end in (key_start, key_start + k.shape[1]))
+    return 4 * q.shape[0] * q.shape[2] * q.shape[3] * (seen - before)
 
 
 def _bytes(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> int:

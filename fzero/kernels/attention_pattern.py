@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 LONGEST = 10**9  # tokens
@@ -65,24 +66,56 @@ class Pattern:
             return max(0, query - self.size + 1)
         return query // self.size * self.size if self.kind == "local" else 0
 
-    def keys_seen(self, query: int, end: int) -> int:
-        """The number of keys before position `end` that the query at position `query` sees."""
-        end = min(end, query + 1)
+    def keys_seen(self, query: np.ndarray, end: np.ndarray | int) -> np.ndarray:
+        """The number of keys before position `end` that the query at position `query` sees, int64, for each of several
+        (broadcast).
+        """
+        end = np.minimum(end, query + 1)
         if self.kind == "full":
             return end
         size = self.size
-        own = (
-            query // size * size if self.kind in ("local", "fixed") else max(0, query - size + 1)
-        )  # where the near keys begin
-        near, earlier = max(0, end - own), min(end, own)
+        # Where the near keys begin.
+        own = query // size * size if self.kind in ("local", "fixed") else np.maximum(0, query - size + 1)
+        near, earlier = np.maximum(0, end - own), np.minimum(end, own)
         if self.kind == "strided":
-            return near + max(0, earlier - query % size + size - 1) // size
+            return near + np.maximum(0, earlier - query % size + size - 1) // size
         if self.kind == "fixed":
-            return near + earlier // size * self.keep + max(0, earlier % size - (size - self.keep))
+            return near + earlier // size * self.keep + np.maximum(0, earlier % size - (size - self.keep))
         return near
+
+    def pairs(self, start: int, queries: int, end: int) -> int:
+        """The number of pairs of a query at positions start to start + queries - 1 and a key before position `end` that
+        it sees.
+
+        >>> Pattern("window", 2).pairs(0, 4, 4)
+        7
+        """
+        return int(self.keys_seen(np.arange(start, start + queries), end).sum())
 
 
 FULL = Pattern()
+
+
+def pairs_by_query(pattern: Pattern, documents: np.ndarray) -> np.ndarray:
+    """The number of keys that the query at each position sees, int64 [B, T], of the documents int [B, T] of rows.
+
+    >>> pairs_by_query(FULL, np.array([[5, 5, 5, 2, 2]]))
+    array([[1, 2, 3, 1, 2]])
+    """
+    return np.stack([_pairs_of_row(pattern, row) for row in documents])
+
+
+def _pairs_of_row(pattern: Pattern, documents: np.ndarray) -> np.ndarray:
+    query, edges = np.arange(len(documents)), np.flatnonzero(np.diff(documents)) + 1
+    starts, ends = np.concatenate(([0], edges)), np.concatenate((edges, [len(documents)]))
+    seen = pattern.keys_seen(query, query + 1) - pattern.keys_seen(query, np.repeat(starts, ends - starts))
+    earlier: dict[int, list[tuple[int, int]]] = {}  # by document, the runs of its positions so far
+    for start, end in zip(starts.tolist(), ends.tolist()):
+        runs, own = earlier.setdefault(int(documents[start]), []), query[start:end]
+        for first, last in runs:
+            seen[start:end] += pattern.keys_seen(own, last) - pattern.keys_seen(own, first)
+        runs.append((start, end))
+    return seen
 
 
 def visible_mask(pattern: Pattern, query: Tensor, key: Tensor, documents: Tensor | None) -> Tensor:

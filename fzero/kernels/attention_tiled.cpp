@@ -1,7 +1,8 @@
 // Causal attention by tiles of scores that fit in a core's cache: forward, and backward from the log-sum-exp.
 // Ref: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.
 //
-// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, T, G, K]; lse [B, H, T]; documents [B, T] or null; all contiguous. A
+// q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, S, G, K]; lse [B, H, T]; all contiguous; of queries and of keys apart the
+// documents [B, T] and [B, S] or null, and the positions likewise, or null for 0, 1, ... Positions are in any order. A
 // tile of scores is [KEYS, QUERIES]: element (j, x) is key s0 + j against query q0 + x. The values of each query
 // (maximum, sum, log-sum-exp) then lie along a vector, and nothing is summed across its lanes. One thread handles all
 // heads of a key/value group of one row of the batch (number n = b G + group) in a fixed order: results do not depend
@@ -15,6 +16,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -163,62 +165,141 @@ void sum_rows(int64_t n, int64_t k, const T* out, int64_t ld, const T* g, Wide<T
 }
 
 struct Shape {
-  int64_t b, t, h, g, k;
+  int64_t b, t, s, h, g, k;
   int64_t kind, size, keep;  // of the pattern
   int64_t threads;
+  int64_t wide;  // whether the results are in Wide<T>, to be joined with others, and not in T
   double scale;
   double cap;  // of the scores, 0 for none
   int64_t padded_t() const { return (t + KEYS - 1) / KEYS * KEYS; }
+  int64_t padded_s() const { return (s + KEYS - 1) / KEYS * KEYS; }
 };
+
+// Write x as element `at` of `out`, which is in T, or in Wide<T> if `as_wide`.
+template <typename T>
+void store(Wide<T> x, void* out, int64_t at, bool as_wide) {
+  if (as_wide) static_cast<Wide<T>*>(out)[at] = x;
+  else narrow(x, static_cast<T*>(out)[at]);
+}
 
 enum Kind { FULL, WINDOW, LOCAL, STRIDED, FIXED };
 enum Look { NONE, SOME, ALL };
 
-// The keys that the queries of a sequence see, as attention_pattern.py defines it.
-struct Sees {
-  int64_t kind, size;
-  std::vector<uint8_t> at;      // at[KEYS + d]: whether a key at distance d may be seen, by its distance alone
-  std::vector<int64_t> block;   // of a position, for the kinds that have blocks
-  std::vector<uint8_t> kept;    // whether later blocks see the key at a position
+struct Span {
+  int64_t low, high;
+};
 
-  explicit Sees(const Shape& z) : kind(z.kind), size(z.size), at(z.t + KEYS + QUERIES, 0) {
-    for (int64_t d = 0; d < z.t; d++)
+Span span_of(const int64_t* x, int64_t n) {
+  Span span{x[0], x[0]};
+#pragma omp simd
+  for (int64_t i = 0; i < n; i++)
+    span.low = std::min(span.low, x[i]), span.high = std::max(span.high, x[i]);
+  return span;
+}
+
+// The spans of tiles of `step` values.
+std::vector<Span> spans_of(const int64_t* x, int64_t n, int64_t step) {
+  std::vector<Span> spans;
+  for (int64_t i = 0; x && i < n; i += step) spans.push_back(span_of(x + i, std::min(step, n - i)));
+  return spans;
+}
+
+// Where the queries and keys of all rows of the batch are.
+struct Places {
+  const int64_t *query, *key, *query_documents, *key_documents;
+};
+
+// The same of one row of the batch, with the spans of its tiles; documents may be null.
+struct Row {
+  Places at;
+  std::vector<Span> queries, keys, query_documents, key_documents;
+
+  Row(const Places& all, const int64_t* line, const Shape& z, int64_t b)
+      : at{all.query ? all.query + b * z.t : line, all.key ? all.key + b * z.s : line,
+           all.query_documents ? all.query_documents + b * z.t : nullptr,
+           all.key_documents ? all.key_documents + b * z.s : nullptr},
+        queries(spans_of(at.query, z.t, QUERIES)),
+        keys(spans_of(at.key, z.s, KEYS)),
+        query_documents(spans_of(at.query_documents, z.t, QUERIES)),
+        key_documents(spans_of(at.key_documents, z.s, KEYS)) {}
+};
+
+// The keys that queries see, as attention_pattern.py defines it.
+struct Sees {
+  int64_t kind, size, keep;
+  std::vector<int64_t> line;  // positions of rows that are given none
+  std::vector<uint8_t> at;    // at[KEYS + d]: whether a key at distance d may be seen, by its distance alone
+
+  Sees(const Shape& z, const Places& places) : kind(z.kind), size(z.size), keep(z.keep) {
+    for (int64_t i = 0; i < std::max(z.t, z.s); i++) line.push_back(i);
+    int64_t farthest = z.t;
+    if (places.query)
+      for (int64_t i = 0; i < z.b * z.t; i++) farthest = std::max(farthest, places.query[i] + 1);
+    at.assign(farthest + KEYS + QUERIES, 0);
+    for (int64_t d = 0; d < farthest; d++)
       at[KEYS + d] = kind == WINDOW ? d < size : kind == STRIDED ? d < size || d % size == 0 : 1;
-    if (kind == LOCAL || kind == FIXED)
-      for (int64_t i = 0; i < z.t; i++) block.push_back(i / size),
-            kept.push_back(kind == FIXED && i % size >= size - z.keep);
   }
 
-  // Whether queries [q0, q1) see keys [s0, s1): NONE and ALL are certain, SOME needs a mask.
-  Look look(int64_t q0, int64_t q1, int64_t s0, int64_t s1, const int64_t* documents) const {
-    const int64_t nearest = q0 - (s1 - 1), farthest = q1 - 1 - s0;
-    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && block[q0] > block[s1 - 1]))
+  // How many keys of a tile [s0, s0 + m) there are up to the last that is not after all queries of the tile from q0.
+  int64_t reach(const Row& row, int64_t q0, int64_t s0, int64_t m) const {
+    const int64_t last = row.queries[q0 / QUERIES].high;
+    if (row.keys[s0 / KEYS].low > last) return 0;
+    while (row.at.key[s0 + m - 1] > last) m--;
+    return m;
+  }
+
+  // Whether the tile of queries from q0 sees the first m keys of that from s0: NONE and ALL are certain, SOME needs a
+  // mask. whole: there are no more in the tile.
+  Look look(const Row& row, int64_t q0, int64_t s0, int64_t m, bool whole) const {
+    const Span q = row.queries[q0 / QUERIES], s = whole ? row.keys[s0 / KEYS] : span_of(row.at.key + s0, m);
+    const int64_t nearest = q.low - s.high, farthest = q.high - s.low;
+    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && q.low / size > s.high / size))
       return NONE;
     bool all = nearest >= 0;
     if (kind == WINDOW || kind == STRIDED) all = all && farthest < size;
-    if (kind == LOCAL || kind == FIXED) all = all && block[s0] == block[q1 - 1];
-    if (documents) {
-      const auto [ql, qh] = std::minmax_element(documents + q0, documents + q1);
-      const auto [sl, sh] = std::minmax_element(documents + s0, documents + s1);
-      if (*qh < *sl || *sh < *ql) return NONE;
-      all = all && *ql == *qh && *sl == *sh;
+    if (kind == LOCAL || kind == FIXED) all = all && s.low / size == q.high / size;
+    if (row.at.query_documents) {
+      const Span mine = row.query_documents[q0 / QUERIES];
+      const Span theirs = whole ? row.key_documents[s0 / KEYS] : span_of(row.at.key_documents + s0, m);
+      if (mine.high < theirs.low || theirs.high < mine.low) return NONE;
+      all = all && mine.low == mine.high && theirs.low == theirs.high;
     }
     return all ? ALL : SOME;
   }
 
   // Set the scores s of n queries from q0 and m keys from s0 to `low` for pairs that are not seen.
   template <typename W>
-  void hide(int64_t q0, int64_t n, int64_t s0, int64_t m, const int64_t* documents, W low, W* s) const {
-    for (int64_t key = s0; key < s0 + m; key++, s += QUERIES) {
-      const uint8_t* near = &at[KEYS + q0 - key];
+  void hide(const Row& row, int64_t q0, int64_t n, int64_t s0, int64_t m, W low, W* s) const {
+    const int64_t *query = row.at.query + q0, last = row.queries[q0 / QUERIES].high;
+    const bool blocks = kind == LOCAL || kind == FIXED;
+    bool straight = true;  // the queries are one after the other
+    int64_t block[QUERIES];
+    uint8_t gathered[QUERIES];
+    for (int64_t x = 0; x < n; x++) {
+      straight = straight && query[x] == query[0] + x;
+      if (blocks) block[x] = query[x] / size;
+    }
+    for (int64_t j = s0; j < s0 + m; j++, s += QUERIES) {
+      const int64_t key = row.at.key[j];
+      if (key > last) {
+        std::fill(s, s + n, low);
+        continue;
+      }
+      const uint8_t* near = straight ? &at[KEYS + query[0] - key] : gathered;
+      if (!straight)
+        for (int64_t x = 0; x < n; x++) gathered[x] = query[x] >= key && at[KEYS + query[x] - key];
 #pragma omp simd
       for (int64_t x = 0; x < n; x++) s[x] = near[x] ? s[x] : low;
-      if (!block.empty() && !kept[key])
+      if (blocks && !(kind == FIXED && key % size >= size - keep)) {
+        const int64_t own = key / size;
 #pragma omp simd
-        for (int64_t x = 0; x < n; x++) s[x] = block[q0 + x] == block[key] ? s[x] : low;
-      if (documents)
+        for (int64_t x = 0; x < n; x++) s[x] = block[x] == own ? s[x] : low;
+      }
+      if (row.at.query_documents) {
+        const int64_t *mine = row.at.query_documents + q0, theirs = row.at.key_documents[j];
 #pragma omp simd
-        for (int64_t x = 0; x < n; x++) s[x] = documents[q0 + x] == documents[key] ? s[x] : low;
+        for (int64_t x = 0; x < n; x++) s[x] = mine[x] == theirs ? s[x] : low;
+      }
     }
   }
 };
@@ -297,8 +378,8 @@ void cap_scores(int64_t m, const Shape& z, W* s, W* dp = nullptr, const W* delta
   }
 }
 
-// The keys and values of a group as a thread lays them out for products: all of a sequence of at most BLOCK positions, once;
-// of a longer one a tile of KEYS at a time, for each block of queries.
+// The keys and values of a group as a thread lays them out for products: all of at most BLOCK, once; of more a tile of KEYS
+// at a time, for each block of queries.
 template <typename T>
 struct Laid {
   const Shape& z;
@@ -307,26 +388,26 @@ struct Laid {
   std::vector<T> keys, values, turned;  // turned: of the values in a forward pass, of the keys in a backward pass
 
   Laid(const Shape& z, bool backward)
-      : z(z), whole(z.t <= BLOCK), ld(z.g * z.k), keys(rows() * z.k), values(backward ? rows() * z.k : 0),
+      : z(z), whole(z.s <= BLOCK), ld(z.g * z.k), keys(rows() * z.k), values(backward ? rows() * z.k : 0),
         turned(rows() * z.k) {}
-  int64_t rows() const { return whole ? z.padded_t() : KEYS; }
+  int64_t rows() const { return whole ? z.padded_s() : KEYS; }
   int64_t at(int64_t s0) const { return whole ? s0 * z.k : 0; }  // where the tile of keys from s0 lies
 
   void tile(const T* k, const T* v, int64_t s0) {
-    const int64_t m = std::min(KEYS, z.t - s0), to = at(s0);
+    const int64_t m = std::min(KEYS, z.s - s0), to = at(s0);
     for (int64_t i = 0; i < m; i++) std::copy_n(k + (s0 + i) * ld, z.k, &keys[to + i * z.k]);
     for (int64_t i = 0; i < m && !values.empty(); i++) std::copy_n(v + (s0 + i) * ld, z.k, &values[to + i * z.k]);
     transpose((values.empty() ? v : k) + s0 * ld, ld, m, z.k, &turned[to]);
   }
   void all(const T* k, const T* v) {
-    for (int64_t s0 = 0; whole && s0 < z.t; s0 += KEYS) tile(k, v, s0);
+    for (int64_t s0 = 0; whole && s0 < z.s; s0 += KEYS) tile(k, v, s0);
   }
 };
 
 template <typename T>
-void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse, const Shape& z) {
+void forward(const T* q, const T* k, const T* v, const Places& places, void* out, Wide<T>* lse, const Shape& z) {
   using W = Wide<T>;
-  const Sees sees(z);
+  const Sees sees(z, places);
   const double rest = z.cap ? 1.0 : z.scale;  // the factor of the scores after the cap, which takes the scale in
   const W to_2 = W(rest * 1.4426950408889634), low = W(-1e30);
   const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g, block = std::min(BLOCK, z.padded_t());
@@ -337,8 +418,8 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
     std::vector<W> s(KEYS * QUERIES), acc(block * z.k), tops(block), last(QUERIES), sums(block);
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < z.b * z.g; n++) {
-      const int64_t b = n / z.g, group = n % z.g, from = b * z.t * ldk + group * z.k;
-      const int64_t* row = documents ? documents + b * z.t : nullptr;
+      const int64_t b = n / z.g, group = n % z.g, from = b * z.s * ldk + group * z.k;
+      const Row row(places, sees.line.data(), z, b);
       laid.all(k + from, v + from);
       for (int64_t head = group * heads; head < (group + 1) * heads; head++)
         for (int64_t b0 = 0; b0 < z.t; b0 += BLOCK) {
@@ -347,19 +428,19 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
             turn(q + at + q0 * ldq, ldq, std::min(QUERIES, end - q0), z.k, &query[(q0 - b0) * z.k]);
           std::fill(tops.begin(), tops.end(), low), std::fill(sums.begin(), sums.end(), W(0));
           std::fill(acc.begin(), acc.end(), W(0));
-          for (int64_t s0 = 0; s0 < end; s0 += KEYS) {
+          for (int64_t s0 = 0; s0 < z.s; s0 += KEYS) {
+            const int64_t there = std::min(KEYS, z.s - s0), to = laid.at(s0);
             bool ready = laid.whole;
-            for (int64_t q0 = std::max(s0, b0); q0 < end; q0 += QUERIES) {
-              const int64_t width = std::min(QUERIES, end - q0), m = std::min(KEYS, q0 + width - s0);
-              const Look look = sees.look(q0, q0 + width, s0, s0 + m, row);
+            for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
+              const int64_t width = std::min(QUERIES, end - q0), m = sees.reach(row, q0, s0, there);
+              const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
               if (look == NONE) continue;
               if (!ready) laid.tile(k + from, v + from, s0);
               ready = true;
               W *top = &tops[q0 - b0], *sum = &sums[q0 - b0], *total = &acc[(q0 - b0) * z.k];
-              product(m, width, z.k, &laid.keys[laid.at(s0)], z.k, &query[(q0 - b0) * z.k], QUERIES, s.data(), QUERIES,
-                      false);
+              product(m, width, z.k, &laid.keys[to], z.k, &query[(q0 - b0) * z.k], QUERIES, s.data(), QUERIES, false);
               if (z.cap) cap_scores(m, z, s.data());
-              if (look == SOME) sees.hide(q0, width, s0, m, row, low, s.data());
+              if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
               pad<T>(m, width, low, s.data());
               std::copy_n(top, QUERIES, last.data());
               for (int64_t j = 0; j < m; j++)
@@ -370,13 +451,17 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
 #pragma omp simd
                 for (int64_t x = 0; x < QUERIES; x++) total[c * QUERIES + x] *= last[x];
               weigh(m, to_2, s.data(), top, sum, p.data());
-              product(z.k, width, padded<T>(m), &laid.turned[laid.at(s0)], KEYS, p.data(), QUERIES, total, QUERIES, true);
+              product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, p.data(), QUERIES, total, QUERIES, true);
             }
           }
           for (int64_t i = b0; i < end; i++) {
+            const W top = tops[i - b0], sum = sums[i - b0];
             const W* x = &acc[(i - b0) / QUERIES * QUERIES * z.k + i % QUERIES];
-            for (int64_t c = 0; c < z.k; c++) narrow(x[c * QUERIES] / sums[i - b0], out[at + i * ldq + c]);
-            lse[(b * z.h + head) * z.t + i] = W(tops[i - b0] * rest + std::log(sums[i - b0]));
+            // A query that sees no key has the sum of scores that are hidden; one that is NaN hides nothing.
+            const bool none = top == low && !std::isnan(sum);
+            for (int64_t c = 0; c < z.k; c++) store<T>(none ? W(0) : x[c * QUERIES] / sum, out, at + i * ldq + c, z.wide);
+            lse[(b * z.h + head) * z.t + i] =
+                none ? -std::numeric_limits<W>::infinity() : W(top * rest + std::log(sum));
           }
         }
     }
@@ -384,14 +469,15 @@ void forward(const T* q, const T* k, const T* v, const int64_t* documents, T* ou
   }
 }
 
-// room: 2 T K numbers for each thread, where dk and dv are narrower than the sums, which else are made in their place.
+// room: 2 S K numbers for each thread, where dk and dv are narrower than the sums, which else are made in their place.
 template <typename T>
-void backward(const T* q, const T* k, const T* v, const int64_t* documents, const T* out, const Wide<T>* lse,
-              const T* g, T* dq, T* dk, T* dv, Wide<T>* room, const Shape& z) {
+void backward(const T* q, const T* k, const T* v, const Places& places, const T* out, const Wide<T>* lse, const T* g,
+              void* dq, void* dk, void* dv, Wide<T>* room, const Shape& z) {
   using W = Wide<T>;
-  const Sees sees(z);
+  const Sees sees(z, places);
   const W log2_e = W(1.4426950408889634), to_2 = z.cap ? log2_e : W(z.scale) * log2_e, low = W(-1e30);
   const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g, block = std::min(BLOCK, z.padded_t());
+  const bool in_place = z.wide || std::is_same_v<T, W>;
 #pragma omp parallel num_threads(z.threads)
   {
     Laid<T> laid(z, true);
@@ -401,21 +487,20 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
     T* right = ROWS<T> == 1 ? ds.data() : laid_ds.data();
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < z.b * z.g; n++) {
-      const int64_t b = n / z.g, group = n % z.g, from = b * z.t * ldk + group * z.k;
-      const int64_t* row = documents ? documents + b * z.t : nullptr;
-      W *acc_k, *acc_v;
-      int64_t ldc;
-      if constexpr (std::is_same_v<T, W>) {
-        acc_k = dk + from, acc_v = dv + from, ldc = ldk;
-      } else {
-        acc_k = room + omp_get_thread_num() * 2 * z.t * z.k, acc_v = acc_k + z.t * z.k, ldc = z.k;
-      }
+      const int64_t b = n / z.g, group = n % z.g, from = b * z.s * ldk + group * z.k;
+      const Row row(places, sees.line.data(), z, b);
+      W* own = in_place ? nullptr : room + omp_get_thread_num() * 2 * z.s * z.k;
+      W *acc_k = in_place ? static_cast<W*>(dk) + from : own, *acc_v = in_place ? static_cast<W*>(dv) + from : own + z.s * z.k;
+      const int64_t ldc = in_place ? ldk : z.k;
       laid.all(k + from, v + from);
-      for (int64_t i = 0; i < z.t; i++) std::fill_n(acc_k + i * ldc, z.k, W(0)), std::fill_n(acc_v + i * ldc, z.k, W(0));
+      for (int64_t i = 0; i < z.s; i++) std::fill_n(acc_k + i * ldc, z.k, W(0)), std::fill_n(acc_v + i * ldc, z.k, W(0));
       for (int64_t head = group * heads; head < (group + 1) * heads; head++)
         for (int64_t b0 = 0; b0 < z.t; b0 += BLOCK) {
           const int64_t at = b * z.t * ldq + head * z.k, end = std::min(b0 + BLOCK, z.t);
-          for (int64_t i = b0; i < end; i++) lse_2[i - b0] = lse[(b * z.h + head) * z.t + i] * log2_e;
+          for (int64_t i = b0; i < end; i++) {
+            const W x = lse[(b * z.h + head) * z.t + i];
+            lse_2[i - b0] = std::isinf(x) ? W(0) : x * log2_e;  // that of a query that sees nothing meets hidden scores alone
+          }
           for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
             const int64_t width = std::min(QUERIES, end - q0), there = at + q0 * ldq, here = (q0 - b0) * z.k;
             turn(q + there, ldq, width, z.k, &turned_q[here]), turn(g + there, ldq, width, z.k, &turned_g[here]);
@@ -423,12 +508,12 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
             sum_rows(width, z.k, out + there, ldq, &turned_g[here], s.data(), &delta[q0 - b0]);
           }
           std::fill(acc_q.begin(), acc_q.end(), W(0));
-          for (int64_t s0 = 0; s0 < end; s0 += KEYS) {
+          for (int64_t s0 = 0; s0 < z.s; s0 += KEYS) {
+            const int64_t there = std::min(KEYS, z.s - s0), to = laid.at(s0);
             bool ready = laid.whole;
-            const int64_t to = laid.at(s0);
-            for (int64_t q0 = std::max(s0, b0); q0 < end; q0 += QUERIES) {
-              const int64_t width = std::min(QUERIES, end - q0), m = std::min(KEYS, q0 + width - s0);
-              const Look look = sees.look(q0, q0 + width, s0, s0 + m, row);
+            for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
+              const int64_t width = std::min(QUERIES, end - q0), m = sees.reach(row, q0, s0, there);
+              const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
               if (look == NONE) continue;
               if (!ready) laid.tile(k + from, v + from, s0);
               ready = true;
@@ -436,7 +521,7 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
               product(m, width, z.k, &laid.keys[to], z.k, &turned_q[here], QUERIES, s.data(), QUERIES, false);
               product(m, width, z.k, &laid.values[to], z.k, &turned_g[here], QUERIES, dp.data(), QUERIES, false);
               if (z.cap) cap_scores(m, z, s.data(), dp.data(), &delta[x]);
-              if (look == SOME) sees.hide(q0, width, s0, m, row, low, s.data());
+              if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
               pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
               differentiate(m, to_2, s.data(), dp.data(), &lse_2[x], &delta[x], p.data(), ds.data(), laid_ds.data());
               product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[here], z.k, acc_v + s0 * ldc, ldc, true);
@@ -446,13 +531,13 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
           }
           for (int64_t i = b0; i < end; i++) {
             const W* x = &acc_q[(i - b0) / QUERIES * QUERIES * z.k + i % QUERIES];
-            for (int64_t c = 0; c < z.k; c++) narrow(x[c * QUERIES] * W(z.scale), dq[at + i * ldq + c]);
+            for (int64_t c = 0; c < z.k; c++) store<T>(x[c * QUERIES] * W(z.scale), dq, at + i * ldq + c, z.wide);
           }
         }
-      for (int64_t i = 0; i < z.t; i++)
+      for (int64_t i = 0; i < z.s; i++)
         for (int64_t c = 0; c < z.k; c++) {
-          narrow(acc_k[i * ldc + c] * W(z.scale), dk[from + i * ldk + c]);
-          narrow(acc_v[i * ldc + c], dv[from + i * ldk + c]);
+          store<T>(acc_k[i * ldc + c] * W(z.scale), dk, from + i * ldk + c, z.wide);
+          store<T>(acc_v[i * ldc + c], dv, from + i * ldk + c, z.wide);
         }
     }
     if (quick<T>()) blas::brgemm_release();
@@ -462,14 +547,14 @@ void backward(const T* q, const T* k, const T* v, const int64_t* documents, cons
 }  // namespace
 
 #define OF_DTYPE(NAME, T)                                                                                             \
-  extern "C" void forward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, T* out, Wide<T>* lse,  \
+  extern "C" void forward_##NAME(const T* q, const T* k, const T* v, const Places* places, void* out, Wide<T>* lse,   \
                                  const Shape* z) {                                                                    \
-    forward(q, k, v, documents, out, lse, *z);                                                                        \
+    forward(q, k, v, *places, out, lse, *z);                                                                          \
   }                                                                                                                   \
-  extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const int64_t* documents, const T* out,         \
-                                  const Wide<T>* lse, const T* g, T* dq, T* dk, T* dv, Wide<T>* room,                 \
+  extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const Places* places, const T* out,             \
+                                  const Wide<T>* lse, const T* g, void* dq, void* dk, void* dv, Wide<T>* room,        \
                                   const Shape* z) {                                                                   \
-    backward(q, k, v, documents, out, lse, g, dq, dk, dv, room, *z);                                                  \
+    backward(q, k, v, *places, out, lse, g, dq, dk, dv, room, *z);                                                    \
   }                                                                                                                   \
   extern "C" int works_##NAME() { return works<T>(); }
 

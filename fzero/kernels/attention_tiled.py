@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +26,14 @@ SHORT = 64  # queries below which plain products are as fast
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("b", "t", "h", "g", "k", "kind", "size", "keep", "threads")),
+        *((name, ctypes.c_int64) for name in ("b", "t", "s", "h", "g", "k", "kind", "size", "keep", "threads", "wide")),
         ("scale", ctypes.c_double),
         ("cap", ctypes.c_double),
     ]
+
+
+class _Places(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("query", "key", "query_documents", "key_documents")]
 
 
 def _library(dtype: torch.dtype) -> ctypes.CDLL:
@@ -48,12 +53,30 @@ def _threads(k: Tensor) -> int:
     return max(1, min(torch.get_num_threads(), k.shape[0] * k.shape[2]))
 
 
-def _run(what: str, q: Tensor, k: Tensor, tensors: list[Tensor | None], pattern: list[int], *factors: float) -> None:
-    b, t, h, dim = q.shape
-    if q.numel():
-        shape = _Shape(b, t, h, k.shape[2], dim, *pattern, _threads(k), *factors)
-        pointers = (ctypes.c_void_p(x.data_ptr() if x is not None else None) for x in tensors)
-        getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")(*pointers, ctypes.byref(shape))
+def _address(x: Tensor | None) -> int | None:
+    return x.data_ptr() if x is not None else None
+
+
+def _run(
+    what: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    places: Sequence[Tensor | None],
+    rest: Sequence[Tensor],
+    pattern: list[int],
+    factors: tuple[float, float],
+    *,
+    wide: bool = False,
+) -> None:
+    """places: int64 positions [B, T] and [B, S] of queries and keys, and their documents, each contiguous or None."""
+    if q.numel() and k.numel():
+        (b, t, h, dim), (_, s, g, _) = q.shape, k.shape
+        shape = _Shape(b, t, s, h, g, dim, *pattern, _threads(k), wide, *factors)
+        at = ctypes.byref(_Places(*(_address(x) for x in places)))
+        pointers = [ctypes.c_void_p(_address(x)) for x in (q, k, v, *rest)]
+        run = getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")
+        run(*pointers[:3], at, *pointers[3:], ctypes.byref(shape))
 
 
 def _outputs(
@@ -76,13 +99,13 @@ def tiled_forward(
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse = _outputs(q, k, v, documents, pattern, scale, cap)
-    _run("forward", q, k, [q, k, v, documents, out, lse], pattern, scale, cap)
+    _run("forward", q, k, v, (None, None, documents, documents), (out, lse), pattern, (scale, cap))
     return out, lse
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide, (_, t, _, dim) = torch.promote_types(q.dtype, torch.float32), k.shape
-    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, t, dim), dtype=wide)
+    wide, (_, s, _, dim) = torch.promote_types(q.dtype, torch.float32), k.shape
+    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, s, dim), dtype=wide)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), room
 
 
@@ -109,8 +132,81 @@ def tiled_backward(
     """
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
     results = _gradients(q, k, v)
-    _run("backward", q, k, [q, k, v, documents, out, lse, g, *results], pattern, scale, cap)
+    places, rest = (None, None, documents, documents), (out, lse, g, *results)
+    _run("backward", q, k, v, places, rest, pattern, (scale, cap))
     return results
+
+
+def _outputs_at(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    b, t, h, _k = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape, dtype=wide), q.new_empty((b, h, t), dtype=wide)
+
+
+WHERE = "Tensor query, Tensor key, Tensor? query_documents, Tensor? key_documents"
+
+
+@operator(
+    f"tiled_forward_at(Tensor q, Tensor k, Tensor v, {WHERE}, int[] pattern, float scale, float cap) -> "
+    "(Tensor, Tensor)",
+    _outputs_at,
+)
+def tiled_forward_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    pattern: list[int],
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, K], the log-sum-exp [B, H, T]), both in float32 or wider, of queries at the positions `query` on
+    keys at `key`, int64 [B, T] and [B, S], with documents likewise or None. A query that sees no key has 0 and -inf.
+    """
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out, lse = _outputs_at(q)
+    places = query, key, query_documents, key_documents
+    _run("forward", q, k, v, places, (out, lse), pattern, (scale, cap), wide=True)
+    return out, lse
+
+
+def _gradients_at(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape, dtype=wide), k.new_empty(k.shape, dtype=wide), v.new_empty(v.shape, dtype=wide)
+
+
+@operator(
+    f"tiled_backward_at(Tensor q, Tensor k, Tensor v, {WHERE}, Tensor out, Tensor lse, Tensor g, int[] pattern, "
+    "float scale, float cap) -> (Tensor, Tensor, Tensor)",
+    _gradients_at,
+)
+def tiled_backward_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    pattern: list[int],
+    scale: float,
+    cap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by q, k and v in float32 or wider, for the gradient g of out; out, in q's dtype, and lse are those
+    over all keys, of which k and v may be a part.
+    """
+    q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
+    dq, dk, dv = _gradients_at(q, k, v)
+    places = query, key, query_documents, key_documents
+    rest = out, lse, g, dq, dk, dv, dk[:0]  # no room: the sums are made in dk and dv
+    _run("backward", q, k, v, places, rest, pattern, (scale, cap), wide=True)
+    return dq, dk, dv
 
 
 def tiled_attention(
@@ -148,20 +244,29 @@ def supports(
     q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object
 ) -> str:
     """The reason why it does not serve a call; "" if it does."""
-    (b, t, h, dim), groups = q.shape, k.shape[2]
+    b, t = q.shape[:2]
+    if k.shape[1] != t:
+        return f"the shapes are {list(q.shape)} and {list(k.shape)}; it takes as many queries as keys"
+    if documents is not None and documents.shape != (b, t):
+        return f"documents are {list(documents.shape)}; they must be {[b, t]}"
+    return serves(q, k, v, scale)
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> str:
+    """The reason why tiles of q, k and v cannot be computed; "" if they can, whatever the numbers of queries and
+    keys."""
+    (b, _, h, dim), (_, s, groups, _) = q.shape, k.shape
     if any(kind_of(x) != "cpu" for x in (q, k, v)):
         return "a tensor is not on the CPU"
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of bfloat16, float32 or float64"
-    if v.shape != k.shape or k.shape != (b, t, groups, dim) or h % max(1, groups):
+    if v.shape != k.shape or k.shape != (b, s, groups, dim) or h % max(1, groups):
         return (
-            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as "
-            "keys, and as many values"
+            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many values as keys, "
+            "and heads that the key heads divide"
         )
     if q.dtype == torch.bfloat16 and dim % 2:
         return f"the head dim is {dim}; in bfloat16 it must be even"
-    if documents is not None and documents.shape != (b, t):
-        return f"documents are {list(documents.shape)}; they must be {[b, t]}"
     if scale is not None and scale <= 0.0:
         return f"scale is {scale}; it must be above 0"
     return "" if have_compiler() else "there is no C++ compiler"

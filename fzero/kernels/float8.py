@@ -15,7 +15,7 @@ Shapes: x [..., in], w [in, out], one dtype. A tensor of zeros has the product z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
+from fzero.core.graph import SHARED
 from fzero.core.pytree import nearest
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
@@ -32,7 +33,12 @@ from fzero.kernels.registry import Form, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12  # the lower bound of max |A|
-CONFIGS = {True: chips.Table("_quantise rows"), False: chips.Table("_quantise columns")}  # by the order of x
+# By the order of x; None: for both orders of the numbers.
+CONFIGS = {
+    True: chips.Table("_quantise rows"),
+    False: chips.Table("_quantise columns"),
+    None: chips.Table("_quantise both"),
+}
 
 
 class Recipe(NamedTuple):
@@ -138,72 +144,160 @@ def float8_linear_reference(x: Tensor, w: Tensor, scaling: str = "tensorwise") -
 
 
 @triton.jit
-def _quantise(
-    X,
-    AMAX,
-    OUT,
-    INVERSE,
-    R,
-    C,
-    stride_r,
-    stride_c,
-    stride_amax,
-    SMALLEST: tl.constexpr,
-    LIMIT: tl.constexpr,
-    POWERS_OF_2: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    # A program quantises a tile [BLOCK_R, BLOCK_C]; program_id(0) is the tile of rows, program_id(1) that of columns.
-    # stride_amax is 1 for one scale per row and 0 for one of all; the programs of the first column tile store the
-    # inverse scales. OUT is contiguous [R, C].
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    col = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    amax = tl.load(AMAX + row * stride_amax, mask=row < R, other=1.0).to(tl.float32)
-    scale = tl.div_rn(tl.full((BLOCK_R,), LIMIT, tl.float32), tl.where(amax < SMALLEST, SMALLEST, amax))
+def _scales(
+    AMAX, INVERSE, at, n, first, SMALLEST: tl.constexpr, LIMIT: tl.constexpr, POWERS_OF_2: tl.constexpr,
+    ROWWISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scales [BLOCK] by the n largest magnitudes at `at`, or by the only one; those programs that are `first` store
+    their inverses.
+    """
+    if ROWWISE:
+        amax, kept = tl.load(AMAX + at, mask=at < n, other=1.0).to(tl.float32), n
+    else:
+        amax, kept = tl.full((BLOCK,), 0.0, tl.float32) + tl.load(AMAX).to(tl.float32), 1
+    scale = tl.div_rn(tl.full((BLOCK,), LIMIT, tl.float32), tl.where(amax < SMALLEST, SMALLEST, amax))
     if POWERS_OF_2:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
-    inverse = tl.div_rn(tl.full((BLOCK_R,), 1.0, tl.float32), scale)
-    tl.store(INVERSE + row * stride_amax, inverse, mask=row < tl.where(tl.program_id(1) == 0, R, 0))
+    inverse = tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)
+    tl.store(INVERSE + at, inverse, mask=at < tl.where(first, kept, 0))
+    return scale
+
+
+@triton.jit
+def _quantise(
+    X, AMAX, OUT, INVERSE, AMAX_T, OUT_T, INVERSE_T, R, C, stride_r, stride_c,
+    SMALLEST: tl.constexpr, LIMIT: tl.constexpr, POWERS_OF_2: tl.constexpr, ROWWISE: tl.constexpr, BOTH: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    # A program quantises a tile [BLOCK_R, BLOCK_C]; program_id(0) is the tile of rows, program_id(1) that of columns.
+    # OUT is contiguous [R, C], by a scale per row, or by one. With BOTH, OUT_T is contiguous [C, R]: the same of X
+    # turned, by a scale per column of X.
+    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    col = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    scale = _scales(AMAX, INVERSE, row, R, tl.program_id(1) == 0, SMALLEST, LIMIT, POWERS_OF_2, ROWWISE, BLOCK_R)
     live = (row[:, None] < R) & (col[None, :] < C)
     x = tl.load(X + row[:, None] * stride_r + col[None, :] * stride_c, mask=live, other=0.0).to(tl.float32)
     tl.store(OUT + row[:, None] * C + col[None, :], (x * scale[:, None]).to(OUT.dtype.element_ty), mask=live)
+    if BOTH:
+        first = tl.program_id(0) == 0
+        scale = _scales(AMAX_T, INVERSE_T, col, C, first, SMALLEST, LIMIT, POWERS_OF_2, ROWWISE, BLOCK_C)
+        tl.store(OUT_T + col[None, :] * R + row[:, None], (x * scale[None, :]).to(OUT_T.dtype.element_ty), mask=live)
 
 
-def _quantise_by_triton(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """`quantise` along dim 1 or of all, in Triton: (numbers in order of rows, inverse scales [R, 1] or []). x may have
-    any strides.
-    """
-    rows, columns = x.shape
-    amax = torch.linalg.vector_norm(x, torch.inf, dim=1 if recipe.rowwise else None)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    inverse = torch.empty(amax.shape, dtype=torch.float32, device=x.device)
-    constants = {"SMALLEST": SMALLEST, "LIMIT": torch.finfo(dtype).max, "POWERS_OF_2": recipe.powers_of_2}
+def _largest(x: Tensor, dim: int, recipe: Recipe) -> Tensor:
+    """max |x| of each row (dim 1) or column (dim 0) of a matrix; of all of it, a scalar, where one scale serves it."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=dim if recipe.rowwise else None)
+
+
+def _launch(x: Tensor, largest: Sequence[Tensor], outs: Sequence[Tensor], dtype: torch.dtype, recipe: Recipe) -> None:
+    """Launch `_quantise`; outs: numbers and inverse scales, one pair or two. x may have any strides."""
+    (rows, columns), both = x.shape, len(outs) == 4
+    constants = {
+        "SMALLEST": SMALLEST,
+        "LIMIT": torch.finfo(dtype).max,
+        "POWERS_OF_2": recipe.powers_of_2,
+        "ROWWISE": recipe.rowwise,
+        "BOTH": both,
+    }
     in_rows = x.stride(1) == 1
 
     def grid(config: tuning.Config) -> tuple[int, int]:
         return triton.cdiv(rows, config["BLOCK_R"]), triton.cdiv(columns, config["BLOCK_C"])
 
-    given = (x, amax, out, inverse, rows, columns, *x.stride(), int(recipe.rowwise))
-    tuning.launch(_quantise, grid, given, CONFIGS[in_rows], shape=(rows, columns, in_rows, x.dtype), **constants)
-    return out, inverse[:, None] if recipe.rowwise else inverse
+    pointers = (x, largest[0], *outs[:2], largest[-1], *outs[-2:])
+    table = CONFIGS[None if both else in_rows]
+    given = (*pointers, rows, columns, *x.stride())
+    tuning.launch(_quantise, grid, given, table, shape=(rows, columns, in_rows, x.dtype), **constants)
+
+
+def _numbers_like(x: Tensor, largest: Tensor, scaling: str, gradient: bool) -> tuple[Tensor, Tensor]:
+    recipe = recipe_of(scaling)
+    numbers = torch.empty(x.shape, dtype=recipe.gradient if gradient else recipe.value, device=x.device)
+    return numbers, torch.empty((len(x), 1) if recipe.rowwise else (), dtype=torch.float32, device=x.device)
+
+
+@operator("float8_numbers(Tensor x, Tensor largest, str scaling, bool gradient) -> (Tensor, Tensor)", _numbers_like)
+def float8_numbers(x: Tensor, largest: Tensor, scaling: str, gradient: bool) -> tuple[Tensor, Tensor]:
+    """`quantise` along dim 1 or of all of a matrix of any strides, by the largest magnitudes [R] or []: (numbers in the
+    order of rows, inverse scales [R, 1] or []).
+    """
+    outs = _numbers_like(x, largest, scaling, gradient)
+    _launch(x, [largest], outs, outs[0].dtype, recipe_of(scaling))
+    return outs
+
+
+SHARED.append(float8_numbers)
+
+
+def _both_like(x: Tensor, by_row: Tensor, by_column: Tensor, scaling: str, gradient: bool) -> tuple[Tensor, ...]:
+    return *_numbers_like(x, by_row, scaling, gradient), *_numbers_like(x.t(), by_column, scaling, gradient)
 
 
 @operator(
-    "float8_product(Tensor a, Tensor b, str scaling, bool a_gradient, bool b_gradient) -> Tensor",
-    lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
+    "float8_both(Tensor x, Tensor by_row, Tensor by_column, str scaling, bool gradient) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _both_like,
 )
-def float8_product(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
-    """a [M, K] b [K, N] through float8 by torch._scaled_mm, of any strides, M, N and K multiples of 16.
+def float8_both(x: Tensor, by_row: Tensor, by_column: Tensor, scaling: str, gradient: bool) -> tuple[Tensor, ...]:
+    """`float8_numbers` of x and of x turned, by one read of x."""
+    outs = _both_like(x, by_row, by_column, scaling, gradient)
+    _launch(x, [by_row, by_column], outs, outs[0].dtype, recipe_of(scaling))
+    return outs
 
-    The matrix units add with fewer bits if both operands are values, or the scaling is rowwise (use_fast_accum, as
-    torchao does).
+
+@operator(
+    "float8_product(Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, bool fast) -> Tensor",
+    lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
+)
+def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, fast: bool) -> Tensor:
+    """The product [M, N] in bfloat16 of float8 numbers a [M, K] and b turned, [N, K], by torch._scaled_mm; M, N and K
+    are multiples of 16.
+
+    fast: whether the matrix units add with fewer bits (use_fast_accum).
+    """
+    scales = {"scale_a": a_inverse, "scale_b": b_inverse.t()}
+    return torch_private.scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+@operator(
+    "float8_product_of(Tensor a, Tensor a_inverse, Tensor b, Tensor largest, str scaling, bool fast) -> Tensor",
+    lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
+)
+def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, scaling: str, fast: bool) -> Tensor:
+    """`float8_product` by the numbers of b, values in bfloat16, [N, K]: they are made in the pass that needs them, so
+    that nobody keeps those of a weight from a forward to a backward pass.
+    """
+    return float8_product(a, a_inverse, *float8_numbers(b, largest, scaling, False), fast)
+
+
+def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
+    """The linear by torch._scaled_mm, with fewer bits in its sums if both operands are values, or the scaling is
+    rowwise, as torchao does.
+
+    A tensor with one scale is read for it once, in the forward pass or as a gradient; a gradient is read once for its
+    numbers in both orders. In a compiled block, linears that share an input share its scale and its numbers
+    (`core.graph.merge_shared`), and the backward pass may keep these numbers in place of the input.
     """
     recipe = recipe_of(scaling)
-    qa, ia = _quantise_by_triton(a, recipe.gradient if a_gradient else recipe.value, recipe)
-    qb, ib = _quantise_by_triton(b.t(), recipe.gradient if b_gradient else recipe.value, recipe)
-    fast = recipe.rowwise or not (a_gradient or b_gradient)
-    return torch_private.scaled_mm(qa, qb.t(), scale_a=ia, scale_b=ib.t(), out_dtype=a.dtype, use_fast_accum=fast)
+
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        largest = _largest(x, 1, recipe), _largest(w, 0, recipe)
+        numbers = float8_numbers(x, largest[0], scaling, False)
+        y = float8_product_of(*numbers, w.t(), largest[1], scaling, True)
+        return y, *(() if recipe.rowwise else largest)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        (x, w, *largest), (g,) = saved, grads
+        x_most, w_most = largest or (_largest(x, 0, recipe), _largest(w, 1, recipe))
+        by_row = _largest(g, 1, recipe)
+        by_column = _largest(g, 0, recipe) if recipe.rowwise else by_row
+        *numbers, turned, turned_inverse = float8_both(g, by_row, by_column, scaling, True)
+        dx = float8_product_of(*numbers, w, w_most, scaling, recipe.rowwise)
+        x_numbers = float8_numbers(x.t(), x_most, scaling, False)
+        return dx, float8_product(*x_numbers, turned, turned_inverse, recipe.rowwise)
+
+    fused = Fused("float8_linear", forward=forward, backward=backward)
+    return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
 
 
 @operator(
@@ -215,16 +309,16 @@ def float8_emulated(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_grad
     return product_reference(a, b, scaling, a_gradient, b_gradient)
 
 
-def _linear_form(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def linear(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
-        def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-            (x, w), (g,) = saved, grads
-            return product(g, w.t(), scaling, True, False), product(x.t(), g, scaling, False, True)
+def _emulated(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        (x, w), (g,) = saved, grads
+        return float8_emulated(g, w.t(), scaling, True, False), float8_emulated(x.t(), g, scaling, False, True)
 
-        fused = Fused("float8_linear", forward=lambda x, w: (product(x, w, scaling, False, False),), backward=backward)
-        return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
+    def forward(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (float8_emulated(x, w, scaling, False, False),)
 
-    return linear
+    fused = Fused("float8_linear", forward=forward, backward=backward)
+    return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])
 
 
 def least_capability(scaling: str) -> tuple[int, int]:
@@ -251,10 +345,8 @@ def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
 float8_linear = Op(
     "float8_linear",
     float8_linear_reference,
-    Form("scaled_mm", _linear_form(float8_product), supports=_supports, prefers=on_cuda),
-    Form(
-        "emulated", _linear_form(float8_emulated), supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""
-    ),
+    Form("scaled_mm", _by_scaled_mm, supports=_supports, prefers=on_cuda),
+    Form("emulated", _emulated, supports=lambda x, w, scaling="tensorwise": recipe_of(scaling) and ""),
     flops=lambda x, w, scaling="tensorwise": 2 * x.numel() * w.shape[1],
     bytes=lambda x, w, scaling="tensorwise": (
         (x.numel() + w.numel() + x.numel() // w.shape[0] * w.shape[1]) * x.element_size()
@@ -264,20 +356,23 @@ float8_linear = Op(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    pointers = {"X": "*bf16", "AMAX": "*bf16", "OUT": "*fp8e4nv", "INVERSE": "*fp32"}
-    sizes = dict.fromkeys(("R", "C", "stride_r", "stride_c", "stride_amax"), "i32")
-    constants = dict.fromkeys(("SMALLEST", "LIMIT", "POWERS_OF_2", "BLOCK_R", "BLOCK_C"), "constexpr")
-    for config in CONFIGS[True].on(gpu):
-        for name, one in (("rows", "stride_c"), ("transposed", "stride_r")):
+    sizes = dict.fromkeys(("R", "C", "stride_r", "stride_c"), "i32")
+    names = ("SMALLEST", "LIMIT", "POWERS_OF_2", "ROWWISE", "BOTH", "BLOCK_R", "BLOCK_C")
+    for name, one, both in (("rows", "stride_c", False), ("transposed", "stride_r", False), ("both", "stride_c", True)):
+        for config in CONFIGS[None if both else True].on(gpu):
             for out, limit, rowwise in (("*fp8e4nv", 448.0, True), ("*fp8e5", 57344.0, False)):
-                signature = pointers | {"OUT": out} | sizes | {one: "constexpr", "stride_amax": "constexpr"} | constants
+                pointers = {"X": "*bf16", "AMAX": "*bf16", "OUT": out, "INVERSE": "*fp32"}
+                pointers |= {"AMAX_T": "*bf16", "OUT_T": out, "INVERSE_T": "*fp32"}
+                signature = pointers | sizes | {one: "constexpr"}
                 given = {
                     one: 1,
-                    "stride_amax": int(rowwise),
                     "SMALLEST": SMALLEST,
                     "LIMIT": limit,
                     "POWERS_OF_2": rowwise,
+                    "ROWWISE": rowwise,
+                    "BOTH": both,
                 }
                 aligned = ("R", "C", "stride_r" if one == "stride_c" else "stride_c")
                 label = f"_quantise {name} {out[1:]} {config['BLOCK_R']}x{config['BLOCK_C']}"
+                signature |= dict.fromkeys(names, "constexpr")
                 yield Build(label, "_quantise", signature, given, config, aligned=aligned)

@@ -24,6 +24,8 @@ from fzero.core.pytree import nearest
 # The files that hold operations; each registers its own when it is imported.
 FILES = (
     "attention",
+    "attention_at",
+    "attention_ring",
     "cross_entropy",
     "dropout",
     "float8",

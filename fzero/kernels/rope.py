@@ -61,6 +61,35 @@ class RopeScaling:
         """The scaling that divides all frequencies: every wavelength is above one position."""
         return cls(factor, 1.0, 2.0, 1)
 
+    @classmethod
+    def parse(cls, text: str) -> RopeScaling | None:
+        """The scaling of a text: linear:FACTOR, llama3:FACTOR:LENGTH with the length before it (original_max_len), or
+        llama3:FACTOR:LENGTH:LOW:HIGH; None for none. The inverse of str.
+
+        >>> str(RopeScaling.parse("linear:4")), str(RopeScaling.parse("llama3:8:8192"))
+        ('linear:4', 'llama3:8:8192')
+        """
+        kind, *numbers = text.split(":")
+        try:
+            if text == "none":
+                return None
+            if kind == "linear" and len(numbers) == 1:
+                return cls.linear(float(numbers[0]))
+            if kind == "llama3" and len(numbers) in (2, 4):
+                return cls(float(numbers[0]), *map(float, numbers[2:]), original_max_len=int(numbers[1]))
+        except ValueError as error:
+            raise ValueError(f"the scaling of RoPE is {text!r}: {error}") from None
+        raise ValueError(
+            f"the scaling of RoPE is {text!r}; it must be linear:FACTOR, llama3:FACTOR:LENGTH with the length that the "
+            "model was trained with before, or none"
+        )
+
+    def __str__(self) -> str:
+        factor, *ends = (repr(x).removesuffix(".0") for x in (self.factor, self.low_freq_factor, self.high_freq_factor))
+        if self == RopeScaling.linear(self.factor):
+            return f"linear:{factor}"
+        return ":".join(["llama3", factor, str(self.original_max_len), *(ends if ends != ["1", "4"] else [])])
+
     @property
     def is_linear(self) -> bool:
         """Whether it divides all frequencies."""

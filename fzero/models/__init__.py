@@ -3,6 +3,7 @@
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Cache, Ctx, Loss, Model, init_params, logits, loss, num_params
 from fzero.models.batch import Batch, check_tokens
+from fzero.models.by_position import by_position
 from fzero.models.deepseek import DeepSeekConfig, deepseek
 from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
@@ -35,6 +36,7 @@ __all__ = [
     "ScoreConfig",
     "answer_log_probs",
     "build",
+    "by_position",
     "check_tokens",
     "classify",
     "deepseek",

@@ -21,9 +21,11 @@ from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
-from fzero.models.batch import Batch, check_batch, has_tokens
+from fzero.models.batch import BY_TOKEN, Batch, check_batch, has_tokens
+from fzero.models.place import balanced_positions, patterns_of
 from fzero.models.stack_over_pp import stack_over_pp
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
+from fzero.sharding.context import Context, Pieces
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.unshard import unshard_block, unshard_tree
 
@@ -75,11 +77,15 @@ class Ctx(NamedTuple):
     key: Tensor | tuple[()] = ()  # the random key of dropout; () turns dropout off
     keys: dict[str, Tensor] = {}  # noqa: RUF012  (of key: {name: [L, 2]} of the blocks' dropout, where made beforehand)
     first: Tensor | int = 0  # index of this batch's first sequence in the step's global batch
-    documents: Tensor | tuple[()] = ()  # int [B, T]; () if each sequence is one document
+    documents: Tensor | tuple[()] = ()  # int [B, T], of whole sequences; () if each sequence is one document
     cache: Cache | tuple[()] = ()
     kernels: Kernels = AUTO  # the form of each hot operation
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
+    context: Context | tuple[()] = ()  # how attention works over cp; () without
+    pieces: Pieces | tuple[()] = ()  # the tokens of each rank of cp; () for whole sequences, and chosen by the batch
+    positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
+    placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
 
 
@@ -137,6 +143,7 @@ class Model(NamedTuple):
     # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
+    splits: bool = False  # whether cp may split its sequences: a loss of sums over tokens, and positions from ctx
 
 
 class Start(NamedTuple):
@@ -250,16 +257,47 @@ def sequence_parts(ctx: Ctx) -> int:
     return ctx.mesh["tp"].size if ctx.sequence else 1
 
 
+def check(model: Model, batch: Batch, ctx: Ctx) -> None:
+    """Raise ValueError if a batch of whole sequences does not fit the model, or cannot be split as ctx says."""
+    parts, cp = sequence_parts(ctx), ctx.mesh["cp"].size
+    check_batch(model.config, batch, parts if cp == 1 else 1)
+    if cp > 1:
+        if not ctx.context:
+            raise ValueError(
+                f"cp={cp}: the ctx does not say how; write Ctx(context=plan.context), or give loss the plan"
+            )
+        ctx.context.expect_divisible(cp, batch["tokens"].shape[-1], parts)
+
+
 def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
-    """Return the ctx of a batch: with its documents, its first row and what the model's `prepare` makes of it."""
+    """Return the ctx of a batch of whole sequences: with its documents, its first row, this rank's positions and what
+    the model's `prepare` makes of it."""
+    cp = ctx.mesh["cp"]
+    if ctx.context:
+        tokens, pieces = batch["tokens"], ctx.context.over(cp.size)
+        if pieces is None:
+            placed = balanced_positions(tokens, batch.get("documents"), cp.size, patterns_of(model.config))
+        else:
+            ranks = range(cp.size)
+            placed = torch.stack([pieces.positions(rank, tokens.shape[-1], tokens.device) for rank in ranks])
+        ctx = ctx._replace(pieces=pieces or (), placed=placed, positions=placed[cp.rank])
     if has_tokens(model.config):
         ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
 
 
+def own_part(batch: Batch, ctx: Ctx) -> Batch:
+    """The part of a batch of whole sequences that embedding and head see, ctx being from `prepare`: what there is for
+    each token, of this rank's. Documents stay whole, in ctx too."""
+    if isinstance(ctx.positions, tuple):
+        return batch
+    own = {name: batch[name].index_select(-1, ctx.positions) for name in BY_TOKEN if name in batch}
+    return {**batch, **own}
+
+
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
-    """Return the activations after the last block; ctx is from `prepare`. With pp they are those on the last stage's
-    rank."""
+    """Return the activations after the last block; ctx is from `prepare`, the batch from `own_part`. With pp they are
+    those on the last stage's rank."""
     x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
     inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
     first = 0
@@ -299,8 +337,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
 
     batch: tokens and targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 scalar. total
     is in nats. plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are
-    then this rank's too: equal on the ranks of tp and pp, to be summed over dp and rp; the gradients with respect to
-    `params` are complete and in their layout. Composes with torch.func.
+    then this rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect
+    to `params` are complete and in their layout. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
     parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see
@@ -312,8 +350,11 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     >>> int(loss(model, init_params(model, random.key(0)), {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
     8
     """
-    check_batch(model.config, batch, sequence_parts(ctx))
+    if plan is not None and plan.context is not None:
+        ctx = ctx._replace(context=plan.context)
+    check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
+    batch = own_part(batch, ctx)
     x = transform(model, params, batch, ctx, plan)
     out = model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
     if plan is None or plan.stages is None:

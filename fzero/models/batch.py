@@ -27,6 +27,7 @@ OTHER_NAMES = {
 
 
 EMPTY = torch.empty(0)
+BY_TOKEN = ("tokens", "targets", "mask")  # the entries [B, T] that embedding and head read
 
 
 def has_tokens(config: Any) -> bool:

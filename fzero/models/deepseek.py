@@ -16,9 +16,10 @@ from torch import Tensor
 from fzero.core.pytree import Tree
 from fzero.kernels import glu
 from fzero.kernels import moe as experts
-from fzero.kernels.attention import Pattern, attention
+from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
+from fzero.models.attend import attend
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.batch import Batch
 from fzero.models.layers import (
@@ -32,6 +33,7 @@ from fzero.models.layers import (
     leave_linear,
     linear,
     norm,
+    positions_of,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
 from fzero.models.mixtral import MOE_RULES, enter_routing, mean_over_positions
@@ -198,8 +200,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     heads = c.n_heads // tp.size
     q = rearrange(linear(low, p["w_q_b" if c.q_rank else "w_q"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
     kv = rearrange(linear(latent, p["w_kv_b"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
-    length = ctx.cache.length if ctx.cache else 0
-    positions = torch.arange(length, length + q.shape[1], device=x.device)
+    positions = positions_of(q, ctx)
     angles = rope_frequencies(c.rope_dim, c.rope_theta, None, device=x.device)
     q_turned, k_turned = rope_qk(
         q[..., c.nope_dim :].contiguous(),
@@ -214,12 +215,10 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     # Forms of attention take values of the keys' size.
     v = torch.nn.functional.pad(kv[..., c.nope_dim :], (0, c.key_dim - c.value_dim))
     if ctx.cache:
-        end = length + q.shape[1]
+        length, end = ctx.cache.length, ctx.cache.length + q.shape[1]
         ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
-    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
-    pattern = Pattern.parse(c.pattern)
-    out = attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"])
+    out = attend(q, k, v, Pattern.parse(c.pattern), ctx)
     return leave_linear(rearrange(out[..., : c.value_dim], "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
 
 
@@ -307,6 +306,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
         features=lambda params, state, ctx: features(c, params, state["x"], ctx),
         unembed=unembed(c),
+        splits=True,
     )
 
 

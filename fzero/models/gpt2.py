@@ -28,6 +28,7 @@ from fzero.models.layers import (
     leave_linear,
     linear,
     norm,
+    own_tokens,
     self_attention,
     sequence_axis,
     vocabulary_logits,
@@ -138,11 +139,13 @@ def gpt2(config: GPT2Config) -> Model:
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx)
         table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
-        if isinstance(ctx.documents, tuple):
+        if not isinstance(ctx.documents, tuple):
+            x = x + F.embedding(own_tokens(document_positions(ctx.documents), ctx), table)
+        elif isinstance(ctx.positions, Tensor):
+            x = x + F.embedding(narrow_part(ctx.positions, axis.rank, axis.size, 0), table)
+        else:
             first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
             x = x + table[first : first + x.shape[1]]
-        else:
-            x = x + F.embedding(narrow_part(document_positions(ctx.documents), axis.rank, axis.size, 1), table)
         return dropout(x, c.dropout, "embed", ctx)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -194,4 +197,5 @@ def gpt2(config: GPT2Config) -> Model:
         linear=r"blocks/(attn|mlp)/w_\w+",
         features=features,
         unembed="embed/tokens" if c.tied else "head/w",
+        splits=True,
     )

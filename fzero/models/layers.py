@@ -22,16 +22,18 @@ from fzero.core import prng
 from fzero.core.pytree import Tree
 from fzero.kernels import dropout as kernels_dropout
 from fzero.kernels import glu
-from fzero.kernels.attention import FULL, Pattern, attention
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.dropout import dropout_add
 from fzero.kernels.float8 import float8_linear
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
+from fzero.models.attend import attend
 from fzero.models.base import Ctx
 from fzero.models.batch import Batch
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
 from fzero.sharding import Mesh
+from fzero.sharding.balance import blocks_of
 from fzero.sharding.slices import narrow_part
 
 
@@ -72,6 +74,34 @@ def sequence_axis(ctx: Ctx) -> Axis:
     one of size 1.
     """
     return ctx.mesh["tp"] if ctx.sequence else Axis("tp")
+
+
+def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
+    """The positions in their sequences of the tokens of x [B, T, ...] inside a tensor-parallel region: int64 [T]."""
+    if isinstance(ctx.positions, Tensor):
+        return ctx.positions
+    length = ctx.cache.length if ctx.cache else 0
+    return torch.arange(length, length + x.shape[1], device=x.device)
+
+
+def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]], int]:
+    """(first position, number) of each run of this rank's `tokens` tokens outside the tensor-parallel regions, and the
+    number of a whole sequence's. Where the blocks are chosen by the batch, positions are scalar tensors."""
+    axis, cp, positions = sequence_axis(ctx), ctx.mesh["cp"], ctx.positions
+    start, whole = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
+    runs: list[tuple[int | Tensor, int]] = [(0, whole)]
+    if ctx.pieces:
+        runs = [*ctx.pieces.ranges(cp.rank, whole)]
+    elif isinstance(positions, Tensor):
+        size = whole // blocks_of(whole, cp.size)
+        runs = [(positions[at], size) for at in range(0, whole // cp.size, size)]
+    out, at = [], 0
+    for first, number in runs:
+        low, high = max(start, at), min(start + tokens, at + number)
+        if low < high:
+            out.append((first + low - at, high - low))
+        at += number
+    return out, whole
 
 
 def enter(x: Tensor, ctx: Ctx, leaf: str = "") -> Tensor:
@@ -134,18 +164,23 @@ def dropout_active(rate: float, ctx: Ctx) -> bool:
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
     """x + dropout(h)."""
-    return (
-        dropout_add(h, x, rate, *mask_of(h, name, ctx), impl=ctx.kernels["dropout_add"])
-        if dropout_active(rate, ctx)
-        else x + h
-    )
+    if not dropout_active(rate, ctx):
+        return x + h
+    parts = [
+        dropout_add(h[:, at:end], x[:, at:end], rate, *mask, impl=ctx.kernels["dropout_add"])
+        for at, end, mask in masks_of(h, name, ctx)
+    ]
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def dropout(x: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """Zero each element of x [B, T, D] (or of this rank's range of T) with probability `rate`, and scale the others by
+    """Zero each element of x [B, T, D] (or of this rank's tokens) with probability `rate`, and scale the others by
     1 / (1 - rate).
     """
-    return kernels_dropout.dropout(x, rate, *mask_of(x, name, ctx)) if dropout_active(rate, ctx) else x
+    if not dropout_active(rate, ctx):
+        return x
+    parts = [kernels_dropout.dropout(x[:, at:end], rate, *mask) for at, end, mask in masks_of(x, name, ctx)]
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 SITES = ("attn", "mlp")  # names of dropout in the blocks of fzero's models
@@ -157,12 +192,12 @@ def block_keys(key: Tensor, layers: int) -> dict[str, Tensor]:
     return dict(zip(SITES, prng.fold_in_all(key, SITES, layers).unbind(1)))
 
 
-def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
-    """Return (key, global index of x's first element, elements from one row to the next) of the dropout mask of x [B,
-    T, D].
+def masks_of(x: Tensor, name: str, ctx: Ctx) -> list[tuple[int, int, tuple[Tensor, Tensor, int]]]:
+    """(start, end, (key, global index of the first element, elements from one row to the next)) of the dropout mask of
+    each run of neighbouring tokens of x [B, T, D].
 
-    x may be this rank's range of T. The mask depends on the key, the layer, `name` and an element's index in the step's
-    global batch, so it is the same however that batch is split.
+    x may be this rank's tokens alone. The mask depends on the key, the layer, `name` and an element's index in the
+    step's global batch, so it is the same however that batch is split.
     """
     assert isinstance(ctx.key, Tensor)  # a rate that is active has one
     if isinstance(ctx.layer, Tensor) and name in ctx.keys:
@@ -170,9 +205,19 @@ def mask_of(x: Tensor, name: str, ctx: Ctx) -> tuple[Tensor, Tensor, int]:
     else:
         key = prng.fold_in(ctx.key, name)
         key = prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
-    axis, part = sequence_axis(ctx), x[0].numel()
-    first = (torch.as_tensor(ctx.first).to(x.device) * axis.size + axis.rank) * part
-    return key, first, axis.size * part
+    ranges, tokens = ranges_outside(x.shape[1], ctx)
+    size, row, out, at = x[0, 0].numel(), torch.as_tensor(ctx.first).to(x.device) * tokens, [], 0
+    for first, number in ranges:
+        out.append((at, at + number, (key, (row + first) * size, tokens * size)))
+        at += number
+    return out
+
+
+def own_tokens(x: Tensor, ctx: Ctx) -> Tensor:
+    """The columns of x [B, T], of whole sequences, that are this rank's tokens outside the tensor-parallel regions."""
+    axis = sequence_axis(ctx)
+    x = x.index_select(1, ctx.positions) if isinstance(ctx.positions, Tensor) else x
+    return narrow_part(x, axis.rank, axis.size, 1)
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -222,18 +267,15 @@ def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
     k, v = (rearrange(t, "b t (g k) -> b t g k", g=max(1, kv_heads // tp.size)) for t in (k, v))
     if "norm_q" in p and not how.wide_norm:
         q, k = norm(p["norm_q"], q, how.eps, ctx), norm(p["norm_k"], k, how.eps, ctx)
-    length = ctx.cache.length if ctx.cache else 0
     if how.frequencies is not None:
-        positions = torch.arange(length, length + x.shape[1], device=x.device)
         angles = rope_frequencies(*how.frequencies, device=x.device)
-        q, k = rope_qk(q, k, positions, angles, impl=ctx.kernels["rope_qk"])
+        q, k = rope_qk(q, k, positions_of(x, ctx), angles, impl=ctx.kernels["rope_qk"])
     if ctx.cache:
-        end = length + x.shape[1]
+        length, end = ctx.cache.length, ctx.cache.length + x.shape[1]
         ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
-    documents = None if isinstance(ctx.documents, tuple) else ctx.documents
     more = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
-    out = attention(q, k, v, pattern=how.pattern, documents=documents, impl=ctx.kernels["attention"], **more)
+    out = attend(q, k, v, how.pattern, ctx, **more)
     return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
 
 

@@ -337,4 +337,5 @@ def llama(config: LlamaConfig) -> Model:
         linear=r"blocks/(attn|mlp)/w_\w+",
         features=lambda params, x, ctx: features(c, last(params), x, ctx),
         unembed=unembed(c),
+        splits=True,
     )

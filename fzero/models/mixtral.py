@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import psum
+from fzero.comm.collectives import psum, pvary
 from fzero.core.pytree import Tree
 from fzero.kernels import moe as experts
 from fzero.kernels.cross_entropy import counted_tokens
@@ -90,14 +90,15 @@ def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tenso
 
 
 def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
-    """The means over T [B, n] of values [B, T, n], or of this rank's range of T; the same on all ranks of tp.
+    """The means over T [B, n] of values [B, T, n], or of this rank's tokens; the same on all ranks of tp and cp.
 
-    Communicates: with sequence parallelism, one psum over tp of all of them.
+    Communicates: with sequence parallelism, one psum over tp of all of them; with cp one over cp, forward and backward.
     """
-    axis = sequence_axis(ctx)
-    if axis.size == 1:
+    axis, cp, leaf = sequence_axis(ctx), ctx.mesh["cp"], "blocks/moe/router"
+    if axis.size == cp.size == 1:
         return [value.mean(1) for value in values]
-    sums = psum(torch.cat(values, -1).sum(1) / (axis.size * values[0].shape[1]), axis, leaf="blocks/moe/router")
+    sums = psum(torch.cat(values, -1).sum(1) / (cp.size * axis.size * values[0].shape[1]), axis, leaf=leaf)
+    sums = pvary(psum(sums, cp, leaf=leaf), cp, leaf=leaf)  # which weigh it by their own tokens
     return sums.split([value.shape[-1] for value in values], -1)
 
 
@@ -167,4 +168,5 @@ def mixtral(config: MoEConfig) -> Model:
         linear=r"blocks/attn/w_\w+",
         features=lambda params, state, ctx: features(c, params, state["x"], ctx),
         unembed=unembed(c),
+        splits=not c.capacity_factor,  # whose places are those of one rank's tokens
     )

@@ -90,5 +90,14 @@ def mlp(config: MLPConfig) -> Model:
         return RULES
 
     return Model(
-        config, init, embed, block, head, logits, rules, linear=r"blocks/w_\w+", features=lambda params, x, ctx: x
+        config,
+        init,
+        embed,
+        block,
+        head,
+        logits,
+        rules,
+        linear=r"blocks/w_\w+",
+        features=lambda params, x, ctx: x,
+        splits=True,
     )

@@ -158,7 +158,9 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         found = scores(params, x, ctx)
         return class_loss(found, batch) if config.labels else reward_loss(found[..., 0], batch)
 
-    return model._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE)
+    return model._replace(
+        config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE, splits=False
+    )
 
 
 def class_loss(scores: Tensor, batch: Batch) -> Loss:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fzero.core.copy_buckets import start_fetch
 from fzero.core.future import Future
-from fzero.core.gpu import HOST, copy_in, start_fetch
+from fzero.core.gpu import HOST, copy_in
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor
@@ -145,6 +146,7 @@ def begin_unit(found: dict[str, dict[str, BlockRead]], where: torch.device) -> B
     """Start to bring the rows of a unit to `where`: what is on a GPU goes to the host with one wait for all of it."""
     flat = {(name, column): one for name, columns in found.items() for column, one in columns.items()}
     leaving = [key for key, one in flat.items() if one.home.is_cuda and where == HOST]
+    leaving.sort(key=lambda key: key[1] != "grad")  # so that those that come back are side by side there
     fetch = start_fetch([flat[key].home for key in leaving])
     coming = {key: one.start(where) for key, one in flat.items() if key not in leaving}
 

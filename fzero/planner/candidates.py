@@ -2,8 +2,9 @@
 
 A search compares thousands of candidates, so none is traced here. Two layers are traced once for each size of tp; the
 activation memory and time of a layer for every micro-batch, recomputation, stage and mesh follow from that. State bytes
-come from the plan's own specs, so they are exact also if a leaf does not divide evenly. The estimates decide the order
-in which candidates are traced exactly."""
+come from the plan's own specs, so they are exact also if a leaf does not divide evenly; with pp a rank is given its
+share of them. A pipeline's waiting is that of its schedule played over few micro-batches. The estimates decide the
+order in which candidates are traced exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
-from fzero.planner.rates import collective_s, ways_of
+from fzero.planner.rates import collective_s, ways_of, wire_s
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
@@ -27,6 +28,10 @@ from fzero.run.config import RunConfig
 from fzero.run.memory_check import numel, part_layers, part_numels
 from fzero.sharding import Plan, fake_mesh, zero_plan
 from fzero.sharding.memory import Offload, Tier
+from fzero.sharding.pipeline import FAMILIES, place, play, schedule
+from fzero.sharding.pipeline.orders import group_size
+from fzero.sharding.pipeline.table import Stages
+from fzero.sharding.pipelines import Pipeline
 from fzero.sharding.slices import is_stacked
 
 CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
@@ -34,12 +39,15 @@ CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
     "train.remat": ("none", "full", "every:2", "every:4"),
     "offload": ("", "opt=host", "params=host,opt=host", "params=host,grads=host,opt=host", "acts=host"),
     "train.micro_batch": (1, 2, 4, 8, 16, 32),
+    "mesh.pp": (1, 2, 4, 8, 16),
+    "pipeline": ("1f1b", "interleaved/2", "interleaved/4", "zb-h1", "zb-v/2"),  # schedule/chunks of a rank
 }
+OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
 
 
 class Candidate(NamedTuple):
-    """One way to train: a mesh, ZeRO stage, recomputation, offload and micro-batch."""
+    """One way to train: a mesh, ZeRO stage, recomputation, offload and micro-batch; with pp a schedule and layout."""
 
     dp: int
     rp: int
@@ -48,17 +56,24 @@ class Candidate(NamedTuple):
     remat: str
     offload: str
     micro_batch: int
+    pp: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    layout: str = "auto"
 
     @property
     def mesh(self) -> dict[str, int]:
         """The axes of the mesh that are larger than 1."""
-        return {name: size for name, size in (("dp", self.dp), ("rp", self.rp), ("tp", self.tp)) if size > 1}
+        sizes = ("pp", self.pp), ("dp", self.dp), ("rp", self.rp), ("tp", self.tp)
+        return {name: size for name, size in sizes if size > 1}
 
     def of(self, config: RunConfig) -> RunConfig:
         """Return `config` changed to train in this way, with sequence parallelism wherever tp divides the sequence."""
         sequence = self.tp > 1 and config.data.seq_len % self.tp == 0
         train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
-        return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, sequence=sequence, train=train)
+        pipeline = Pipeline(self.schedule, self.chunks, self.layout) if self.pp > 1 else Pipeline()
+        split = {"sequence": sequence, "pipeline": pipeline}
+        return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split)
 
 
 class Layer(NamedTuple):
@@ -100,26 +115,33 @@ def candidates(
     """All candidates for `ranks` ranks that the model and the batch allow; tp stays within a node.
 
     choices: values in place of those of CHOICES, by name. A mesh with rp keeps ZeRO's shards within a group of dp
-    ranks, a power of two times those of a node. Raises ValueError if there is none, and for a name that CHOICES has
-    not."""
+    ranks, a power of two times those of a node. With pp there is no rp, nothing is offloaded but activations, a step
+    has at least pp micro-batches on each rank, and split schedules recompute nothing: what they hold between I and W
+    recomputation does not lessen. Raises ValueError if there is none, and for a name that CHOICES has not.
+    """
     for name in choices or {}:
         if name not in CHOICES:
             raise ValueError(f"choices gives {name!r}{nearest(name, CHOICES)}; a search tries {', '.join(CHOICES)}")
-    zeros, remats, offloads, micros = ({**CHOICES, **(choices or {})}[name] for name in CHOICES)
+    tried = {**CHOICES, **(choices or {})}
+    rows = [pipeline_of(text) for text in tried["pipeline"]]
     found = 0
-    for tp in sizes_of_tp(config, ranks, on_node):
-        data = ranks // tp
-        for micro in (m for m in micros if config.train.batch % m == 0 and (config.train.batch // m) % data == 0):
-            for dp in groups_of(data, max(1, on_node // tp)):
-                for zero in zeros if data > 1 else (0,):
-                    if zero == 0 and dp != data:
-                        continue  # without shards, dp and rp do the same
-                    for remat in remats:
-                        for offload in offloads:
-                            if "acts=" in offload and not Remat.parse(remat).every:
-                                continue
+    for pp in tried["mesh.pp"]:
+        if pp > 1 and (ranks % pp or not hasattr(models.build(config.model), "block")):
+            continue
+        for tp in sizes_of_tp(config, ranks // pp, on_node):
+            data = ranks // pp // tp
+            for micro in tried["train.micro_batch"]:
+                parts = config.train.batch // micro // data
+                if config.train.batch != parts * micro * data or not parts:
+                    continue
+                groups = groups_of(data, max(1, on_node // tp)) if pp == 1 else [data]
+                orders = [one for one in rows if suits(one, config, pp, parts)] if pp > 1 else [Pipeline()]
+                for one in sharded_ways(data, groups, tried):
+                    for order in orders:
+                        c = Candidate(*one[:2], tp, *one[2:], micro, pp, str(order.schedule), order.chunks)
+                        if pp == 1 or takes_pipeline(c):
                             found += 1
-                            yield Candidate(dp, data // dp, tp, zero, remat, offload, micro)
+                            yield c
     if not found:
         widest = max(sizes_of_tp(config, ranks, on_node))
         least = ranks // widest
@@ -127,6 +149,50 @@ def candidates(
             f"no mesh of {ranks} ranks can share a batch of {config.train.batch} sequences: with tp={widest}, the "
             f"largest within a node, there are {least} data ranks; use a --batch that {least} divides"
         )
+
+
+def sharded_ways(
+    data: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
+) -> Iterator[tuple[int, int, int, str, str]]:
+    """(dp, rp, stage, recomputation, offload) for so many data ranks; groups: the sizes of dp."""
+    for dp in groups:
+        for zero in tried["zero"] if data > 1 else (0,):
+            if zero == 0 and dp != data:
+                continue  # without shards, dp and rp do the same
+            for remat in tried["train.remat"]:
+                for offload in tried["offload"]:
+                    if "acts=" not in offload or Remat.parse(remat).every:
+                        yield dp, data // dp, zero, remat, offload
+
+
+def layers_to_trace(c: Candidate, layers: int) -> int:
+    """About how many layers pipelined.trace runs for a candidate with pp, each of several micro-batches counted: a
+    record of each kind of rank, with as many micro-batches as show all circumstances (measured for p = 4 to 16)."""
+    family = FAMILIES[c.schedule]
+    parts = 2 * c.pp if family.split or c.chunks > 1 else 5
+    return (4 if family.placement == "loop" else c.pp) * parts * math.ceil(layers / c.pp)
+
+
+def pipeline_of(text: str) -> Pipeline:
+    """The Pipeline of "schedule" or "schedule/chunks".
+
+    >>> pipeline_of("zb-v/2")
+    Pipeline(schedule='zb-v', chunks=2, layout='auto')
+    """
+    name, _, chunks = text.partition("/")
+    return Pipeline(name, int(chunks or 1))
+
+
+def suits(one: Pipeline, config: RunConfig, pp: int, parts: int) -> bool:
+    """Whether a schedule takes so many micro-batches on pp ranks, and the model has layers for its stages."""
+    family = FAMILIES[str(one.schedule)]
+    grouped = not family.groups or one.chunks == 1 or group_size(pp, parts) > 0
+    return pp * one.chunks <= config.model.n_layers and parts >= max(pp, family.least(pp)) and grouped
+
+
+def takes_pipeline(c: Candidate) -> bool:
+    """Whether a candidate with pp is one that a search tries: see `candidates`."""
+    return c.offload in ("", "acts=host", "acts=nvme") and (c.remat == "none" or not FAMILIES[c.schedule].split)
 
 
 def sizes_of_tp(config: RunConfig, ranks: int, on_node: int) -> list[int]:
@@ -233,9 +299,15 @@ class Sketcher:
         rows, layers, policy = c.micro_batch, self.config.model.n_layers, self.policy
         micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
         part = max(parts.values())
-        kept = layers * layer.kept_bytes * remat.budget
+        held = {name: numels / c.pp for name, numels in held.items()}
+        alive: float = layers
+        if c.pp > 1:
+            chunks = row_facts(c.schedule, c.pp, c.chunks, bool(remat.every)).in_flight
+            alive = math.ceil(layers / c.pp / c.chunks) * min(chunks, micro_batches * c.chunks)
+            alive *= OWED if FAMILIES[c.schedule].split else 1.0
+        kept = alive * layer.kept_bytes * remat.budget
         if remat.every:
-            boundaries = 2 if tiers.acts.memory != "device" else math.ceil(layers / remat.every)
+            boundaries = 2 if tiers.acts.memory != "device" else math.ceil(alive / remat.every)
             kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
         sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
@@ -249,19 +321,24 @@ class Sketcher:
         away = {name for name, tier in where.items() if tier.memory != "device"}
         host = sum(groups[name] * tier.fraction for name, tier in where.items() if tier.memory == "host")
         if tiers.acts.memory == "host":
-            host += rows * math.ceil(layers / max(1, remat.every)) * layer.input_bytes
+            host += rows * math.ceil(alive / max(1, remat.every)) * layer.input_bytes
         on_device = {
             name: size * (1.0 - where[name].fraction if name in away else 1.0) for name, size in groups.items()
         }
         on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp > 1 or "grads" in away else 0
         on_device["gathered"] = gathered if (sharded and c.dp > 1) or "params" in away else 0.0
+        if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
+            ends = max((n for name, n in parts.items() if not is_stacked(f"{name}/")), default=0)
+            on_device["gathered"] += ends * policy.param.itemsize
+            on_device["grads"] += ends * policy.accumulate.itemsize
         return on_device | {"activations": rows * (kept + layer.spare_bytes)}, host
 
     def time(self, c: Candidate) -> dict[str, float]:
         """Estimate the seconds of a step, by cause."""
         layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
         _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
-        layers, data, policy = self.config.model.n_layers, c.dp * c.rp, self.policy
+        layers, data, policy = math.ceil(self.config.model.n_layers / c.pp), c.dp * c.rp, self.policy
+        held = {name: numels / c.pp for name, numels in held.items()}
         micro = self.config.train.batch // c.micro_batch // data
         rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch
         forward, backward = rows * layer.forward_s, rows * layer.backward_s
@@ -270,8 +347,10 @@ class Sketcher:
             "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
             "recomputation": micro * layers * again,
             "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
-            "update": self.update_s(28 * held["opt"], tiers.opt) + layer.rest_s,
+            "update": self.update_s(28 * held["opt"], tiers.opt, layers * (backward + again)) + layer.rest_s,
         }
+        if c.pp > 1:
+            out["bubble"] = self.bubble_s(c, micro, layers * forward, rows * layer.input_bytes)
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
         # Each micro-batch but the first adds to a sum that comes back to the device.
@@ -296,13 +375,28 @@ class Sketcher:
                 out[f"transfers to {name}"] = max(0.0, away / rate - hidden) if rate else math.inf
         return out
 
-    def update_s(self, size: float, tier: Tier) -> float:
+    def bubble_s(self, c: Candidate, micro: int, forward: float, message: float) -> float:
+        """Estimate the seconds of a step in which the longest rank of a pipeline waits for others and for messages.
+
+        forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
+        """
+        facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
+        way = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})["pp"]
+        wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
+        return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
+
+    def update_s(self, size: float, tier: Tier, backward: float = 0.0) -> float:
         """Estimate the seconds of an optimizer's update that moves `size` bytes: on the device, and in its host's
-        memory as far as the state is there or on a disk."""
+        memory as far as the state is there or on a disk.
+
+        backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
+        train.update says so.
+        """
         part = tier.fraction if tier.memory != "device" and self.device.kind == "cuda" else 0.0
         memory = self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)
         there = (self.device.host_memory_bytes_s or math.inf) * self.device.efficiency.get("host", 1.0) / self.on_node
-        return size * ((1.0 - part) / memory + part / there)
+        beside = backward if self.config.train.update != "end" else 0.0
+        return size * (1.0 - part) / memory + max(0.0, size * part / there - beside)
 
     def exposed(
         self,
@@ -314,9 +408,9 @@ class Sketcher:
         held: Mapping[str, int],
     ) -> dict[str, float]:
         """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
-        layers, size = self.config.model.n_layers, self.policy.param.itemsize
+        layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize
         sums = self.policy.reduce.itemsize
-        ways = ways_of(self.device, {"dp": c.dp, "rp": c.rp, "tp": c.tp})
+        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})
         out: dict[str, float] = {}
 
         def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
@@ -331,7 +425,8 @@ class Sketcher:
         depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero)[0])
         whole = sum(depths[part] * size for part, size in parts.items())
         ends = sum(size for part, size in parts.items() if not is_stacked(f"{part}/"))
-        block = (whole - ends) / layers
+        block = (whole - ends) / self.config.model.n_layers
+        whole = ends + layers * block
         if c.dp > 1:
             gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
             times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
@@ -348,8 +443,10 @@ class Sketcher:
                     micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
                 )
             else:
+                # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
+                beside = backward if c.pp == 1 else 0.0
                 out["dp"] = (
-                    layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - backward)
+                    layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - beside)
                     + outside
                 )
                 out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
@@ -359,3 +456,39 @@ class Sketcher:
 
     def sketch(self, c: Candidate) -> Sketch:
         return Sketch(c, *self.memory(c), self.time(c))
+
+
+# ---- pipelines ---------------------------------------------------------------------------------------------------
+
+ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
+
+
+class RowFacts(NamedTuple):
+    """What waits in a schedule of ROW micro-batches for each rank, which more of them do not change but as said."""
+
+    idle: float  # of a step, with messages that take no time, in units of a rank's forward pass of a micro-batch
+    wires: float  # the messages that the longest rank waits for
+    wires_each: float  # more of them for each micro-batch more
+    in_flight: int  # the most chunks in flight on a rank
+
+
+@functools.lru_cache(maxsize=256)
+def row_facts(name: str, p: int, v: int, again: bool) -> RowFacts:
+    """The RowFacts of a schedule; again: backward passes compute the forward pass again.
+
+    A backward pass takes twice as long as a forward pass, half of it for the gradients by weights.
+
+    >>> row_facts("1f1b", 4, 1, False)
+    RowFacts(idle=9.0, wires=28.0, wires_each=2.0, in_flight=4)
+    """
+    ranks = place(p, v, FAMILIES[name].placement)
+    stages = Stages(tuple((i,) for i in range(p * v)), ranks)
+    times = {"F": 1.0 / v, "I": (1.0 + again) / v, "W": 1.0 / v}
+    wire = 0.1 / v
+    found = []
+    for parts in (ROW * p // 2, ROW * p):
+        s = schedule(name, stages, parts)
+        still, slow = (play(s, times, one) for one in (0.0, wire))
+        found.append(((slow.step - still.step) / wire, min(still.idle), max(still.peak)))
+    (less, _, _), (more, idle, most) = found
+    return RowFacts(round(idle, 9), round(more, 6), round((more - less) / (ROW * p / 2), 6), most)

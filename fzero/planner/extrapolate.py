@@ -52,7 +52,7 @@ def trace(
     mesh = fake_mesh(sizes, rank)
     parts = run_build.local_micro_batches(config, mesh)
     run_parts = parts if config.reduce == "canonical" else min(parts, PARTS)
-    few = replace(config, train=replace(config.train, batch=config.train.batch * run_parts // parts))
+    few = of_parts(config, run_parts, parts)
     stack, depth = deepest_stack(config.model)
     before, group, run = shape(config, depth)
     if depth > MANY and config.train.measure_every:
@@ -179,13 +179,21 @@ def longer(stays: Sequence[Stay], parts: int) -> tuple[list[Stay], list[Stay]]:
     rest = Stay(steady[-1].visit, [], more, [entry for stay in steady for entry in stay.sent] * (parts - PARTS))
     start = stays[0]
     assert start.visit is START
-    scaled = [_scaled(change, parts) if change.life.group == "batch" else change for change in start.changes]
+    begin = start._replace(changes=[scaled(change, PARTS, parts) for change in start.changes])
     ends = [_of_all(stay, parts) for stay in stays[begins[-1] :]]
-    return [start._replace(changes=scaled), *stays[1 : begins[-1]], rest, *ends], steady
+    return [begin, *stays[1 : begins[-1]], rest, *ends], steady
 
 
-def _scaled(change: Change, parts: int) -> Change:
-    return change._replace(life=replace(change.life, bytes=change.life.bytes // PARTS * parts))
+def of_parts(config: RunConfig, few: int, parts: int) -> RunConfig:
+    """A config with `few` of `parts` micro-batches on each rank."""
+    return replace(config, train=replace(config.train, batch=config.train.batch * few // parts))
+
+
+def scaled(change: Change, few: int, parts: int) -> Change:
+    """The birth of a batch of `parts` micro-batches in place of `few`; another change as it is."""
+    if change.life.group != "batch":
+        return change
+    return change._replace(life=replace(change.life, bytes=change.life.bytes // few * parts))
 
 
 def _of_all(stay: Stay, parts: int) -> Stay:

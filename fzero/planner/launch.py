@@ -13,7 +13,7 @@ from typing import Any
 from fzero.core import tables
 
 # What a search decides: keys of a config, or tables of them.
-DECIDED = ("mesh", "zero", "train.remat", "offload", "train.micro_batch", "sequence")
+DECIDED = ("mesh", "zero", "train.remat", "offload", "train.micro_batch", "sequence", "pipeline")
 PORT = 29500
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.kernels.float8 import recipe_of
 from fzero.run.measure.flops import flop_of
 
 KINDS = (
@@ -47,13 +46,11 @@ class Op(NamedTuple):
 
 # Kinds by the operator's name without its namespace; every other operator is pointwise.
 NAMED: dict[str, str] = {
-    **dict.fromkeys(
-        ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product", "float8_product"), "gemm"
-    ),
-    **dict.fromkeys(
-        ("float8_emulated", "grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"
-    ),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product"), "gemm"),
+    **dict.fromkeys(("float8_product", "float8_product_of", "float8_emulated"), "gemm"),
+    **dict.fromkeys(("grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
+    **dict.fromkeys(("tiled_forward_at", "tiled_backward_at", "ring_forward", "ring_backward"), "attention"),
     **dict.fromkeys(("library_forward", "library_backward"), "attention"),
     **dict.fromkeys(
         ("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"
@@ -109,7 +106,6 @@ LOOKED_UP = (
     "slice_backward",
     "select_backward",
 )  # reads only as many rows as it writes
-FLOAT8 = ("float8_product", "float8_emulated")
 COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute")
 
 
@@ -170,23 +166,23 @@ def describe_op(
 def describe_passes(op: Op, args: Sequence[Any]) -> tuple[Op, ...]:
     """The passes over memory of one operator, which follow each other: of most operators it alone.
 
-    A float8 product reads each operand for its scale, reads it again to round it, and multiplies the numbers; emulated
-    ones are multiplied in float32.
+    A float8 product may round its second operand first. An emulated one reads each operand for its scale, reads it
+    again to round it, and multiplies the numbers in float32.
     """
-    name = op.name.removeprefix("fzero.").partition("/")[0]
-    if name not in FLOAT8:
+    if op.name == "fzero.float8_product_of":
+        numbers, b = args[0], args[2]
+        size = b.numel() * numbers.element_size()
+        rounded = op._replace(name="fzero.float8_round", kind="pointwise", dtype="bfloat16", shape=tuple(b.shape))
+        return rounded._replace(flop=0, bytes=_bytes(b) + size), op._replace(bytes=op.bytes - _bytes(b) + size)
+    if op.name != "fzero.float8_emulated":
         return (op,)
-    a, b, scaling, a_gradient, _ = args
-    recipe = recipe_of(scaling)
-    dtype = torch.float32 if name == "float8_emulated" else recipe.gradient if a_gradient else recipe.value
-    found, out_bytes = [], op.bytes - _bytes(a) - _bytes(b)
+    a, b = args[:2]
+    found, out_bytes, dtype = [], op.bytes - _bytes(a) - _bytes(b), torch.float32
     for x in (a, b):
         scaled = op._replace(name="fzero.float8_scale", kind="reduce", shape=tuple(x.shape), flop=0, bytes=_bytes(x))
         rounded = x.numel() * dtype.itemsize
         found += [scaled, scaled._replace(name="fzero.float8_round", kind="pointwise", bytes=_bytes(x) + rounded)]
-    product = op._replace(
-        dtype=str(dtype).removeprefix("torch."), bytes=out_bytes + (a.numel() + b.numel()) * dtype.itemsize
-    )
+    product = op._replace(dtype="float32", bytes=out_bytes + (a.numel() + b.numel()) * dtype.itemsize)
     return (*found, product)
 
 
@@ -203,6 +199,8 @@ def gemm_shape(
     weights."""
     if name in ("addmm", "baddbmm"):
         a, b = args[1], args[2]
+    elif name in ("float8_product", "float8_product_of"):  # b is turned
+        return 1, given[0].shape[0], given[2].shape[0], given[0].shape[1]
     elif name == "symmetric_product":
         return given[0].shape[0], given[0].shape[1], given[0].shape[1], given[0].shape[2]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.planner.devices import Device
 from fzero.planner.operations import Op
@@ -59,7 +59,8 @@ def pipeline_facts(found: PipelineTrace, timed: PipelineTiming | None) -> dict[s
     if timed is not None:
         bubble = timed.played.step - max(timed.busy)
         out |= {"wire_s": list(timed.wire), "acts_s": list(timed.acts), "row_s": timed.played.step, "bubble_s": bubble}
-        out["layout_by_cost"] = layout_text(layout_by_cost(s, timed.acts))
+        cut = layout_by_cost(s, timed.acts)
+        out["layout_by_cost"], out["by_cost_takes"] = layout_text(cut.stages), cut.takes
     return out
 
 
@@ -68,7 +69,14 @@ def layout_text(stages: Stages) -> str:
     return ",".join(str(len(layers)) for layers in stages.layers)
 
 
-def layout_by_cost(s: Schedule, acts: Sequence[Mapping[str, float]]) -> Stages:
+class Cut(NamedTuple):
+    """Layers cut into stages by their seconds."""
+
+    stages: Stages
+    takes: float  # the seconds of the longest rank, of those that it has as planned
+
+
+def layout_by_cost(s: Schedule, acts: Sequence[Mapping[str, float]]) -> Cut:
     """The stages by the seconds of the layers, and of embedding and head, which the first and the last stage have more
     than the cheapest layers.
 
@@ -80,4 +88,12 @@ def layout_by_cost(s: Schedule, acts: Sequence[Mapping[str, float]]) -> Stages:
     inner = range(1, len(times) - 1) if len(times) > 2 else range(len(times))
     layer = min(times[i] / layers[i] for i in inner)
     embed, head = (max(0.0, times[i] - layer * layers[i]) for i in (0, -1))
-    return split_layers([layer] * sum(layers), stages.ranks, embed, head)
+    cut = split_layers([layer] * sum(layers), stages.ranks, embed, head)
+
+    def longest(one: Stages) -> float:
+        of_stages = [layer * len(each) for each in one.layers]
+        of_stages[0] += embed
+        of_stages[-1] += head
+        return max(sum(of_stages[stage] for stage in one.chunks(rank)) for rank in range(one.size))
+
+    return Cut(cut, longest(cut) / longest(stages))

@@ -12,11 +12,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from fzero.comm.ledger import sent_elements
 from fzero.core.device import CPU, Target
+from fzero.planner.extrapolate import of_parts, scaled
 from fzero.planner.step_trace import FakeStep, Trace, fake_nvme, make_trace, run_step, shared_mesh, shared_model
 from fzero.run import build as run_build
 from fzero.run.config import RunConfig
@@ -26,6 +26,7 @@ from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
 from fzero.sharding.pipeline.play import peak
 from fzero.sharding.pipeline.table import BACKWARD
+from fzero.sharding.pipelines import expect_parts
 from fzero.train.row import room_for, schedule_of
 from fzero.train.streamed import parts_of, stages_of
 
@@ -65,7 +66,7 @@ class PipelineTrace(NamedTuple):
     ranks: tuple[RankRow, ...]
 
 
-def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
+def circumstances_of(s: Schedule, rank: int, room: int, outside: frozenset[int]) -> list[Circumstance]:
     """Of each act of a rank's row all that its record may depend on.
 
     That is its kind and chunk; of a backward pass whether it is the first, the second or the last; whether another
@@ -73,12 +74,16 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
     in the one to which it gives (up to room); and whether the backward pass of a forward follows at once. A stage's
     result may be kept for its backward pass and be on its way at the same time, and is freed by what ends last: so it
     matters whether the backward pass finds it on its way, and whether a send, which waits for the oldest message where
-    there is no room, comes after the backward pass of that.
+    there is no room, comes after the backward pass of that. Sums over ranks that a backward pass starts end with the
+    next one that gives gradients, so it matters which that was.
+
+    outside: the stages with parts outside of stacks, whose gradients come with I.
     """
     chunks, row = s.stages.chunks(rank), s.rows[rank]
     left = Counter(ends_of(s, rank, act)[0] for act in row)
     sent: dict[Channel, list[Act]] = {}  # what each channel was given
     done: dict[tuple[int, int], str] = {}  # by (micro-batch, stage): the kinds of its ended backward passes
+    before: Circumstance = ()  # of the last act that gave gradients
     out: list[Circumstance] = []
     for i, act in enumerate(row):
         source, target = ends_of(s, rank, act)
@@ -90,7 +95,10 @@ def circumstances_of(s: Schedule, rank: int, room: int) -> list[Circumstance]:
         else:
             forward = act._replace(kind="F")
             flying = sent.get(ends_of(s, rank, forward)[1] or (-1, False), [])[-room:]
-            found += [min(act.part, 2), act.part == s.parts - 1, row[max(0, i - 1)] == forward, forward in flying]
+            last = act.part == s.parts - 1
+            found += [min(act.part, 2), last, row[max(0, i - 1)] == forward, forward in flying, before]
+            if act.kind != "I" or act.stage in outside:
+                before = act.kind, chunks.index(act.stage), min(act.part, 1), last
         if target is not None:
             oldest = given[-room] if len(given) >= room else None
             found += [min(len(given), room), room, oldest and done.get((oldest.part, oldest.stage), "")]
@@ -118,23 +126,30 @@ def kind_of(plan: Plan, job: run_build.Job, rank: int) -> Kind:
     return tuple(tuple((part.name, part.depth, part.functions) for part in parts) for parts in stages.values())
 
 
-def few_parts(plan: Plan, rank: int, parts: int) -> int:
+def outside_stacks(plan: Plan, job: run_build.Job, rank: int) -> frozenset[int]:
+    """The stages of a rank of pp with parts outside of stacks: embedding, joins and head."""
+    stages = stages_of(parts_of(job.model, plan), plan, rank)
+    return frozenset(stage for stage, parts in stages.items() if any(part.kind != "block" for part in parts))
+
+
+def few_parts(plan: Plan, rank: int, parts: int, outside: frozenset[int]) -> int:
     """The fewest micro-batches with which the row of a rank has every circumstance that occurs in it with `parts`."""
-    wanted = set(circumstances_of(schedule_of(plan, parts), rank, room_for(plan, parts)))
+    assert plan.pipeline is not None and plan.stages is not None  # a plan with pp
+    wanted = set(circumstances_of(schedule_of(plan, parts), rank, room_for(plan, parts), outside))
     for few in range(1, parts) if plan.reduce != "canonical" else ():
         try:
-            s = schedule_of(plan, few)
+            expect_parts(plan.pipeline, plan.stages, few)
         except ValueError:
             continue  # a number that the schedule does not take
-        if wanted <= set(circumstances_of(s, rank, room_for(plan, few))):
+        s = schedule_of(plan, few)
+        if wanted <= set(circumstances_of(s, rank, room_for(plan, few), outside)):
             return few
     return parts
 
 
 def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int, few: int, target: Target) -> Record:
     """The Record of a global rank, with `few` of `parts` micro-batches."""
-    short = replace(config, train=replace(config.train, batch=config.train.batch * few // parts))
-    step = run_step(short, sizes, rank, target)
+    step = run_step(of_parts(config, few, parts), sizes, rank, target)
     plan = step.job.plan
     s, pp = schedule_of(plan, few), plan.mesh["pp"].rank
     names = {str(act): i for i, act in enumerate(s.rows[pp])}
@@ -142,33 +157,26 @@ def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int
     end = next(i for i, stay in enumerate(step.stays) if (stay.visit.phase, stay.visit.part) == ("", "row"))
     assert len(marks) == len(s.rows[pp]), f"{len(marks)} of {len(s.rows[pp])} acts"
     acts = [list(step.stays[i:j]) for i, j in zip(marks, [*marks[1:], end])]
-    found = circumstances_of(s, pp, room_for(plan, few))
+    found = circumstances_of(s, pp, room_for(plan, few), outside_stacks(plan, step.job, pp))
     return Record(step, few, list(step.stays[: marks[0]]), acts, list(step.stays[end:]), found)
 
 
 def trace(
     config: RunConfig,
     sizes: Mapping[str, int],
-    *,
     rank: int = 0,
-    target: Target | None = None,
-    say: Callable[[str], None] = lambda stage: None,
+    target: Target = CPU,
+    say: Callable[[str], None] | None = None,
 ) -> PipelineTrace:
     """The step of all ranks of pp, of those at the other coordinates of global rank `rank`.
 
     say: called with the text of each stage of the work. Raises ValueError for any config that a run would refuse.
     """
-    target = CPU if target is None else target
     config = resolve_auto(config, target)
     mesh = shared_mesh(tuple(sizes.items()), 0)
     job = run_build.build(config, mesh, nvme=fake_nvme(config), model=shared_model(config.model))
     plan, parts = job.plan, run_build.local_micro_batches(config, mesh)
     s, room = schedule_of(plan, parts), room_for(plan, parts)
-    if any(act.kind == "W" for row in s.rows for act in row):
-        raise ValueError(
-            f"schedule {s.name} has backward passes in two parts, which are not planned; plan gpipe, 1f1b or "
-            "interleaved"
-        )
     stride = mesh.size // s.stages.size
     kinds: dict[Kind, list[int]] = {}
     for pp in range(s.stages.size):
@@ -178,10 +186,12 @@ def trace(
         known: dict[Circumstance, list[Stay]] = {}  # what ranks of this kind have been seen to do
         records: list[Record] = []
         for pp in ranks:
-            wanted = circumstances_of(s, pp, room)
+            outside = outside_stacks(plan, job, pp)
+            wanted = circumstances_of(s, pp, room, outside)
             if not records or not known.keys() >= set(wanted):
-                few = few_parts(plan, pp, parts)
-                say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
+                few = few_parts(plan, pp, parts, outside)
+                if say is not None:
+                    say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
                 record = record_of(config, sizes, pp * stride + rank % stride, parts, few, target)
                 records.append(record)
                 known |= {one: act for one, act in zip(record.circumstances, record.acts) if one not in known}
@@ -235,13 +245,6 @@ def edges(record: Record, s: Schedule, acts: Sequence[list[Stay]]) -> tuple[list
         life = Life(abs(left), "losses", after[i].visit, "workspace")
         after[i] = after[i]._replace(changes=[*after[i].changes, Change(life, -1 if left > 0 else 1, -1)])
     return [*begin, *record.before[1:]], after
-
-
-def scaled(change: Change, few: int, parts: int) -> Change:
-    """The birth of a batch of so many micro-batches; another one as it is."""
-    if change.life.group != "batch":
-        return change
-    return change._replace(life=replace(change.life, bytes=change.life.bytes // few * parts))
 
 
 def of_all(stay: Stay, record: Record, parts: int) -> Stay:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fzero.comm.communicator import ONE_SIDED, SMALL_BYTES
+from fzero.comm.tables import SHARDS
 from fzero.planner.devices import Curve, Device, Level, Products, Rates
 from fzero.planner.operations import Op
 from fzero.sharding.mesh import ORDER
@@ -206,14 +207,18 @@ class Way(NamedTuple):
 
 
 def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
-    """The Way of each axis of a mesh that has more than one rank.
+    """The Way of each axis of a mesh that has more than one rank, and of dp and cp as one link.
 
     Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units in order: so a group whose
     ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks.
     """
-    world, found, stride = math.prod(sizes.values()), {}, 1
+    world, found, strides, stride = math.prod(sizes.values()), {}, {}, 1
     for name in reversed(ORDER):
-        size = sizes.get(name, 1)
+        strides[name] = stride
+        stride *= sizes.get(name, 1)
+    dp, cp = (sizes.get(name, 1) for name in SHARDS)
+    both = {"+".join(SHARDS): (dp * cp, strides[SHARDS[-1]])} if dp > 1 and cp > 1 else {}  # neighbours
+    for name, (size, stride) in ({name: (sizes.get(name, 1), at) for name, at in strides.items()} | both).items():
         if size > 1:
             hops, inside = [], 1
             for level in device.links:
@@ -227,7 +232,6 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
                 key.partition("/")[0]: curve for key, curve in device.collectives.items() if key.endswith(f"/{size}")
             }
             found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
-        stride *= size
     return found
 
 

@@ -1,8 +1,10 @@
-"""The fastest ways to train a model on a number of devices: meshes x stage x recomputation x offload x micro-batch.
+"""The fastest ways to train a model on a number of devices: meshes x stage x recomputation x offload x micro-batch,
+with pp x schedule x layout.
 
 Closed forms order all candidates (see candidates.py). Those that should fit are traced exactly, the most promising
 first, until enough of them fit and no other looks faster; each trace corrects the estimates of all candidates of its
-kind. Every number of the result comes from an exact trace and its simulation on the device."""
+kind. A pipeline's trace takes several times as long as another's: few of them are traced, and those not whose ranks
+would run too many layers. Every number of the result comes from an exact trace and its simulation on the device."""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ from fzero.core import tables
 from fzero.core.arguments import checked
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
-from fzero.planner import extrapolate
-from fzero.planner.candidates import Candidate, Sketch, Sketcher, candidates, layer_of
+from fzero.planner import extrapolate, pipelined
+from fzero.planner.candidates import Candidate, Sketch, Sketcher, candidates, layer_of, layers_to_trace
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
+from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan import config_for, device_for, resolve_for
 from fzero.planner.plan_report import PlanReport, has_rates, report_of
 from fzero.planner.search_result import (
@@ -42,6 +45,8 @@ from fzero.run.config_table import to_json, to_table
 from fzero.run.recipes import recipe
 
 MOST = 16  # most candidates that fit to trace, and most that do not
+PIPELINES = 2  # most candidates with pp to trace, each of a kind
+LAYERS = 500  # most layers to trace for one of them, see layers_to_trace: some twenty seconds
 ROUND = 4  # candidates to trace between two corrections of the others' estimates, for any number of processes
 SMALL = 10**9  # parameters; a search for a smaller model ends before worker processes have started
 
@@ -60,10 +65,10 @@ def search(
 ) -> SearchResult:
     """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why alternatives are slower.
 
-    The global batch is the config's. choices: the values to try of zero, train.remat, offload and train.micro_batch, in
-    place of CHOICES in planner/candidates.py. say: called with lines of progress. workers: number of tracing processes,
-    which does not change the result; with more than 1, a calling script must guard its main program with
-    `if __name__ == "__main__"`. The other arguments are those of `plan`.
+    The global batch is the config's. choices: the values to try of zero, train.remat, offload, train.micro_batch,
+    mesh.pp and pipeline, in place of CHOICES in planner/candidates.py. say: called with lines of progress. workers:
+    number of tracing processes, which does not change the result; with more than 1, a calling script must guard its
+    main program with `if __name__ == "__main__"`. The other arguments are those of `plan`.
     Raises ValueError if nothing fits, saying by how much, if no mesh can share the batch, for another name in choices,
     and for settings that a search decides itself (see fzero.planner.launch.DECIDED).
 
@@ -127,6 +132,8 @@ def tracers(workers: int) -> Executor:
 
 def trace_candidate(config: RunConfig, c: Candidate, device: Device) -> PlanReport:
     """Trace a candidate and return its PlanReport."""
+    if c.pp > 1:
+        return pipeline_report(pipelined.trace(c.of(config), c.mesh, target=device.target), device)
     return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device)
 
 
@@ -141,16 +148,29 @@ def trace_best(
     """Trace the most promising of the sketched candidates; return (those that fit, those that do not)."""
     fits: list[Found] = []
     over: list[Found] = []
-    rest, off = list(sketches), {}  # off: traced / sketched step time by kind of candidate
+    off: dict[Any, float] = {}  # traced / sketched step time by kind of candidate
 
-    def kind(c: Candidate) -> tuple[int, int, int]:
-        return c.tp, c.micro_batch, c.zero
+    def kind(c: Candidate) -> tuple[Any, ...]:
+        return c.tp, c.micro_batch, c.zero, c.pp, c.schedule, c.chunks, c.layout
 
     def expected(sketch: Sketch) -> float:
         return sketch.step_s * off.get(kind(sketch.candidate), 1.0)
 
+    first = {kind(sketch.candidate): sketch for sketch in reversed(sketches)}  # of each kind, by their order
+
+    def serves(sketch: Sketch) -> bool:
+        c = sketch.candidate
+        return c.pp == 1 or (first[kind(c)] is sketch and layers_to_trace(c, config.model.n_layers) <= LAYERS)
+
+    rest = [sketch for sketch in sketches if serves(sketch)] or list(sketches)
     while rest and len(fits) < MOST and len(over) < MOST:
         rest.sort(key=expected)  # stable
+        room = PIPELINES - sum(found.candidate.pp > 1 for found in (*fits, *over))
+        with_pp = [sketch for sketch in rest if sketch.candidate.pp > 1]
+        for sketch in with_pp[max(0, room) :]:  # the slowest of them, which are not traced
+            rest.remove(sketch)
+        if not rest:
+            break
         fastest = min((step_seconds(found.report) for found in fits), default=math.inf)
         missing, more = top - len(fits), sum(expected(sketch) < fastest for sketch in rest[:ROUND])
         if missing <= 0 and not more:
@@ -162,9 +182,20 @@ def trace_best(
             c = sketch.candidate
             off[kind(c)] = step_seconds(report) / sketch.step_s
             (fits if report.fits else over).append(Found(c, report, ""))
+            if c.pp > 1 and (other := by_cost(sketch, report)) is not None:
+                rest.append(other)
             short = "" if report.fits else ", does not fit"
             say(f"{words(c)}: {duration(step_seconds(report))} a step, {size(report.peak_bytes_per_rank)}{short}")
     return fits, over
+
+
+def by_cost(sketch: Sketch, report: PlanReport) -> Sketch | None:
+    """A traced candidate with its layers cut by their seconds, if that makes the longest rank shorter; None if not."""
+    facts = report.pipeline
+    if sketch.candidate.layout != "auto" or facts["by_cost_takes"] >= 1.0:
+        return None
+    other = sketch.candidate._replace(layout=facts["layout_by_cost"])
+    return sketch._replace(candidate=other, time={"computation": step_seconds(report) * facts["by_cost_takes"]})
 
 
 def expect_config_path(path: Path) -> None:

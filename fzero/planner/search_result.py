@@ -97,7 +97,9 @@ def seconds_of(report: PlanReport) -> dict[str, float]:
     """Split a predicted step time: computation, update, exposed communication by axis, and waiting by memory."""
     t = report.time
     named = {"update": t["phases"].get("update", 0.0)}
-    named["computation"] = sum(t["phases"].values()) - named["update"]
+    bubble = t["phases"].get("bubble", 0.0)
+    named |= {"waiting for other stages": bubble} if bubble else {}
+    named["computation"] = sum(t["phases"].values()) - sum(named.values())
     named |= {f"exposed communication on {axis}": s for axis, s in t["exposed"].items()}
     return named | {f"waiting for {name}": s for name, s in t["waiting"].items()}
 
@@ -167,6 +169,8 @@ def choices(c: Candidate) -> dict[str, str]:
         "remat": f"remat {c.remat}",
         "offload": f"offload {c.offload}" if c.offload else "no offload",
         "micro_batch": f"micro-batch {c.micro_batch}",
+        "pp": f"pp={c.pp}",
+        "schedule": schedule_text(c) or "no pipeline",
     }
 
 
@@ -213,10 +217,18 @@ def nothing_fits(sketches: Sequence[Sketch], over: Sequence[Found], room: Room, 
 # ---- formatting --------------------------------------------------------------------------------------------------
 
 
+def schedule_text(c: Candidate) -> str:
+    """A candidate's schedule, chunks of a rank and layout: "zb-v/2"; "" without pp."""
+    if c.pp == 1:
+        return ""
+    return c.schedule + f"/{c.chunks}" * (c.chunks > 1) + f" {c.layout}" * (c.layout != "auto")
+
+
 def words(c: Candidate) -> str:
     """Format a candidate."""
     offload = f", offload {c.offload}" if c.offload else ""
-    return f"{mesh_text(c.mesh)}, stage {c.zero}, remat {c.remat}{offload}, micro-batch {c.micro_batch}"
+    split = f", {schedule_text(c)}" if c.pp > 1 else ""
+    return f"{mesh_text(c.mesh)}{split}, stage {c.zero}, remat {c.remat}{offload}, micro-batch {c.micro_batch}"
 
 
 def describe(result: SearchResult) -> str:
@@ -230,7 +242,7 @@ def describe(result: SearchResult) -> str:
         use = percent(r.mfu) if r.mfu is not None else "-"
         cells = [
             str(i),
-            mesh_text(c.mesh),
+            " ".join(filter(None, (mesh_text(c.mesh), schedule_text(c)))),
             str(c.zero),
             c.remat,
             c.offload or "-",

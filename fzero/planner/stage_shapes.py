@@ -16,16 +16,16 @@ from fzero.run import build as run_build
 from fzero.run.config import RunConfig
 from fzero.sharding import Plan, fake_mesh
 from fzero.train.batch import split_batch
+from fzero.train.between import signature_of
 from fzero.train.execution import Execution
 from fzero.train.loss import context_of
-from fzero.train.row import signature_of
 from fzero.train.streamed import Activations, StreamedModel, parts_of, stages_of
 
 
 def stage_shapes(
     config: RunConfig, plan: Plan, model: base.Model, batch: Mapping[str, Tensor], parts: int, mode: FakeDevice
 ) -> dict[Any, Any]:
-    """What a step of `plan`, with pp, knows after its first one (see row.Between and over_stages.share_losses), from a
+    """What a step of `plan`, with pp, knows after its first one (see between.Between, over_stages.share_losses), from a
     forward pass of one layer of each stack on fake tensors.
 
     batch: of a rank, of so many micro-batches.

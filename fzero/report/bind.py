@@ -22,6 +22,30 @@ def loss(run: RunReport) -> Draw:
     return lambda: figures_curves.loss(places(run), s["loss"], val, marks, loss_unit([run]))
 
 
+SHOWN = 4  # evaluations in the picture of losses by position
+
+
+def losses_by_position(run: RunReport) -> list[tuple[int, list[int], list[float]]]:
+    """(step, the ends of the ranges, the mean losses in them) of each evaluation that has them."""
+    name = "val_loss_by_position."
+    ends = sorted(int(column.removeprefix(name)) for column in run.series if column.startswith(name))
+    found = []
+    for i, step in enumerate(run.series["step"]):
+        known = {end: value for end in ends if (value := run.series[f"{name}{end}"][i]) is not None}
+        if known:
+            found.append((step, list(known), list(known.values())))
+    return found
+
+
+def loss_by_position(run: RunReport) -> Draw:
+    """The losses by position of the first and the last evaluation, and of some evenly between them."""
+    found = losses_by_position(run)
+    count = min(SHOWN, len(found))
+    shown_ones = [found[(len(found) - 1) * i // max(1, count - 1)] for i in range(count)]
+    curves = [(f"after step {step:,}", ends, values) for step, ends, values in shown_ones]
+    return lambda: figures_curves.loss_by_position(curves, loss_unit([run]))
+
+
 def places(run: RunReport) -> list[int]:
     """The tokens seen at each step, or the steps if tokens were not recorded."""
     return run.series.get("tokens", run.series["step"])

@@ -125,6 +125,23 @@ def small(curves: Sequence[Curve], x: str, y: str, marks: Marks = (), points: Se
     return figure
 
 
+def loss_by_position(curves: Sequence[tuple[str, Sequence[int], Sequence[float]]], unit: str = "token") -> Any:
+    """Draw the mean losses in ranges of positions, a line for each evaluation of `curves`: its name, the ranges' ends,
+    the losses. Each range stands at its end, on an axis of powers of two."""
+    figure, axes = blank()
+    for i, (name, ends, values) in enumerate(curves):
+        colour, style, marker = LINES[i % len(LINES)]
+        look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 4.5}
+        axes.plot(ends, values, linewidth=1.5, label=name, **look)
+    axes.set_xscale("log", base=2)
+    every = sorted({end for _, ends, _ in curves for end in ends})
+    axes.set_xticks(every[:: -(-len(every) // 12)])
+    axes.set(xlabel="position in its document, up to (tokens)", ylabel=f"validation loss (nats per {unit})")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.legend(frameon=False)
+    return figure
+
+
 def norms(steps: Sequence[int], table: Mapping[str, Sequence[float | None]], what: str) -> Any:
     """Draw the norms of each layer over the steps as a map of their logarithm; `what` is "gradient" or "parameter"."""
     from matplotlib.colors import LogNorm

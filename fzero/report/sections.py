@@ -6,6 +6,8 @@ Every cell is made only here, so tables pasted into other files agree with the r
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from fzero.comm.mesh_text import mesh_text
 from fzero.report.attempts import rates
@@ -103,18 +105,27 @@ def summary(run: RunReport) -> Section:
     )
 
 
+def batch_of(attempt: Mapping[str, Any]) -> str:
+    """The sequences of a step and their length."""
+    config = attempt.get("config") or {}
+    return f"{config.get('train', {}).get('batch', '-')} x {config.get('data', {}).get('seq_len', '-')}"
+
+
 def attempts(run: RunReport) -> Section:
     """The section on the starts of the run; of several, with what each of them made and how fast."""
     rows, several = [], len(run.attempts) > 1
     each = rates(run.series, run.attempts, warm_rows(run.series, run.attempts))
+    sizes = [batch_of(a) for a in run.attempts]
+    staged = len(set(sizes)) > 1
     for i, (a, (steps, seconds, speed)) in enumerate(zip(run.attempts, each), 1):
         commit = (a.get("commit") or "-")[:10] + "+" * bool(a.get("dirty"))
         when = (str(a.get("attempt", i)), str(a.get("time", "-")), f"{a.get('first_step', 0):,}")
         made = (f"{steps:,}", shown(seconds, "s"), shown(speed, "tokens/s")) if several else ()
+        made += (sizes[i - 1],) * staged
         where = (mesh_text(a.get("mesh") or {}), str(a.get("zero", "-")), str(a.get("threads", "-")))
         rows.append((*when, *made, *where, commit, command_of(a.get("command") or [], a.get("processes") or 1)))
     made = ("steps kept", "time of a step", "throughput") if several else ()
-    head = ("attempt", "started", "after step", *made, "mesh", "ZeRO", "threads", "commit", "command")
+    head = ("attempt", "started", "after step", *made, *["batch"] * staged, "mesh", "ZeRO", "threads", "commit", "command")
     numbers = frozenset(i for i, name in enumerate(head) if name in ("after step", "ZeRO", "threads", *made))
     return Section(
         "attempts",

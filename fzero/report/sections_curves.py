@@ -40,9 +40,32 @@ def loss(run: RunReport) -> Section:
     )
     parts: list[Any] = [Picture("loss", "Loss over the tokens seen (measured)", alt, bind.loss(run), log=True)]
     parts.append(table("loss", f"Loss (measured, nats per {loss_unit([run])})", ("", "loss", "at step"), rows))
+    parts += by_position(run)
     if skipped:
         parts.append(f"{skipped} steps were skipped, their updates not made.")
     return Section("loss", "Loss", parts)
+
+
+def by_position(run: RunReport) -> list[Any]:
+    """The picture and the table of the validation loss by position, of a run that has recorded it."""
+    found = bind.losses_by_position(run)
+    if not found:
+        return []
+    first, last = found[0], found[-1]
+    alt = (
+        f"Validation loss by position, of {len(found)} evaluations: after step {last[0]:,} from {last[2][0]:.3f} up to "
+        f"position {last[1][0]:,} to {last[2][-1]:.3f} up to {last[1][-1]:,}."
+    )
+    of_first = dict(zip(first[1], first[2]))
+    rows = [(f"{end:,}", digits(of_first[end]) if end in of_first else "-", digits(v)) for end, v in zip(*last[1:])]
+    head = ("position, up to", f"after step {first[0]:,}", f"after step {last[0]:,}")
+    unit = loss_unit([run])
+    return [
+        Picture("loss_by_position", "Validation loss by position (measured)", alt, bind.loss_by_position(run)),
+        table("loss_by_position_table", f"Validation loss by position (measured, nats per {unit})", head, rows),
+        "A position counts the tokens of its document before it in its sequence; each range begins at the end before "
+        "it.",
+    ]
 
 
 def samples(run: RunReport) -> Section:

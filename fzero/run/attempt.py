@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.run.build import Job
+from fzero.run.build import Job, build
+from fzero.run.config import RunConfig
 from fzero.run.corpus import Say
 from fzero.run.ranks.coordinator import Coordinator
+from fzero.run.stages import stage_at
 
 
 class Options(NamedTuple):
@@ -32,9 +34,17 @@ class Attempt(NamedTuple):
     corpus: Path
     coordinator: Coordinator
     options: Options
+    config: RunConfig  # of the whole run, whose `stages` may lie before or behind the one of `job`
 
     @property
     def last_step(self) -> int:
         """The step after which this attempt ends."""
-        steps = self.job.config.train.steps
+        steps = self.config.train.steps
         return min(steps, self.options.stop_at or steps)
+
+    def in_stage(self, step: int) -> Attempt:
+        """The attempt with the job of the stage that makes the step after `step` steps."""
+        config, job = stage_at(self.config, step).config, self.job
+        if config == job.config:
+            return self
+        return self._replace(job=build(config, job.mesh, self.folder, nvme=job.nvme, device=job.device))

@@ -33,6 +33,7 @@ from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
+from fzero.sharding.context import Context
 from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.train.eval import make_eval_step
@@ -92,7 +93,7 @@ def build(
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
-    if config.sequence and config.data.seq_len % mesh["tp"].size:
+    if config.sequence and mesh["cp"].size == 1 and config.data.seq_len % mesh["tp"].size:
         raise ValueError(
             f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
             "does not divide"
@@ -104,11 +105,13 @@ def build(
         mesh,
         policy=make_policy(config),
         reduce=config.reduce,
-        sequence=config.sequence,
+        sequence=Context.parse(config.context, over_tp=config.sequence),
         offload=config.offload,
         pipeline=config.pipeline,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
+    if plan.context is not None:
+        plan.context.over(mesh["cp"].size).expect_divisible(config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
     tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed)
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
@@ -138,7 +141,8 @@ def build(
         update=t.update,
         nvme=nvme,
     )
-    eval_step = make_eval_step(model, plan, execution=execution, reduce=False)
+    evaluated = models.by_position(model) if t.loss_by_position else model
+    eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)

@@ -14,6 +14,7 @@ from fzero.models import MLPConfig, ModelConfig
 from fzero.run.config_checks import (
     validate,
 )
+from fzero.run.stages import stages_of
 from fzero.sharding.pipelines import Pipeline
 
 
@@ -25,6 +26,8 @@ class Data:
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256
+    # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), see docs/data.md
+    packing: str = "stream"
     within_documents: bool = True  # a token attends to its own document only
 
 
@@ -94,6 +97,7 @@ class Train:
     ema_decay: float = 0.0  # 0: no average of the weights
     eval_every: int = 100
     eval_batches: int = 16  # micro-batches of an evaluation; 0: the whole validation split
+    loss_by_position: bool = False  # of evaluations: the mean loss in ranges of positions, see docs/measure.md
     checkpoint_every: int = 500
     keep_last: int = 2  # checkpoints; 0: all
     keep_every: int = 0  # of these steps all are kept; 0: none
@@ -171,6 +175,7 @@ class RunConfig:
     zero: int = 0  # ZeRO stage
     reduce: str = "fast"  # sums over ranks; once: whole over micro-batches first; canonical: alike on every mesh
     sequence: bool = False  # sequence parallelism over tp
+    context: str = "auto"  # attention over cp: gather, ulysses, or auto; with its pieces: "gather:contiguous"
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again
@@ -179,6 +184,10 @@ class RunConfig:
     )
     nvme: Nvme = Nvme()
     guard: Guard = Guard()
+    # of the run, before its last one: the last step of each and what it has otherwise than the one after it, such as
+    # "1000: data.seq_len=8192"; --resume with another --seq-len writes them
+    stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         validate(self)
+        stages_of(self)

@@ -13,6 +13,7 @@ from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, che
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, flat, format_list
+from fzero.data.packing import PACKINGS
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import sizes
@@ -21,6 +22,7 @@ from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
+from fzero.sharding.context import Context
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
@@ -87,6 +89,7 @@ BOUNDS: dict[str, Bounds] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "objective": tuple(OBJECTIVES),
+    "data.packing": tuple(PACKINGS),
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),
@@ -115,6 +118,8 @@ def check_leaf(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}{nearest(str(value), allowed)}; it must be one of {', '.join(allowed)}")
     if name == "train.loggers":
         check_loggers(value)
+    if name == "context":
+        Context.parse(value)
     if name in BOUNDS:
         check_bounds(name, value, BOUNDS[name])
     elif isinstance(value, float) and not math.isfinite(value):
@@ -142,6 +147,15 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
             "other; leave it out"
+        )
+    if c.objective != "text" and c.data.packing != "stream":
+        raise ValueError(
+            f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
+            "is; leave it out"
+        )
+    if t.loss_by_position and c.objective not in ("text", "chat"):
+        raise ValueError(
+            f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
         )
     validate_head(c)
     remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)

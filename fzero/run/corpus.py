@@ -18,10 +18,11 @@ from fzero.core.gpu import HOST, Copied, copy_in, pinned
 from fzero.core.storage import user_folder
 from fzero.data.reference import read_reference
 from fzero.data.rows import RowStream
-from fzero.data.stream import Batch
+from fzero.data.stream import Batch, Rest
 from fzero.data.tokens import VERSION, read_meta
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
+from fzero.run.stages import stages_of
 from fzero.sharding import Mesh
 
 Say = Callable[[str], None]
@@ -97,35 +98,64 @@ def sample_at(cursor: int, skips: Skips) -> int:
     return cursor
 
 
-def open_micro_batches(config: RunConfig, corpus: Path) -> MicroBatchReader:
-    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh.
+def first_samples(config: RunConfig, skips: Skips) -> list[int]:
+    """The first sample of each stage of a run, by the numbers of the whole order: those that the stages before it have
+    consumed, and the batches that they left out."""
+    found, cursor = [], 0
+    for stage in stages_of(config):
+        first = cursor
+        for begin, count in sorted(skips):
+            first += count if begin < first else 0
+        found.append(first)
+        cursor += stage.samples
+    return found
 
-    Of R data ranks, rank r computes the micro-batches r, r + R, ...
+
+def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> MicroBatchReader:
+    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, the same on every mesh, in
+    the last stage of a config.
+
+    Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_at`.
     Raises ValueError if the split is too short.
     """
-    t = config.train
-    stream = open_stream(config, corpus, "train", t.batch)
-    return lambda sample, m: drop_documents(config, stream.samples_at(sample + m * t.micro_batch, t.micro_batch))
+    t, firsts = config.train, first_samples(config, skips)
+    streams: list[Any] = []
+    for i, stage in enumerate(stages_of(config)):
+        # What the stages before it have left of an epoch, it reads first.
+        rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
+        streams.append(open_stream(stage.config, corpus, "train", t.batch, rest))
+    stream, before = streams[-1], firsts[-1]
+
+    def read(sample: int, m: int) -> Batch:
+        return drop_documents(config, stream.samples_at(sample - before + m * t.micro_batch, t.micro_batch))
+
+    return read
 
 
-def open_stream(config: RunConfig, corpus: Path, split: str, batch: int) -> data.TokenStream | RowStream:
-    """The batches of a split: windows of text, or rows of whole conversations."""
+def open_stream(
+    config: RunConfig, corpus: Path, split: str, batch: int, rest: Rest | None = None
+) -> data.TokenStream | RowStream:
+    """The batches of a split: rows of text, after those of `rest`, or rows of whole conversations."""
     tokens, seed = data.open_tokens(corpus, split), config.train.seed
     if tokens.kind == "text":
-        return data.TokenStream(tokens, config.data.seq_len, batch, seed)
+        return data.TokenStream(tokens, config.data.seq_len, batch, seed, config.data.packing, rest)
+    if rest is not None:
+        raise ValueError(
+            f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
+        )
     known = config.dpo.reference if config.objective == "dpo" else ""
     return RowStream(tokens, config.data.seq_len, batch, seed, read_reference(corpus, split, known) if known else None)
 
 
 def open_data(
-    config: RunConfig, corpus: Path, mesh: Mesh
+    config: RunConfig, corpus: Path, mesh: Mesh, skips: Skips = ()
 ) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
     """(a function from the first sample of a batch to this rank's rows of it, one that gives its validation batches).
 
     The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the
     validation batches too. Raises ValueError if a split is too short.
     """
-    t, part = config.train, open_micro_batches(config, corpus)
+    t, part = config.train, open_micro_batches(config, corpus, skips)
     split = open_stream(config, corpus, "val", t.micro_batch)
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)

@@ -10,7 +10,7 @@ import torch
 
 from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
-from fzero.core.gpu import read_scalars
+from fzero.core.copy_buckets import read_scalars
 from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.corpus import on_device_ahead
@@ -22,22 +22,23 @@ from fzero.train.update.in_memory import split_names, spread
 
 def evaluate_all(
     job: Job, state: TrainState, batches: Callable[[], Iterator[Any]], bytes_per_token: float
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """{"val_loss": nats per token on the validation split, ...}: cross entropy; also per byte unless tokens are
     bytes, and of the average. Of an objective that
-    reports more also the means of that, such as val_accuracy.
+    reports more also the means of that, such as val_accuracy; with train.loss_by_position val_loss_by_position, the
+    means of ranges of positions by their ends.
 
     The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one
     process. Communicates: what the model does, and two float64 per batch over dp and rp.
     """
-    out, mesh = {}, job.mesh
+    out, mesh, placed = {}, job.mesh, job.config.train.loss_by_position
     for name, params in (("val_loss", state.params), ("val_loss_ema", at_rest(job, state))):
         if not pytree.leaves(params):
             continue
         sums, more = [], {}
         for batch in on_device_ahead(batches(), job.device):
             loss = job.eval_step(params, batch)
-            more = loss.extra if OBJECTIVES[job.config.objective].reports else {}
+            more = loss.extra if placed or OBJECTIVES[job.config.objective].reports else {}
             of_tokens = (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)
             sums += [x.double() for x in (*of_tokens, *more.values())]
         with mesh.ledger.phase("evaluate"):
@@ -45,10 +46,25 @@ def evaluate_all(
             table = gather_rows(rows.reshape(-1, 2 + len(more)), mesh, leaf="sums", axes=BY_DATA_RANK)
         total, count, *rest = (sum(column) for column in table.transpose(0, 1).flatten(0, 1).T.tolist())
         out[name] = total / max(count, 1)
-        out |= {name.replace("loss", key): value / max(count, 1) for key, value in zip(more, rest)}
+        if placed:
+            out[f"{name}_by_position"] = means_by_position(dict(zip(more, rest)))
+        else:
+            out |= {name.replace("loss", key): value / max(count, 1) for key, value in zip(more, rest)}
         if bytes_per_token != 1.0:
             out[f"{name}_per_byte"] = out[name] / bytes_per_token
-    return {name: value for name, value in out.items() if math.isfinite(value)}
+    return {name: value for name, value in out.items() if isinstance(value, dict) or math.isfinite(value)}
+
+
+def means_by_position(sums: dict[str, float]) -> dict[str, float]:
+    """{end of a range of positions: mean loss in it} of the sums that `models.by_position` reports; without ranges in
+    which no token counts.
+
+    >>> means_by_position({"loss/1": 6.0, "tokens/1": 2.0, "loss/2": 0.0, "tokens/2": 0.0})
+    {'1': 3.0}
+    """
+    ends = [name.removeprefix("tokens/") for name, count in sums.items() if name.startswith("tokens/") and count]
+    means = {end: sums[f"loss/{end}"] / sums[f"tokens/{end}"] for end in ends}
+    return {end: mean for end, mean in means.items() if math.isfinite(mean)}
 
 
 def at_rest(job: Job, state: TrainState) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng, pytree
-from fzero.core.gpu import read_scalars
+from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
 from fzero.models.score import head_of

@@ -5,6 +5,7 @@ Read `train` first, then `train_steps`: from there the step itself is `job.train
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ import torch
 from fzero import data
 from fzero.comm.tables import any_rank
 from fzero.core import gpu, prng, pytree
+from fzero.data.packing import figures
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
@@ -34,13 +36,16 @@ from fzero.run.memory_check import snapshot_room
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import resume_command
+from fzero.run.pretrain import expect_memory
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import watch_steps
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import disk_row, offload_summary, to_memory
 from fzero.run.resume.saver import CheckpointSaver
 from fzero.run.rows import Rows, due_after
+from fzero.run.stages import stage_at
 from fzero.run.waiting import sleep_while_shared
+from fzero.sharding.describe import context_text
 from fzero.sharding.digests import digest_text
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.capture import take_news
@@ -53,7 +58,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
 
     Rolls back to a checkpoint after a bad step if the config's `guard` says so.
     """
-    attempt = measure_peak(attempt)
+    attempt = measure_peak(attempt).in_stage(int(state.step))
     announce(attempt)
     begin = time.perf_counter()
     with ExitStack() as stack:
@@ -61,13 +66,25 @@ def train(attempt: Attempt, state: TrainState) -> int:
         stop = stack.enter_context(stop_signals())
         stack.enter_context(sleep_while_shared())
         stack.enter_context(watch_steps(attempt.coordinator, attempt.job.config.train.hang_s, stop))
-        state, signal, fault = train_steps(attempt, state, stop)
-        while fault is not None:
-            rollback.free_state(state)  # memory holds one state
-            state = rollback.roll_back(attempt.job, attempt.folder, fault, attempt.coordinator, attempt.options.say)
+        signal = 0
+        while not signal and int(state.step) < attempt.last_step:
+            attempt = begin_stage(attempt, int(state.step))
             state, signal, fault = train_steps(attempt, state, stop)
+            if fault is not None:
+                rollback.free_state(state)  # memory holds one state
+                state = rollback.roll_back(attempt.job, attempt.folder, fault, attempt.coordinator, attempt.options.say)
     summarize(attempt, state, time.perf_counter() - begin)
     return signal
+
+
+def begin_stage(attempt: Attempt, step: int) -> Attempt:
+    """The attempt in the stage that follows `step` steps, which is told if it is another one; see run/stages.py."""
+    there = attempt.in_stage(step)
+    if there is not attempt:
+        expect_memory(there.job, there.coordinator)
+        c = there.job.config
+        attempt.options.say(f"after step {step} in another stage: {c.train.batch} x {c.data.seq_len} a step")
+    return there
 
 
 @contextmanager
@@ -96,20 +113,21 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
     The steps end after `attempt.last_step`, after the step in which a signal came to any rank (`stop` holds this
     rank's), or with a fault. Rank 0 writes a row of metrics for every step, checkpoints, and shows progress.
     """
-    job, folder, path, coordinator, options = attempt
-    config, t, mesh, until = job.config, job.config.train, job.mesh, attempt.last_step
-    batch_at, validation = corpus.open_data(config, path, mesh)
+    job, folder, path, coordinator, options, _ = attempt
+    config, t, mesh = job.config, job.config.train, job.mesh
+    until = min(attempt.last_step, stage_at(attempt.config, int(state.step)).end)
+    skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
+    batch_at, validation = corpus.open_data(config, path, mesh, skips)
     bytes_per_token, specs = corpus.bytes_per_token(path), specs_of(job)
     first, cursor, checked = int(state.step), int(state.data_cursor), int(state.step)
-    micro_batch = corpus.open_micro_batches(config, path)
-    skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
+    open_parts = functools.cache(lambda: corpus.open_micro_batches(config, path, skips))
 
     def sample(step: int) -> int:
         return corpus.sample_at(cursor + (step - first) * t.batch, skips)
 
     def compare(state: TrainState, step: int) -> int:
         with mesh.ledger.phase("check"):
-            own = lambda m: corpus.on_device(micro_batch(sample(step - 1), m), job.device)  # noqa: E731
+            own = lambda m: corpus.on_device(open_parts()(sample(step - 1), m), job.device)  # noqa: E731
             rollback.expect_agreement(job, state, own, step)
         return step
 
@@ -173,7 +191,7 @@ def measure_steps(
 
     The function takes the state, the batch and the step's number.
     """
-    job, folder, _, coordinator, options = attempt
+    job, folder, _, coordinator, options, _ = attempt
     flop, t, until = token_flop(job), job.config.train, attempt.last_step
     which = chosen(first, until, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0))
     number = 0
@@ -203,16 +221,24 @@ def measure_peak(attempt: Attempt) -> Attempt:
 
 def announce(attempt: Attempt) -> None:
     """Print the model, the corpus, the run folder and the peak for MFU."""
-    job, folder, path, coordinator, options = attempt
+    job, folder, path, coordinator, options, _ = attempt
     config, say = job.config, options.say
     tokens = data.open_tokens(path)
     size = tokens.tokens.shape[0]
     say(f"{config.preset or 'model'}: {num_params(job):,} parameters; run folder {folder}")
     say(f"{path}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
+    if tokens.kind == "text" and config.data.packing != "stream":
+        found = figures(tokens, config.data.packing, config.data.seq_len)
+        say(
+            f"packing {config.data.packing}: {found.rows:,} sequences an epoch, {found.filled:.2%} of their positions "
+            f"filled up; {found.cut:.1%} of the documents are longer than a sequence and cut"
+        )
     if tokens.sums is None:
         say(f"{path}: has no checksums (an earlier version prepared it), so damage to it is not noticed")
     if coordinator.size > 1:
         say(str(job.plan).splitlines()[0])
+    if job.plan.context is not None:
+        say(context_text(job.plan))
     for line in offload_summary(job):
         say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
@@ -226,8 +252,8 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
 
     All ranks call it. Communicates: the weights to rank 0, if a sample is asked for.
     """
-    job, folder, _, coordinator, options = attempt
-    config, say, step = job.config, options.say, int(state.step)
+    job, folder, _, coordinator, options, _ = attempt
+    config, say, step = attempt.config, options.say, int(state.step)
     if step < config.train.steps:
         again = resume_command(folder, config, coordinator.size)
         say(f"stopped after step {step} of {config.train.steps}; resume with: {again}")

@@ -70,7 +70,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     sums = terms * numel(plan, plan.grads, ("device", "host"))
     grads = sums * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
-    moved = plan.sizes["dp"] > 1 and any("dp" in spec.axes for spec in at_rest)
+    moved = plan.mesh.shards.size > 1 and any("dp" in spec.axes for spec in at_rest)
     moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
     gathered = (job.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
     between = numel_between_stages(plan)
@@ -79,7 +79,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     remat, tp, depth = Remat.parse(t.remat), plan.sizes["tp"], layers_alive(job)
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     kept = depth * layer if not remat.every else c.d_model * depth // remat.every + remat.every * layer
-    tokens = t.micro_batch * job.config.data.seq_len
+    tokens = t.micro_batch * job.config.data.seq_len // plan.sizes["cp"]
     logits = 2 * 4 * min(tokens, 1024) * head_rows(job.config.model) // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0

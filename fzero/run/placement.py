@@ -19,6 +19,7 @@ FLAGS = {
     "zero": "--zero",
     "reduce": "--reduce",
     "sequence": "--sequence",
+    "context": "--context",
     "pipeline.schedule": "--schedule",
     "pipeline.chunks": "--chunks",
     "pipeline.layout": "--layout",

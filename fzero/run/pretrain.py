@@ -35,8 +35,9 @@ from fzero.run.placement import keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.reference import with_reference
-from fzero.run.resume import auto_resume, rollback
+from fzero.run.resume import auto_resume, new_stage, rollback
 from fzero.run.resume.newest_state import expect_disk, expect_new, load_newest_state
+from fzero.run.stages import change_stage, split_changes, stages_of
 from fzero.sharding import Mesh
 from fzero.train.state import TrainState
 
@@ -94,14 +95,16 @@ def start(
             job = build(config, mesh, folder, device=device)
         check_corpus(config, path)
         compare_corpus(path, coordinator)
-        corpus.open_data(config, path, mesh)
-        attempt = Attempt(job, folder, path, coordinator, options)
+        for stage in stages_of(config):
+            corpus.open_stream(stage.config, path, "train", stage.config.train.batch)
+            corpus.open_stream(stage.config, path, "val", stage.config.train.micro_batch)
+        attempt = Attempt(job, folder, path, coordinator, options, config)
         with explained(job, folder, coordinator, "the first state"):
             state = first_state(job, weights.params if weights else None)
         if config.objective == "dpo":
             fresh = weights is not None and not has_factors(weights.params)
             job = with_reference(job, state, path, coordinator, options.say, fresh=fresh)
-            attempt = attempt._replace(job=job)
+            attempt = attempt._replace(job=job, config=job.config)
         if coordinator.first:
             create_folder(attempt, init)
     except BaseException:
@@ -115,10 +118,10 @@ def start(
 
 def create_folder(attempt: Attempt, init: Path | None) -> None:
     """Write the files that make the attempt's folder a run, on rank 0."""
-    job, folder, path, coordinator, _ = attempt
+    job, folder, path, coordinator, _, config = attempt
     run_folder.create_run(
         folder,
-        job.config,
+        config,
         data.load_tokenizer(path),
         read_chat(path),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
@@ -136,7 +139,8 @@ def resume(
 ) -> tuple[Attempt, TrainState] | None:
     """The run in `folder`, ready to resume from its newest sound state, by its own config.
 
-    changes: new values of the config, such as the mesh; if the run's own mesh does not fit the processes and none is
+    changes: new values of the config, such as the mesh, or data.seq_len, with which a new stage begins (see
+    run/stages.py); if the run's own mesh does not fit the processes and none is
     given, it is the nearest that does (see run/ranks/elastic.py), with spares. auto: also fit a given mesh, and accept
     a run that has made its steps. Raises ValueError if `folder` is no run, its corpus has changed, or every checkpoint
     is damaged."""
@@ -148,6 +152,10 @@ def resume(
         )
     coordinator.record(str(folder.absolute()))
     coordinator.share(lambda: auto_resume.remove_marker(folder))
+    values, changes = split_changes(changes)
+    if values:
+        new, values = new_stage.with_changes(recorded, values, options.say)
+        recorded = new if values else recorded
     given, mesh_lines = changes.pop("mesh", None), []
     sizes = recorded.mesh if given is None else given
     if math.prod(sizes.values()) != coordinator.size and (auto or given is None):
@@ -165,16 +173,23 @@ def resume(
     init = Path(environment["init"]) if environment["init"] else None
     with explained(job, folder, coordinator, "the state to resume from"):
         state = load_newest_state(job, folder, coordinator, options.say, init)
+    step = int(state.step)
+    if values:
+        expect_steps_left(folder, config, options, step)
+        recorded = change_stage(from_json(text, str(folder)), values, step)
+        coordinator.share(lambda: new_stage.forget_later(folder, recorded))
+        config = replace(config, stages=recorded.stages)
+        job = job._replace(config=config)
     moved = keep_placement(recorded, config, given)  # the config that the state follows from now on
     coordinator.share(lambda: run_folder.replace_config(folder, moved))
-    attempt, step = Attempt(job, folder, path, coordinator, options), int(state.step)
+    attempt = Attempt(job, folder, path, coordinator, options, config)
     if auto and step >= attempt.last_step:
         options.say(
             f"{folder}: {'is complete: it ' if attempt.last_step == config.train.steps else ''}has made its {step} "
             "steps"
         )
         return None
-    expect_steps_left(attempt, step)
+    expect_steps_left(folder, config, options, step)
     coordinator.share(lambda: run_folder.cut_metrics(folder, step))
     options.say(f"resuming {folder} at step {step} of {config.train.steps}")
     for line in [*mesh_lines, *lines] if coordinator.size > 1 or mesh_lines else ():
@@ -218,10 +233,10 @@ def open_corpus(
     return path
 
 
-def expect_steps_left(attempt: Attempt, step: int) -> None:
+def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: int) -> None:
     """Raise ValueError if a run that has made `step` steps has none to make."""
-    folder, stop_at = attempt.folder, attempt.options.stop_at
-    if step >= attempt.job.config.train.steps:
+    stop_at = options.stop_at
+    if step >= config.train.steps:
         raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
     if stop_at is not None and stop_at <= step:
         raise ValueError(f"--stop-at {stop_at}: the run has made {step} steps already; give a larger number, or none")

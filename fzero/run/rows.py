@@ -89,7 +89,7 @@ class Rows:
         On a GPU it waits for the end of that step, not of one that was given to it since. All ranks call it. Raises
         FloatingPointError as `roll_back_decision` does.
         """
-        job, folder, _, coordinator, options = self.attempt
+        job, folder, _, coordinator, options, _ = self.attempt
         unread = self.unread
         if unread is None:
             return None

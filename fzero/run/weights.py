@@ -14,7 +14,8 @@ from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import peft
 from fzero.checkpoint.directory import newest_sound
-from fzero.core import gpu, pytree
+from fzero.core import pytree
+from fzero.core.copy_buckets import bring
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
@@ -202,7 +203,7 @@ def load_start(init: Path) -> TrainedWeights:
 
 def put_on(device: torch.device, params: Tree) -> Tree:
     """The parameters on `device`; those on a disk stay there."""
-    return pytree.map(lambda leaf: gpu.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, params)
+    return pytree.map(lambda leaf: bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, params)
 
 
 def meta_like_saved(held: checkpoint.CheckpointReader, like: Tree, prefix: str) -> Tree:

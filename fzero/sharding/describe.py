@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.context import FORMS
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
-Moves = tuple[tuple[str, str], ...]  # (operation, axis)
+Moves = tuple[tuple[str, str], ...]  # (operation, link: see spec.links_of)
 
 
 def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
     """The communication of a leaf's gradient: (after each micro-batch, once after the last)."""
-    owed = [axis for axis in compute.owed if sizes[axis] > 1]
-    now = [("scatter" if axis in grads.axes else "psum", axis) for axis in owed if axis not in grads.partial]
+    owed = [(link, link.partition("+")[0]) for link in links_of(compute.owed, sizes)]
+    now = [("scatter" if axis in grads.axes else "psum", link) for link, axis in owed if axis not in grads.partial]
     end = [
-        ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", axis)
-        for axis in owed
+        ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", link)
+        for link, axis in owed
         if axis in grads.partial
     ]
-    if sizes["dp"] > 1 and "dp" in grads.axes and "dp" not in opt.axes:
-        end.append(("gather", "dp"))
+    end += [("gather", link) for link in links_of(SHARDS, sizes) if "dp" in grads.axes and "dp" not in opt.axes]
     return tuple(now), tuple(end)
 
 
+def ranks_of(link: str, sizes: Mapping[str, int]) -> int:
+    """The number of ranks of an axis, or of the link "dp+cp"."""
+    return math.prod(sizes[axis] for axis in link.split("+"))
+
+
 WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
+
+
+def missing_part(link: str, sizes: Mapping[str, int]) -> float:
+    """The part of a whole that a rank of a link has not, if it has its own: 0 for no link."""
+    return 1 - 1 / ranks_of(link, sizes) if link else 0.0
 
 
 def describe(plan: Plan) -> str:
@@ -79,9 +91,11 @@ def describe(plan: Plan) -> str:
         )
         if text
     )
-    cut = plan.stage and plan.sizes["dp"] > 1
+    over = links_of(SHARDS, plan.sizes)
+    cut = plan.stage and over
     whole = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
-    notes = [f"not divisible by dp={plan.sizes['dp']}, so whole on every rank: {', '.join(whole)}"] if whole else []
+    among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in SHARDS if plan.sizes[axis] > 1)
+    notes = [f"not divisible by {among}, so whole on every rank: {', '.join(whole)}"] if whole else []
     if plan.sizes["pp"] > 1:
         few = [name for name, leaf in plan.leaves.items() if "pp" not in leaf.opt.axes]
         notes += (
@@ -90,6 +104,7 @@ def describe(plan: Plan) -> str:
             else []
         )
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
+    notes += [context_text(plan)] if plan.context is not None else []
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
@@ -99,6 +114,17 @@ def describe(plan: Plan) -> str:
             f"{dtype_name(reduce_dtype(plan))}"
         )
     return "\n".join([top, *lines, *notes])
+
+
+def context_text(plan: Plan) -> str:
+    """The form of attention over cp of a plan, and what forms send."""
+    context, cp, heads = plan.context, plan.sizes["cp"], plan.heads
+    text = f"context: {context.form} of {context.pieces} pieces over cp={cp}"
+    if heads is None:
+        return f"{text}: the model has no attention"
+    forms = [form for form in FORMS if form != "ulysses" or heads.queries % cp == 0]
+    sent = ", ".join(f"{form} {heads.sent(form, cp, context.inner):,.0f}" for form in forms)
+    return f"{text}; elements that a rank sends in a layer's forward pass, for each token of a sequence: {sent}"
 
 
 def stages_text(plan: Plan) -> str:
@@ -145,10 +171,11 @@ def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
     words, sent = [], [0.0, 0.0]
-    share, width = n * (sizes["dp"] - 1) / sizes["dp"] * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
-    if sizes["dp"] > 1 and "dp" in leaf.use.axes:
+    over = "".join(links_of(SHARDS, sizes))
+    share, width = n * missing_part(over, sizes) * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
+    if over and "dp" in leaf.use.axes:
         float8 = name in plan.float8
-        words.append("all_gather dp for use" + " as float8" * float8)
+        words.append(f"all_gather {over} for use" + " as float8" * float8)
         sent[0] += share * (2 if is_stacked(name) else 1) / (plan.policy.param.itemsize if float8 else 1)
     if "pp" in leaf.params.axes and not is_stacked(name):
         words.append("gather pp for use a step")
@@ -158,15 +185,10 @@ def communication(plan: Plan, name: str) -> tuple[str, float, float]:
         for op, axis in path:
             words.append(WORDS[op].format(axis) + (" a step" if when else " a micro-batch") * (op != "gather"))
             sent[when] += (
-                width
-                * n
-                / (cut if op != "gather" else 1)
-                * (sizes[axis] - 1)
-                / sizes[axis]
-                * (2 if op == "psum" else 1)
+                width * n / (cut if op != "gather" else 1) * missing_part(axis, sizes) * (2 if op == "psum" else 1)
             )
-            cut *= sizes[axis] if op == "scatter" else 1
-    if sizes["dp"] > 1 and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
-        words.append("all_gather dp after the update")
+            cut *= ranks_of(axis, sizes) if op == "scatter" else 1
+    if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
+        words.append(f"all_gather {over} after the update")
         sent[1] += share
     return ", ".join(words) or "nothing", sent[0], sent[1]

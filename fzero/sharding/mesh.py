@@ -23,7 +23,7 @@ from fzero.comm.agreement import Agreement
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
-from fzero.comm.tables import BY_RANK
+from fzero.comm.tables import BY_RANK, SHARDS
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.foreign import environment_number
@@ -71,9 +71,10 @@ class Mesh:
     store: dist.Store | None = field(default=None, compare=False, repr=False)
     agreement: Agreement | None = field(default=None, compare=False, repr=False)
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
+    both: Axis | None = field(default=None, compare=False, repr=False)  # dp and cp as one, where both are in use
 
     def __getitem__(self, name: str) -> Axis:
-        for axis in self.axes:
+        for axis in self.axes if self.both is None else (*self.axes, self.both):
             if axis.name == name:
                 return axis
         raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}{nearest(name, AXES)}")
@@ -90,6 +91,16 @@ class Mesh:
         for name in ORDER:
             rank = rank * self[name].size + self[name].rank
         return rank
+
+    @property
+    def shards(self) -> Axis:
+        """The ranks over which ZeRO shards: those of dp, of cp, or of both as one axis "dp+cp".
+
+        >>> from fzero.sharding import fake_mesh
+        >>> fake_mesh({"dp": 2, "cp": 2}, rank=3).shards[:3]
+        ('dp+cp', 4, 3)
+        """
+        return self.both or (self["cp"] if self["dp"].size == 1 and self["cp"].size > 1 else self["dp"])
 
     @property
     def data_size(self) -> int:
@@ -119,18 +130,20 @@ class Mesh:
     def abort(self) -> None:
         """End the collectives on GPUs under way, whose results are then anything: before this process ends with them
         unfinished."""
-        for axis in self.axes:
-            if axis.communicator is not None:
-                axis.communicator.abort()
+        for communicator in self._communicators():
+            communicator.abort()
 
     def close(self) -> None:
         """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards."""
         if self.owned and dist.is_initialized():
             dist.barrier()
-            for axis in self.axes:
-                if axis.communicator is not None:
-                    axis.communicator.close()
+            for communicator in self._communicators():
+                communicator.close()
             dist.destroy_process_group()
+
+    def _communicators(self) -> list[Communicator]:
+        axes = self.axes if self.both is None else (*self.axes, self.both)
+        return [axis.communicator for axis in axes if axis.communicator is not None]
 
     def __str__(self) -> str:
         return f"Mesh({_sizes_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
@@ -213,8 +226,9 @@ def make_mesh(
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
     ledger, agreement = Ledger(), Agreement(store, dist.get_rank(), timeout_s)
     at, communicators = _coordinates(sizes, dist.get_rank()), {}
-    for name in used:
-        group = device_mesh.get_group(name)
+    flat = _flat_name(sizes)
+    for name in [*used, *([flat] if flat else [])]:
+        group = device_mesh[SHARDS]._flatten().get_group() if name == flat else device_mesh.get_group(name)
         communicators[name] = Communicator(
             name,
             dist.get_process_group_ranks(group),
@@ -225,7 +239,18 @@ def make_mesh(
             ordered=ordered,
         )
     axes = tuple(Axis(name, sizes[name], at[name], communicators.get(name)) for name in AXES)
-    return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started)
+    both = _both(sizes, at, communicators[flat]) if flat else None
+    return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started, both=both)
+
+
+def _flat_name(sizes: Mapping[str, int]) -> str:
+    """The name of dp and cp as one axis, "" if not both are in use."""
+    return "+".join(SHARDS) if all(sizes[name] > 1 for name in SHARDS) else ""
+
+
+def _both(sizes: Mapping[str, int], at: Mapping[str, int], communicator: Communicator) -> Axis:
+    dp, cp = SHARDS
+    return Axis(_flat_name(sizes), sizes[dp] * sizes[cp], at[dp] * sizes[cp] + at[cp], communicator)
 
 
 def start_processes(device: torch.device, timeout_s: float, **where: Any) -> None:
@@ -288,11 +313,17 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
     if not 0 <= rank < world:
         raise ValueError(f"fake_mesh: rank is {rank} and mesh {_sizes_text(sizes)} has ranks 0 to {world - 1}")
     at, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), Agreement(None, rank, 0.0), []
+
+    def communicator(name: str, size: int, number: int, innermost: str) -> Communicator:
+        stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(innermost) + 1 :])
+        ranks = [rank + (k - number) * stride for k in range(size)]
+        return Communicator(name, ranks, transport="fake", ledger=ledger, agreement=agreement)
+
     for name in AXES:
-        stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
-        ranks = [rank + (k - at[name]) * stride for k in range(sizes[name])]
-        communicator = (
-            Communicator(name, ranks, transport="fake", ledger=ledger, agreement=agreement) if sizes[name] > 1 else None
-        )
-        axes.append(Axis(name, sizes[name], at[name], communicator))
-    return Mesh(tuple(axes), ledger=ledger, agreement=agreement)
+        size, number = sizes[name], at[name]
+        axes.append(Axis(name, size, number, communicator(name, size, number, name) if size > 1 else None))
+    both = None
+    if flat := _flat_name(sizes):  # dp and cp are neighbours in ORDER
+        number = at["dp"] * sizes["cp"] + at["cp"]
+        both = _both(sizes, at, communicator(flat, sizes["dp"] * sizes["cp"], number, "cp"))
+    return Mesh(tuple(axes), ledger=ledger, agreement=agreement, both=both)

@@ -22,10 +22,11 @@ from fzero.sharding.at_rest import (
     at_rest_over_pp,
     compute_specs,
     in_memory,
-    shard_over_dp,
+    shard_over_data,
     stage_specs,
     with_owed,
 )
+from fzero.sharding.context import Context, Heads, context_for, heads_of
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
@@ -85,6 +86,8 @@ class Plan:
     float8: frozenset[str] = frozenset()  # leaves that are gathered as the float8 numbers which products make of them
     pipeline: Pipeline | None = None  # on a mesh with pp
     stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
+    context: Context | None = None  # on a mesh with cp
+    heads: Heads | None = None  # of attention on a rank of tp
 
     def __str__(self) -> str:
         return describe(self)
@@ -136,7 +139,7 @@ class Plan:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
 
-@checked("stage model mesh policy frozen offload", **PLAN)
+@checked("stage model mesh policy sequence frozen offload", **PLAN)
 def zero_plan(
     stage: int,
     model: Any,
@@ -144,18 +147,18 @@ def zero_plan(
     *,
     policy: Policy | str = "fp32",
     reduce: str = "fast",
-    sequence: bool = False,
+    sequence: bool | Context = False,
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
-    At rest a sharded leaf is split over dp on its first dim, or the second where the first counts layers
+    At rest a sharded leaf is split over dp and cp on its first dim, or the second where the first counts layers
     (`blocks/...`), after the axes that the model's own rules put there; a leaf whose dim does not divide stays whole on
     every rank, and the printed plan says so.
 
-    stage: 0 shards nothing over dp, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
+    stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
     model: a Model, or the parameter tree of a plain loss function.
         Leaves of integers or bools keep their dtype under every policy: they have no gradient and no optimizer state.
     policy: the dtypes (see fzero.Policy), or their name, such as "bf16": of parameters at rest, of products, of
@@ -165,10 +168,9 @@ def zero_plan(
     memory and fewer messages (as with no_sync of PyTorch's DDP). "canonical": each micro-batch over the ranks first, in
     the order of a binary tree, which gives bitwise the same sums for any power of two of data ranks, any stage and any
     number of micro-batches on a rank.
-    sequence: activations outside the tensor-parallel products are split over tp along the sequence.
+    sequence: True: activations are split along it over tp, outside the tensor-parallel products; Context: and over cp.
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
-    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs of the plan say it
-    leaf by leaf.
+    offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
@@ -184,23 +186,24 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, frozen, offload, pipeline)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline)
     expect_regex("frozen", frozen)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    split = sequence and sizes["tp"] > 1
-    owed_by_use = {"tp"} if split else set()
+    context = context_for(sequence, model, sizes)
+    split = context.over_tp and sizes["tp"] > 1
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
-    compute = {name: with_owed(spec, owed_by_use) for name, spec in compute_specs(model, named, mesh).items()}
+    owed = {"tp"} if split else set()
+    compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, named, mesh).items()}
     compute = with_layers(compute, named, model, stages)
     for name, spec in compute.items():
         check_dims(name, named[name].shape, spec, sizes)
 
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
-    shards = {name: shard_over_dp(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
+    shards = {name: shard_over_data(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
@@ -215,14 +218,16 @@ def zero_plan(
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, pipeline, stages)
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
 
 
-def expect_kinds(mesh: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
     """Raise TypeError for options of a plan that are of other kinds."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
+    expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
 
 
@@ -269,10 +274,10 @@ def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
         raise ValueError(
             f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"'
         )
-    for name in ("cp", "ep"):
-        if mesh[name].size > 1:
-            size = f"mesh: axis {name} has size {mesh[name].size}"
-            raise ValueError(f"{size}; this version shards over dp, rp, tp and pp; make {name}=1")
+    if mesh["ep"].size > 1:
+        raise ValueError(
+            f"mesh: axis ep has size {mesh['ep'].size}; this version shards over dp, rp, tp, cp and pp; make ep=1"
+        )
 
 
 def frozen_names(frozen: str | None, names: list[str]) -> frozenset[str]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather
 from fzero.core import pytree
+from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
-from fzero.core.gpu import LARGE_COPY, SMALL_COPY, Copied, copy_in
+from fzero.core.gpu import Copied, copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked
@@ -53,15 +54,15 @@ class ParamFetcher:
     """Fetches groups of `params` (local shards, at rest by plan.params) to `device`, whole but for tensor parallelism.
 
     `read(group)` starts the reads from host memory or a disk, `start` the gathers. A leaf that is on the device and not
-    sharded by dp is a view of the leaf at rest.
+    sharded is a view of the leaf at rest.
     coding: how leaves of plan.float8 travel; None: as they are.
-    Communicates: an all_gather over dp for each large leaf, and one for all small leaves of a group; with a coding, one
-    before them for the largest magnitudes of all its leaves.
+    Communicates: an all_gather over dp and cp for each large leaf, and one for all small leaves of a group; with a
+    coding, one before them for the largest magnitudes of all its leaves.
     """
 
     def __init__(self, params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
-        self.axis, self.ledger, self.device = plan.mesh["dp"], plan.mesh.ledger, device
+        self.axis, self.ledger, self.device = plan.mesh.shards, plan.mesh.ledger, device
         self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].use.axes}
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
         # `copy_to(device)`.
@@ -79,7 +80,7 @@ class ParamFetcher:
         self.most = self.largest([name for name in self.leaves if name in plan.float8]) if coding else {}
 
     def largest(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The largest magnitude of each layer of stacked leaves [L, ...] on all ranks of dp, float32 [L], by name."""
+        """The largest magnitude of each layer of stacked leaves [L, ...] on all ranks, float32 [L], by name."""
         if not names:
             return {}
         own = [torch.linalg.vector_norm(self.leaves[n], torch.inf, list(range(1, self.leaves[n].dim()))) for n in names]
@@ -95,6 +96,19 @@ class ParamFetcher:
     def dropped(self, group: Group, reshard: bool) -> bool:
         """Whether the group must be fetched again for the backward pass."""
         return any(name in self.away or (reshard and name in self.sharded) for name in group.leaves)
+
+    def like(self, group: Group) -> list[Tensor]:
+        """Tensors of the shapes and dtypes that `start` gives for the group, with any values."""
+        return [self._like_leaf(name, group.layer) for name in group.leaves]
+
+    def _like_leaf(self, name: str, layer: int | None) -> Tensor:
+        leaf = self.leaves[name]
+        if isinstance(leaf, Tensor) and name not in self.sharded and name not in self.away:
+            return layer_of(leaf, name, layer)
+        shape = leaf.shape[1:] if layer is not None and is_stacked(name) else leaf.shape
+        if name in self.sharded:
+            shape = (self.axis.size * shape[0], *shape[1:])
+        return torch.empty(shape, dtype=leaf.dtype, device=self.device)
 
     def read(self, group: Group) -> list[Future[Tensor]]:
         """Start to copy this rank's shards of the group to the device."""
@@ -168,6 +182,10 @@ class Prefetcher:
         """Add groups to the end of the order."""
         self.waiting.extend((group, phase) for group in groups)
 
+    def dropped(self, group: Group, reshard: bool) -> bool:
+        """Whether the group must be taken again for the backward pass."""
+        return self.fetcher.dropped(group, reshard)
+
     def take(self, group: Group) -> Sequence[Tensor]:
         """The leaves of the next group, which must be `group`; those after it are started first."""
         self.fetcher.ledger.at(group.name, group.layer)
@@ -179,3 +197,35 @@ class Prefetcher:
         expected, leaves = self.flying.popleft()
         assert expected == group, f"{group} was asked for and {expected} comes next"
         return leaves.wait()
+
+
+class Resident:
+    """Groups that stay whole from when each is first taken until `drop`, for several passes over a stage.
+
+    ahead: fetches them, in the order of the first pass, which `groups` has.
+    """
+
+    def __init__(self, ahead: Prefetcher, groups: Sequence[Group], phase: str):
+        self.ahead, self.fetcher = ahead, ahead.fetcher
+        self.coming, self.whole = deque(groups), dict[Group, Sequence[Tensor]]()
+        ahead.expect(groups, phase)
+
+    def expect(self, groups: Iterable[Group], phase: str) -> None:
+        """Nothing: the order is known, and what was taken is there."""
+
+    def dropped(self, group: Group, reshard: bool) -> bool:
+        """Whether the group must be taken again for the backward pass: what is fetched, so that only this holds it."""
+        return self.fetcher.needed(group)
+
+    def take(self, group: Group) -> Sequence[Tensor]:
+        """The leaves of a group; those before it in the order of the first pass are fetched first."""
+        while group not in self.whole:
+            after = self.coming.popleft()
+            self.whole[after] = self.ahead.take(after)
+        self.fetcher.ledger.at(group.name, group.layer)
+        return self.whole[group]
+
+    def drop(self) -> None:
+        """Let the groups go; nothing is taken from here again."""
+        self.whole.clear()
+        self.coming.clear()

@@ -19,9 +19,10 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scatter
 from fzero.core import pytree
+from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, copy_out_together, rooms_beside
 from fzero.core.device import kind_of
 from fzero.core.future import Future
-from fzero.core.gpu import SMALL_COPY, Copied, copy_in, copy_out, copy_out_together, rooms_beside
+from fzero.core.gpu import Copied, copy_out
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.describe import Moves, moves, reduce_dtype
@@ -48,7 +49,9 @@ class GradientReducer:
     """Sums the gradients of a step, group by group, in the layout of plan.opt.
 
     dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts`
-    micro-batches. At most one part's gradients travel while the next one's are computed.
+    micro-batches. At most one part's gradients travel while the next one's are computed; but with pp the sums over data
+    ranks that are made once, of whole gradients, are waited for behind the row of a rank: the stage before waits for
+    the gradient of its last micro-batch, and would otherwise wait for these sums of every stage behind it.
     away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)`
     and `plus(another)`. early: is handed the sums of each layer as soon as they are final, so that nothing of
     layers is left for the end unless it keeps them. rooms: the memory of sums that rest in the host's memory, for the
@@ -96,8 +99,11 @@ class GradientReducer:
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.owed: dict[tuple[str, str, int | None], Any] = {}
         self.flying: list[Iterator[Any]] = []
-        # On a GPU, what is added to sums that rest elsewhere, with such a sum on its way to the GPU.
-        self.late: list[tuple[tuple[str, str, int | None], Tensor, Future[Tensor]]] = []
+        self.long = plan.stages is not None  # whether sums that are made once travel until the end
+        self.ending: list[Iterator[Any]] = []  # those
+        # On a GPU, what is added to sums that rest elsewhere; and the same once such a sum is on its way to the GPU.
+        self.late: list[tuple[tuple[str, str, int | None], Tensor]] = []
+        self.coming: list[tuple[tuple[str, str, int | None], Tensor, Future[Tensor]]] = []
         self.left: dict[tuple[str, str, int | None], Copied] = {}  # the last copy of each sum to the host's memory
         self.small: list[tuple[tuple[str, str, int | None], Tensor]] = []  # sums that wait to leave by one copy
         self.squared: dict[tuple[str, str], dict[int, list[Any]]] = {}  # (stream, leaf) -> layer -> its `squares_of`
@@ -126,10 +132,18 @@ class GradientReducer:
             job = self.job(group, chosen, tensors, kinds[bucket[0]][0], ends)
             del tensors
             if next(job, None) is not None:
-                self.flying.append(job)
-        if not self.flying:
+                long = ends and self.ends_long(chosen, kinds[bucket[0]][0])
+                (self.ending if long else self.flying).append(job)
+        self.bring_late()
+        if not self.flying and not self.coming:
             self.leave_small()
         grads.clear()
+
+    def ends_long(self, names: Sequence[str], both: tuple[Moves, Moves]) -> bool:
+        """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
+        now, end = both
+        whole = bool(end) and all(op != "scatter" for op, _ in now)
+        return self.long and whole and all(self.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
         """Wait for the collectives under way, and add their results."""
@@ -137,6 +151,10 @@ class GradientReducer:
             for _ in job:
                 pass
         self.flying.clear()
+        self.bring_late()
+        while self.coming:
+            key, value, total = self.coming.pop(0)
+            self.leave(key, total.wait().add_(value))
         self.leave_small()
 
     def job(
@@ -144,7 +162,7 @@ class GradientReducer:
     ) -> Iterator[Any]:
         """Reduce the gradients of one bucket and add them to their sums.
 
-        Yields whenever a collective has been started, or sums were started on their way to the GPU.
+        Yields whenever a collective has been started.
         """
         now, end = both
         values = yield from self.travel(names, grads, now)
@@ -155,15 +173,11 @@ class GradientReducer:
             values[i] = self.add(key, value, bool(end), ends)
             del value
         if ends and end:
+            if self.long and end[0][0] == "psum":
+                yield names  # begun behind the row, one after the other: each has memory beside what it sums
             values = yield from self.travel(names, values, end)
             for key, value in zip(keys, values):
                 self.place(key, value)
-        late, self.late = self.late, []
-        if late:
-            yield late
-        while late:
-            key, value, total = late.pop(0)
-            self.leave(key, total.wait().add_(value))
 
     def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves) -> Iterator[Any]:
         """The tensors after the collectives of `path`; the list `tensors` is emptied."""
@@ -207,11 +221,10 @@ class GradientReducer:
         stream, name, layer = key
         if self.memory[name] != "device" and kind_of(value) == "cuda":
             # The GPU adds, for which nobody waits; for the host to add, it would wait for the value.
-            bring = self.bring(key, value.device)
-            if bring is None:
-                self.leave(key, self.wide(value))
+            if key in self.begun:
+                self.late.append((key, value))
             else:
-                self.late.append((key, value, bring))
+                self.leave(key, self.wide(value))
             return
         if self.ends_early(layer):
             self.hand_early(key, self.ended(key, value))
@@ -260,15 +273,24 @@ class GradientReducer:
         assert self.away is not None  # given if a leaf rests on a disk
         return self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name)))
 
-    def bring(self, key: tuple[str, str, int | None], device: torch.device) -> Future[Tensor] | None:
-        """Start to copy the sum so far to a GPU; None if there is none."""
-        stream, name, layer = key
-        if key not in self.begun:
-            return None
-        whole = self.final[stream, name]
-        if self.memory[name] == "nvme":
-            return whole.read(layer or 0).copy_to(device)
-        return Future(copy_in(whole if layer is None else whole[layer], device, after=self.left[key].event).use)
+    def bring_late(self) -> None:
+        """Start to copy the sums so far that something is added to from where they rest to the GPU: the small ones of a
+        layer in the host's memory by one copy.
+        """
+        late, self.late = self.late, []
+        held = [key for key, _ in late if self.memory[key[1]] == "host"]
+        coming: dict[Any, Future[Tensor]] = {}
+        if held:
+            wholes = [(self.final[stream, name], layer) for stream, name, layer in held]
+            sums = [whole if layer is None else whole[layer] for whole, layer in wholes]
+            after = [self.left[key].event for key in held]
+            copies = copy_in_together(sums, late[0][1].device, after=after)
+            coming = {key: Future(copied.use) for key, copied in zip(held, copies)}
+        for key, value in late:
+            stream, name, layer = key
+            on_disk = key not in coming
+            bring = self.final[stream, name].read(layer or 0).copy_to(value.device) if on_disk else coming[key]
+            self.coming.append((key, value, bring))
 
     def leave(self, key: tuple[str, str, int | None], total: Tensor) -> None:
         """Start to copy a sum from the GPU to where it rests, or hand it to `early`."""
@@ -394,6 +416,7 @@ class GradientReducer:
 
         over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
         """
+        self.flying, self.ending = [*self.flying, *self.ending], []
         self.finish()
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
         out: dict[str, Any] = {}

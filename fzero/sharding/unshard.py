@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather, pvary
+from fzero.comm.tables import links_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
@@ -26,16 +27,16 @@ def unshard(x: Tensor, rest: Spec, compute: Spec, mesh: Mesh, *, leaf: str = "",
     Its gradient has the layout at rest and is summed over all ranks: the transpose of a gather scatters it, and a
     tensor that every rank holds passes `pvary` over the axes on which the ranks use it differently. A leaf of integers
     has none.
-    Communicates: an all_gather over dp if that shards the leaf at rest, and over pp if that shards a leaf outside the
-    layers; in the backward pass psum_scatters, or psums.
+    Communicates: an all_gather over dp and cp if they shard the leaf at rest, and over pp if that shards a leaf outside
+    the layers; in the backward pass psum_scatters, or psums.
     """
+    sizes = {axis.name: axis.size for axis in mesh.axes}
     owed = [axis for axis in compute.owed if axis not in rest.axes]
-    for axis in owed if x.is_floating_point() else ():
-        x = pvary(x, mesh[axis], leaf=leaf)
+    for link in links_of(owed, sizes) if x.is_floating_point() else ():
+        x = pvary(x, mesh[link], leaf=leaf)
     for dim, axes in enumerate(rest.dims[1:] if layer else rest.dims):
-        for axis in reversed(axes):
-            if axis not in compute.axes:
-                x = all_gather(x, mesh[axis], dim, leaf=leaf)
+        for link in reversed(links_of([axis for axis in axes if axis not in compute.axes], sizes)):
+            x = all_gather(x, mesh[link], dim, leaf=leaf)
     return x
 
 

@@ -113,7 +113,7 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
 
 def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
     """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, or the ranks
-    of a tp group have different ones.
+    of a tp or cp group have different ones.
 
     Equal rows that `local_batch` dealt pass, and those of a batch whose rows are all alike, as of zeros in a trial.
     Communicates: an all_gather of three int64.
@@ -122,16 +122,18 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
     for name, leaf in named.items():
         held = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         content.update(f"{name} {leaf.dtype} {list(leaf.shape)}".encode() + held.numpy().tobytes())
-    alike = all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
-    dealt = alike or all(hasattr(leaf, DEALT) for leaf in named.values())
+    one_row = all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
+    dealt = one_row or all(hasattr(leaf, DEALT) for leaf in named.values())
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0], dealt]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
-    tp, group, first = mesh["tp"].size, mesh.size // mesh["pp"].size, {}
+    group, first = mesh.size // mesh["pp"].size, {}
+    alike, tp = group // mesh.data_size, mesh["tp"].size  # neighbours of one data rank, and those of one tp group
     for rank, (same, rows, passes) in enumerate(table):
-        if rank % tp and same != table[rank - rank % tp][0]:
+        if rank % alike and same != table[rank - rank % alike][0]:
+            kind = "tp" if rank % alike < tp else "cp"
             raise ValueError(
-                f"ranks {rank - rank % tp} and {rank} are of one tp group and were given different batches; give all "
-                "ranks of a tp group the same one, as local_batch(batch, mesh, micro_batches) does"
+                f"ranks {rank - rank % alike} and {rank} are of one {kind} group and were given different batches; "
+                f"give all ranks of a {kind} group the same one, as local_batch(batch, mesh, micro_batches) does"
             )
         if rows != table[0][1]:
             raise ValueError(
@@ -143,9 +145,9 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
                 f"ranks {rank % group} and {rank} are of one pipeline and were given different batches; give all ranks "
                 "of a pp group the same one, as local_batch(batch, mesh, micro_batches) does"
             )
-        other = first.setdefault(same, rank % group // tp)
-        if other != rank % group // tp and not passes:
+        other = first.setdefault(same, rank % group // alike)
+        if other != rank % group // alike and not passes:
             raise ValueError(
-                f"ranks {other * tp} and {rank} were given the same batch, and each data rank trains on rows of its "
+                f"ranks {other * alike} and {rank} were given the same batch, and each data rank trains on rows of its "
                 f"own; write step(state, local_batch(batch, mesh, micro_batches={micro_batches}))"
             )

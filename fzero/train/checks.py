@@ -12,7 +12,7 @@ from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels.cross_entropy_rows import is_tracing
 from fzero.models import base
-from fzero.models.batch import check_batch, check_tokens
+from fzero.models.batch import check_tokens
 from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
@@ -77,6 +77,17 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         raise ValueError(
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
             "or every:K"
+        )
+    fetched = any("dp" in leaf.use.axes or leaf.params.memory != "device" for leaf in plan.leaves.values())
+    if execution.resident and not (fetched and layered):
+        raise ValueError(
+            f"resident is {execution.resident}, and no parameters are fetched layer by layer here; use stage 3 with a "
+            "Model, or leave it out"
+        )
+    if execution.resident and update != "end":
+        raise ValueError(
+            f'resident is {execution.resident} and update="{update}" writes to parameters while they are used; use '
+            'update="end"'
         )
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
@@ -158,6 +169,6 @@ def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
     ):
         return False
     if isinstance(model, base.Model) and hasattr(model.config, "vocab_size"):
-        check_batch(model.config, batch, base.sequence_parts(ctx))
+        base.check(model, batch, ctx)
         check_tokens(batch, model.config.vocab_size)
     return True

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero.comm.tables import BY_TOKENS
 from fzero.core.arguments import STEP, checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
@@ -34,8 +35,8 @@ def make_eval_step(
     The Loss has the sums over all ranks, to be added up over batches. On a mesh the batch is this rank's rows.
     model: a Model, or a function loss(params, batch) of whole parameters. plan: how the parameters rest, and the
     dtypes. execution: compiled, kernels and prefetch of it; there is no backward pass to compute anything again for.
-    reduce: False returns this rank's own sums, which are then to be added up over the data ranks too.
-    Communicates: what the model does, and an all_gather of a few float64 over each of dp and rp.
+    reduce: False returns the sums of this rank's rows, which are then to be added up over the data ranks too.
+    Communicates: what the model does, and an all_gather of a few float64 over each of dp, rp and cp.
     All ranks of the mesh must call the function together.
 
     >>> def loss(params, batch):  # (sum, number of tokens)
@@ -65,7 +66,7 @@ def make_eval_step(
         if unseen and check_values(model, batch, unseen[0]):
             unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
-            out = loss(params, batch)
-            return sum_losses([out], plan.mesh) if reduce and plan.mesh.data_size > 1 else out
+            out, over = loss(params, batch), BY_TOKENS if reduce else ("cp",)
+            return sum_losses([out], plan.mesh, over) if any(plan.mesh[name].size > 1 for name in over) else out
 
     return eval_step

@@ -25,12 +25,15 @@ class Execution:
     prefetch: the layers whose parameters are gathered, or read, ahead of use: prefetch + 1 layers are whole at a time.
     reshard: at stage 3, whether the gathered parameters of a layer are dropped after its forward pass and gathered
         again for its backward pass; False keeps all layers whole in between.
+    resident: at stage 3, or with parameters in other memories, the stages of a rank (without pp all layers are one)
+        that may stay whole between micro-batches, with embedding and head if they have them. Which ones stay when, the
+        schedule says (see fzero.sharding.pipeline.with_gathers), so that gathers are fewest; 0: none.
     norms: whether `metrics.squares` has the sums of squares of each leaf of the gradient, for norms by layer (see
         fzero.run.measure.norms).
     capture: "auto" records a step as one CUDA graph where the GPU waits for the host to issue its operators (see
         fzero.train.capture); "off" issues every step.
 
-    Raises ValueError for a text that is none of these, and a prefetch below 0.
+    Raises ValueError for a text that is none of these, a prefetch or resident below 0, and resident with reshard=False.
 
     >>> Execution(remat="every:2").remat.every
     2
@@ -43,6 +46,7 @@ class Execution:
     reshard: bool = True
     norms: bool = False
     capture: str = "off"
+    resident: int = 0
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
     # planner only: the shapes between stages and of losses, which ranks of pp tell each other in a first step
     _known: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
@@ -58,7 +62,12 @@ class Execution:
         if isinstance(self.kernels, str):
             object.__setattr__(self, "kernels", Kernels.parse(self.kernels))
         expect_count("prefetch", self.prefetch, least=0)
+        expect_count("resident", self.resident, least=0)
         expect_kind("capture", self.capture, str, 'write capture="auto" or capture="off"')
         expect_fields(self)
         if self.capture not in CAPTURE:
             raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURE)}")
+        if self.resident and not self.reshard:
+            raise ValueError(
+                f"resident is {self.resident} and reshard is False, which keeps other parameters whole; leave one out"
+            )

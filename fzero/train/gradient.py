@@ -48,9 +48,8 @@ def make_backward(
         parts = parts_of(loss_fn, plan, how._layers)
         assert isinstance(how.remat, Remat)  # Execution parses a text
         known = {} if how._known is None else how._known
-        return partial(
-            run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, how.prefetch, how.reshard, nvme, known)
-        )
+        options = (how.prefetch, how.reshard, nvme, known, how.resident)
+        return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, *options))
 
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)

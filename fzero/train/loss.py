@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import BY_DATA_RANK, gather_rows
+from fzero.comm.tables import BY_TOKENS, gather_rows
 from fzero.core import prng, pytree
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
@@ -55,6 +55,7 @@ def context_of(plan: Plan, how: Execution) -> base.Ctx:
         compiled=how.compiled,
         kernels=how.kernels,
         sequence=plan.sequence,
+        context=plan.context or (),
     )
 
 
@@ -70,15 +71,16 @@ def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tup
     return prng.fold_in(prng.fold_in(state.key, "dropout"), state.step) if dropout else ()
 
 
-def sum_losses(losses: Sequence[base.Loss], mesh: Mesh) -> base.Loss:
-    """The sums of micro-batch losses over those of all data ranks, the same bits on every mesh.
+def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY_TOKENS) -> base.Loss:
+    """The sums of micro-batch losses over those of all ranks along `axes`: by default of all with other tokens. On
+    meshes of one cp they have the same bits.
 
     They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64.
-    Communicates: an all_gather of a few float64 over each of dp and rp.
+    Communicates: an all_gather of a few float64 over each of dp, rp and cp.
     """
     treedef, dtypes = pytree.flatten(losses[0])[1], [leaf.dtype for leaf in pytree.leaves(losses[0])]
     rows = torch.stack([torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]) for loss in losses])
     with mesh.ledger.phase("metrics"):
-        table = gather_rows(rows, mesh, leaf="loss", axes=BY_DATA_RANK)
+        table = gather_rows(rows, mesh, leaf="loss", axes=axes)
     sums = tree_sum_rows(table.transpose(0, 1).flatten(0, 1))
     return pytree.unflatten([x.to(dtype) for x, dtype in zip(sums, dtypes)], treedef)

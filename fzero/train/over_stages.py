@@ -50,7 +50,8 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
     """The parameters as this rank's stages use them: a leaf that pp shards at rest is whole over pp on the ranks that
     use it, on `device`, and as at rest on the others.
 
-    Communicates: for each of those leaves its shards, to the ranks that use it; below stage 3 an all_gather over dp.
+    Communicates: for each of those leaves its shards, to the ranks that use it; below stage 3 an all_gather over dp and
+    cp.
     """
     if plan.stages is None:
         return params
@@ -65,7 +66,7 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
         if found is None:
             return leaf
         if "dp" in rest.axes and "dp" not in use.axes:
-            found = start_all_gather(found, plan.mesh["dp"], leaf=name).wait()
+            found = start_all_gather(found, plan.mesh.shards, leaf=name).wait()
         return found
 
     with plan.mesh.ledger.phase("gather"):

@@ -10,29 +10,29 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.comm.channel import Receiver, Sender, open_channels
+from fzero.comm.act_times import ActTimes
 from fzero.comm.collectives import all_gather
 from fzero.comm.tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, write_schedule
+from fzero.sharding.pipeline.gathers import gather_row
 from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipelines import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
+from fzero.sharding.prefetch import Resident
 from fzero.sharding.reduce import GradientReducer
+from fzero.train.between import Between, signature_of
 from fzero.train.over_stages import gather_over_pp, share_losses, users_of
-from fzero.train.streamed import Activations, Headed, Held, Passed, StreamedModel, stages_of
-
-Signature = tuple[Any, ...]
-Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
+from fzero.train.streamed import Activations, Headed, Held, Part, Passed, StreamedModel, Told, stages_of
 
 
 class Batches(NamedTuple):
@@ -41,19 +41,6 @@ class Batches(NamedTuple):
     parts: list[Any]
     firsts: list[int]  # the number of the first row of each in the step's global batch
     key: dict[str, Any]  # of dropout, see layer_keys
-
-
-def channel_name(source: int, target: int, forward: bool) -> str:
-    """The label of a channel from one rank of pp to another."""
-    return f"{'x' if forward else 'grad'}:{source}-{target}"
-
-
-def channels_of(ranks: Sequence[int]) -> list[tuple[str, int, int]]:
-    """(label, rank that sends, rank that receives) of the channels between stages on these ranks, in an order that is
-    the same for all of them."""
-    ends = [(a, b, True) for a, b in itertools.pairwise(ranks)]
-    ends += [(b, a, False) for a, b, _ in ends]
-    return sorted({(channel_name(*end), end[0], end[1]) for end in ends if end[0] != end[1]})
 
 
 def schedule_of(plan: Plan, parts: int) -> Schedule:
@@ -105,106 +92,6 @@ def forward_row(plan: Plan) -> list[Act]:
     return [Act("F", 0, stage) for stage in stages]
 
 
-class Between:
-    """The activations and gradients that pass between the stages of a rank's row and those before and behind them.
-
-    shapes: {(stage, signature of a batch): (shapes, tree) of what the stage gives}, for later steps too: what it gives
-    for the first such batch, its sender tells.
-    """
-
-    def __init__(self, plan: Plan, row: Sequence[Act], room: int, shapes: dict[Any, Any], device: torch.device) -> None:
-        self.shapes, self.device, axis, self.acts = shapes, device, plan.mesh["pp"], plan.mesh.ledger.acts
-        self.ranks, self.rank = (0,) if plan.stages is None else plan.stages.ranks, axis.rank
-        self.here: dict[tuple[int, int, bool], Activations] = {}  # between two stages of this rank
-        self.senders: dict[Channel, Sender] = {}
-        self.receivers: dict[Channel, Receiver] = {}
-        self.wanted: dict[Channel, list[tuple[int, int]]] = {}  # the messages that this row takes, in its order
-        if axis.communicator is not None:
-            open_channels(axis.communicator, channels_of(self.ranks))
-        for act in row:
-            if act.kind == "W":
-                continue  # nobody waits for it
-            forward = act.kind == "F"
-            source, target = (act.stage - 1, act.stage + 1) if forward else (act.stage + 1, act.stage - 1)
-            for stage, sends in ((source, False), (target, True)):
-                if not 0 <= stage < len(self.ranks) or self.ranks[stage] == axis.rank:
-                    continue
-                assert axis.communicator is not None  # another rank has that stage
-                channel = self.ranks[stage], forward
-                ends = (axis.rank, channel[0]) if sends else (channel[0], axis.rank)
-                name = channel_name(*ends, forward)
-                if not sends:
-                    self.wanted.setdefault(channel, []).append((act.part, act.stage))
-                if sends and channel not in self.senders:
-                    self.senders[channel] = Sender(axis.communicator, channel[0], name, room)
-                elif not sends and channel not in self.receivers:
-                    self.receivers[channel] = Receiver(axis.communicator, channel[0], name)
-
-    def boundary(self, stage: int, forward: bool) -> int:
-        """The stage whose result has the shapes of what `stage` takes."""
-        return stage - 1 if forward else stage
-
-    def give(self, part: int, stage: int, x: Activations | list[Tensor], forward: bool, signature: Signature) -> None:
-        """Hand what `stage` made of a micro-batch to the stage behind it, or before it."""
-        target = stage + 1 if forward else stage - 1
-        if self.ranks[target] == self.rank:
-            self.here[part, target, forward] = (
-                Activations(list(x.leaves), x.treedef) if isinstance(x, Activations) else Activations(x, None)
-            )
-            return
-        sender = self.senders[self.ranks[target], forward]
-        if not isinstance(x, Activations):
-            sender.send(x)
-            return
-        known, told = (stage, signature), None
-        if known not in self.shapes:
-            shapes = [(tuple(t.shape), t.dtype) for t in x.leaves]
-            self.shapes[known] = shapes, x.treedef
-            told = shapes, pytree.unflatten(range(len(shapes)), x.treedef)
-        sender.send(x.leaves, told)
-
-    def post(self, channel: Channel, signatures: Sequence[Signature]) -> None:
-        """Start to receive the next message of a channel, if its shapes are known."""
-        if self.wanted[channel]:
-            part, stage = self.wanted[channel][0]
-            shapes = self.shapes.get((self.boundary(stage, channel[1]), signatures[part]))
-            if shapes is not None:
-                self.receivers[channel].expect(shapes[0], self.device)
-
-    def take(self, part: int, stage: int, forward: bool, signatures: Sequence[Signature]) -> Activations:
-        """What `stage` needs of a micro-batch: the activations of the stage before it, or the gradient for its own."""
-        source = stage - 1 if forward else stage + 1
-        if self.ranks[source] == self.rank:
-            return self.here.pop((part, stage, forward))
-        channel = self.ranks[source], forward
-        receiver, known = self.receivers[channel], (self.boundary(stage, forward), signatures[part])
-        assert self.wanted[channel][0] == (part, stage), (
-            f"{(part, stage)} is wanted and {self.wanted[channel][0]} is next"
-        )
-        if not receiver.coming:
-            after = 0
-            if known not in self.shapes:
-                (shapes, tree), after = receiver.told(), 2
-                self.shapes[known] = shapes, pytree.flatten(tree)[1]
-            receiver.expect(self.shapes[known][0], self.device, after)
-        self.wanted[channel].pop(0)
-        leaves = receiver.take()
-        if self.acts is not None:
-            self.acts.taken()
-        self.post(channel, signatures)
-        return Activations(leaves, self.shapes[known][1])
-
-    def open(self, signatures: Sequence[Signature]) -> None:
-        """Start to receive the first message of every channel."""
-        for channel in self.wanted:
-            self.post(channel, signatures)
-
-    def close(self) -> None:
-        """Wait until all that was sent has arrived."""
-        for sender in self.senders.values():
-            sender.close()
-
-
 def run_row(
     model: StreamedModel,
     params: Tree,
@@ -228,29 +115,32 @@ def run_row(
     held: dict[tuple[int, int], Held] = {}
     headed: dict[tuple[int, int], Headed] = {}
     owed: dict[tuple[int, int], list[Passed]] = {}  # between gradients by inputs and those by weights
+    whole: dict[int, Resident] = {}  # by stage
+    row = list(gather_row(row, model.resident)) if model.resident else row
     losses: list[base.Loss] = []
-    for i, act in enumerate(row):
-        if between.acts is not None:
-            between.acts.next()
+    stay = functools.partial(model.resident_stage, params=params, device=device)
+    for act, after in in_turn(row, stages, whole, stay, between.acts):
         parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
         if plan.stages is not None:
             plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
         head = parts[-1] if parts[-1].kind == "head" else None
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
-            now = head if row[i + 1 : i + 2] in ([act._replace(kind=kind)] for kind in BACKWARD) else None
+            now = head if after in [act._replace(kind=kind) for kind in BACKWARD] else None
             body, early = parts if head is None else parts[:-1], [] if now is None else now.groups
             ctx = model.context(batches.parts[act.part], batches.key, batches.firsts[act.part])
+            batch, told = batches.parts[act.part], between.teller(act.stage, parts, signatures[act.part])
             with phase("forward"):
-                x = between.take(*at, True, signatures) if act.stage else Activations([], pytree.flatten(())[1])
-                one = model.forward(body, x, batches.parts[act.part], ctx, model.fetcher(params, device), early)
+                x = between.take(*at, True, signatures, preparer(model, body, batch, ctx, params, told))
+                ahead = whole.get(act.stage) or model.fetcher(params, device)
+                one = model.forward(body, x, batch, ctx, ahead, early, told)
                 if now is not None:
                     headed[at] = model.head_forward(now, one)
                 elif head is None:
                     between.give(*at, one.x, True, signatures[act.part])
                     one.x.leaves.clear()
             held[at] = one
-            del ctx, x, one
+            del ctx, batch, x, one, ahead
             continue
         final = act.part == last
         if act.kind == "W":
@@ -258,6 +148,8 @@ def run_row(
                 model.backward_weights(owed.pop(at), sink, final)
             continue
         one, later = held.pop(at), None if act.kind == "B" else owed.setdefault(at, [])
+        if act.stage in whole or isinstance(one.ahead, Resident):  # which may be dropped since
+            one = one._replace(ahead=whole.get(act.stage) or model.fetcher(params, device))
         if head is not None:
             if at not in headed:
                 with phase("forward"):
@@ -276,12 +168,35 @@ def run_row(
             if act.stage:
                 between.give(*at, x_grads, False, signatures[act.part])
         del one, later, x_grads
-    if between.acts is not None:
-        between.acts.next()
     if plan.stages is not None:
         plan.mesh.ledger.at("row", None)
     between.close()
     return losses
+
+
+def in_turn(
+    row: Sequence[Act],
+    stages: dict[int, tuple[Part, ...]],
+    whole: dict[int, Resident],
+    stay: Callable[..., Resident],
+    times: ActTimes | None,
+) -> Iterator[tuple[Act, Act | None]]:
+    """Each act of a row that computes, and what follows it there; between them stages come to `whole`, and are dropped.
+
+    stay: fetches the parameters of a stage's parts, for a forward pass first or a backward one. times: of the acts.
+    """
+    for act, after in itertools.zip_longest(row, row[1:]):
+        if act.kind == "G":
+            assert after is not None  # an act of the stage
+            whole[act.stage] = stay(stages[act.stage], forward=after.kind == "F")
+        elif act.kind == "D":
+            whole.pop(act.stage).drop()
+        else:
+            if times is not None:
+                times.next()
+            yield act, after
+    if times is not None:
+        times.next()
 
 
 def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
@@ -300,8 +215,9 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     ahead = model.fetcher(params, device)
     for act in row:
         parts = stages[act.stage]
-        x = between.take(0, act.stage, True, signatures) if act.stage else Activations([], pytree.flatten(())[1])
-        x = model.primal(parts, x, batch, ctx, ahead)
+        told = between.teller(act.stage, parts, signatures[0])
+        x = between.take(0, act.stage, True, signatures, preparer(model, parts, batch, ctx, params, told))
+        x = model.primal(parts, x, batch, ctx, ahead, told)
         if parts[-1].kind == "head":
             losses.append(x)
         else:
@@ -312,9 +228,21 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     return share_losses(losses, 1, plan, model.known, device)[0]
 
 
-def signature_of(batch: Any) -> Signature:
-    """What the shapes of a batch's activations depend on."""
-    return tuple((name, tuple(leaf.shape), leaf.dtype) for name, leaf in pytree.named_leaves(batch).items())
+def preparer(
+    model: StreamedModel, parts: Sequence[Part], batch: Any, ctx: base.Ctx, params: Tree, told: Told
+) -> Callable[[Activations], None]:
+    """The function that makes a stage's programs, once it is known what it will be given looks like.
+
+    The first rank of a pipeline makes its own as it comes to them; without this each rank would wait for the one before
+    it, and then begin.
+    """
+
+    def prepare(x: Activations) -> None:
+        if parts[0].depth:  # else something else runs before the stack
+            told(parts[0], x)
+            model.prepare(parts[0], x, batch, ctx, params)
+
+    return prepare
 
 
 def room_of(s: Schedule) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.core import gpu, pytree
 from fzero.core.arguments import checked
+from fzero.core.copy_buckets import bring
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
@@ -131,7 +132,7 @@ def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
 
 def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
     """A leaf of a state on `device`, if its spec says that it rests there and not in host memory or on a disk."""
-    return gpu.bring(leaf, device) if spec.memory == "device" else leaf
+    return bring(leaf, device) if spec.memory == "device" else leaf
 
 
 DONATED = (

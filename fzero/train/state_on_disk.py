@@ -15,6 +15,7 @@ from fzero.comm.collectives import all_gather
 from fzero.comm.tables import barrier
 from fzero.core import gpu, prng, pytree
 from fzero.core.arguments import checked
+from fzero.core.copy_buckets import start_fetch
 from fzero.core.device import fake_device_of
 from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
@@ -182,7 +183,7 @@ def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
     leaves = pytree.named_leaves(state)
     owner = pytree.owners(list(leaves), pytree.names(state.params))
     names = [name for name in leaves if owner[name] is None]
-    small = dict(zip(names, gpu.start_fetch([leaves[name] for name in names]).wait()))
+    small = dict(zip(names, start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}
     nvme.store.commit(int(small["step"]), values, partial(barrier, mesh))
 
@@ -231,7 +232,7 @@ def reopen_state(
         assert of is not None  # `missing_leaves` finds the others
         part = DiskTensor(store, f"master/{of}").tensor().to(plan.policy.param)
         if part.shape != shapes[name].shape:
-            part = all_gather(part.to(device), plan.mesh["dp"], shard_dim(of), leaf=of)
+            part = all_gather(part.to(device), plan.mesh.shards, shard_dim(of), leaf=of)
         held[name] = part
     named, where = pytree.named_leaves(specs), torch.device(device)
     held = {name: put_on(where, leaf, named[name]) for name, leaf in held.items()}

@@ -24,11 +24,10 @@ from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
 from fzero.core.vjp_pair import VjpPair
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.models import base
-from fzero.models.batch import check_batch
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
-from fzero.sharding.prefetch import Coding, Group, ParamFetcher, Prefetcher
+from fzero.sharding.prefetch import Coding, Group, ParamFetcher, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
 
 
@@ -141,6 +140,9 @@ class Activations(NamedTuple):
     treedef: Any
 
 
+Told = Callable[[Part, Activations], None]
+
+
 class Held(NamedTuple):
     """A micro-batch between its forward and its backward pass over the parts of a stage."""
 
@@ -148,7 +150,7 @@ class Held(NamedTuple):
     x: Activations
     batch: base.Batch
     ctx: base.Ctx
-    ahead: Prefetcher
+    ahead: Prefetcher | Resident
 
     def order(self) -> list[Group]:
         """The groups that the backward pass fetches, in their order."""
@@ -167,7 +169,7 @@ class Headed(NamedTuple):
 
 class StreamedModel(NamedTuple):
     """The passes of a layered model over parameters as a step uses them, a stage at a time. `ahead`: parts fetched
-    before they are needed. `reshard`: see Execution. train/row.py calls them in the order of a schedule."""
+    before they are needed. `reshard`, `resident`: see Execution. train/row.py calls them in the order of a schedule."""
 
     model: base.Model
     parts: tuple[Part, ...]  # of the whole model
@@ -177,7 +179,8 @@ class StreamedModel(NamedTuple):
     ahead: int
     reshard: bool = True
     nvme: Nvme | None = None
-    known: dict[Any, Any] = {}  # noqa: RUF012  (of shapes between stages, see row.Between; given where pp is used)
+    known: dict[Any, Any] = {}  # noqa: RUF012  (of shapes between stages, see between.Between; given where pp is used)
+    resident: int = 0
 
     @property
     def here(self) -> tuple[Part, ...]:
@@ -207,15 +210,33 @@ class StreamedModel(NamedTuple):
         """The leaves of a part that are trained."""
         return tuple(name for name in part.leaves if name not in self.plan.frozen)
 
-    def primal(self, parts: Sequence[Part], x: Activations, batch: base.Batch, ctx: base.Ctx, ahead: Prefetcher) -> Any:
-        """The activations after some parts, or the loss after a head; nothing is kept."""
+    def prepare(self, part: Part, x: Activations, batch: base.Batch, ctx: base.Ctx, params: Tree) -> None:
+        """Make the programs of a stack for activations that look like `x`, before these are there."""
+        device = pytree.leaves(batch)[0].device
+        fetcher, number = ParamFetcher(params, self.plan, device), torch.full((), part.first, device=device)
+        pairs, _, extra = self.pairs_of(part, x.treedef, ctx, batch)
+        for pair, group in zip(pairs, part.groups):
+            pair.prepare([*fetcher.like(group), *x.leaves, number, *extra])
+
+    def primal(
+        self,
+        parts: Sequence[Part],
+        x: Activations,
+        batch: base.Batch,
+        ctx: base.Ctx,
+        ahead: Prefetcher,
+        told: Told = lambda part, x: None,
+    ) -> Any:
+        """The activations after some parts, or the loss after a head; nothing is kept. told: see `forward`."""
         ahead.expect([group for part in parts for group in part.groups], "forward")
+        batch = base.own_part(batch, ctx)
         zero = torch.full((), 0, device=pytree.leaves(batch)[0].device)
         leaves, x_def = x
         with torch.no_grad():
             for part in parts:
                 pairs, out_def, extra = self.pairs_of(part, x_def, ctx, batch)
                 if part.depth:
+                    told(part, Activations(leaves, x_def))
                     run = LayerLoop(pairs, part.depth, 0, first=part.first)
                     leaves = run.primal(take_layer(ahead, part), leaves, extra)
                 else:
@@ -229,13 +250,16 @@ class StreamedModel(NamedTuple):
         x: Activations,
         batch: base.Batch,
         ctx: base.Ctx,
-        ahead: Prefetcher,
+        ahead: Prefetcher | Resident,
         early: Sequence[Group] = (),
+        told: Told = lambda part, x: None,
     ) -> Held:
         """The forward pass of a micro-batch over the parts of a stage but its head, and what its backward pass needs.
 
-        ctx: the batch's, from `context`. early: the head's leaves, if they are used at once.
+        ctx: the batch's, from `context`. early: the head's leaves, if they are used at once. told: is called with each
+        stack before it runs, and the activations that it takes; those that it gives look like them.
         """
+        batch = base.own_part(batch, ctx)
         device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
         zero = torch.full((), 0, device=device)
         ahead.expect([*(group for part in parts for group in part.groups), *early], "forward")
@@ -247,8 +271,9 @@ class StreamedModel(NamedTuple):
             for part in parts:
                 pairs, out_def, extra = self.pairs_of(part, x_def, ctx, batch)
                 one = Passed(part, pairs, extra, len(leaves))
-                drop = ahead.fetcher.dropped(part.groups[0], self.reshard)
+                drop = ahead.dropped(part.groups[0], self.reshard)
                 if part.depth:
+                    told(part, Activations(leaves, x_def))
                     at = partial(ledger.at, part.name)
                     run = LayerLoop(pairs, part.depth, self.remat.every, drop, **pile, at=at, first=part.first)
                     leaves = run.forward(take_layer(ahead, part), leaves, extra)
@@ -329,7 +354,7 @@ class StreamedModel(NamedTuple):
         return lambda i, grads: reducer.put(groups[i], trained, grads, last=last)
 
     def run_backward(
-        self, one: Passed, x_grads: list[Tensor], ahead: Prefetcher, reducer: GradientReducer, last: bool
+        self, one: Passed, x_grads: list[Tensor], ahead: Prefetcher | Resident, reducer: GradientReducer, last: bool
     ) -> list[Tensor]:
         """The gradients of the leaves of x that a part took; those of its parameters go to `reducer`."""
         part = one.part
@@ -351,7 +376,7 @@ class StreamedModel(NamedTuple):
 
         key: the step's `layer_keys`. Without one `first` is 0, so that training and evaluation share a compiled block.
         """
-        check_batch(self.model.config, batch, base.sequence_parts(self.ctx))
+        base.check(self.model, batch, self.ctx)
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
         return base.prepare(self.model, batch, self.ctx._replace(first=row, **key))
 
@@ -359,6 +384,12 @@ class StreamedModel(NamedTuple):
         """The fetches of one pass over the model."""
         coding = Coding(*(partial(op, impl=self.ctx.kernels[op.name]) for op in (narrow_weight, widen_weight)))
         return Prefetcher(ParamFetcher(params, self.plan, device, coding), self.ahead)
+
+    def resident_stage(self, parts: Sequence[Part], params: Tree, device: torch.device, *, forward: bool) -> Resident:
+        """The parameters of a stage, to stay whole for several passes, of which the first one is forward or not."""
+        groups = [group for part in parts for group in part.groups]
+        phase = "forward" if forward else "backward"
+        return Resident(self.fetcher(params, device), groups if forward else groups[::-1], phase)
 
     def pile(self, device: torch.device) -> dict[str, Any]:
         """{"kept": the storage of activations kept by the remat policy}, {} for the device."""
@@ -368,7 +399,7 @@ class StreamedModel(NamedTuple):
         return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}
 
 
-def take_layer(ahead: Prefetcher, part: Part) -> Callable[[int], Sequence[Tensor]]:
+def take_layer(ahead: Prefetcher | Resident, part: Part) -> Callable[[int], Sequence[Tensor]]:
     """The function from the number of a layer of a stack to its parameters."""
     groups = part.groups
     return lambda i: ahead.take(groups[i])

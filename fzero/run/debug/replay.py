@@ -8,6 +8,7 @@ something outside the state."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import shutil
 import tempfile
@@ -34,6 +35,7 @@ from fzero.run.pretrain import expect_memory, place
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
+from fzero.run.stages import stage_at
 from fzero.sharding.digests import digest_text
 from fzero.sharding.memory import Offload
 from fzero.train.state import TrainState
@@ -173,20 +175,21 @@ class ReplayedStep(NamedTuple):
 class ReplayJob(NamedTuple):
     """The values needed to replay steps of a run."""
 
-    job: Job
-    batch_at: Callable[[int], Batch]  # this rank's rows by `state.data_cursor`
+    job: Job  # of the last step's stage
+    # by the steps made: the job of the stage of the next one, and this rank's rows by `state.data_cursor`
+    at: Callable[[int], tuple[Job, Callable[[int], Batch]]]
     threads: int  # of the run
     room: Path | None  # a folder for offloaded leaves, if the run has any
 
 
 def replay_steps(again: ReplayJob, state: TrainState, until: int) -> Iterator[ReplayedStep]:
     """The steps of a run from `state` to step `until`. Each overwrites the state before it."""
-    job = again.job
     while (step := int(state.step)) < until:
+        job, batch_at = again.at(step)
         # Threads are of the process; another run replayed beside this one may use another number.
         torch.set_num_threads(again.threads)
         machine.set_fp32_matmul(job.config.precision.fp32_matmul)
-        batch = corpus.on_device(again.batch_at(int(state.data_cursor)), job.device)
+        batch = corpus.on_device(batch_at(int(state.data_cursor)), job.device)
         state, metrics = job.train_step(state, batch)
         yield ReplayedStep(state, metrics_row(job, metrics, step), batch)
 
@@ -217,9 +220,17 @@ def open_job(
             )
         if corpus.corpus_digest(path) != environment["corpus_sha256"]:
             raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
-        batch_at = corpus.open_data(config, path, mesh)[0]
         skips = coordinator.share(lambda: rollback.skips_of(folder))
-        yield ReplayJob(job, lambda cursor: batch_at(corpus.sample_at(cursor, skips)), torch.get_num_threads(), room)
+
+        @functools.cache
+        def of_stage(begin: int) -> tuple[Job, Callable[[int], Batch]]:
+            c = stage_at(config, begin).config
+            its = job if c == config else build(c, mesh, room, nvme=job.nvme, device=device)
+            batch_at = corpus.open_data(c, path, mesh, skips)[0]
+            return its, lambda cursor: batch_at(corpus.sample_at(cursor, skips))
+
+        at = lambda step: of_stage(stage_at(config, step).begin)  # noqa: E731
+        yield ReplayJob(job, at, torch.get_num_threads(), room)
         if job.nvme is not None:
             job.nvme.close()
         coordinator.share(lambda: "all have closed their files")
@@ -285,7 +296,7 @@ def recorded_config(folder: Path, step: int, kept: dict[int, checkpoint.Folder])
     config = run_folder.read_config(folder)
     after = min((n for n in kept if n >= step), default=None)
     table = checkpoint.read_manifest(kept[after])["config"] if after is not None else None
-    return from_table(current_keys(table)) if table else config
+    return stage_at(from_table(current_keys(table)) if table else config, step - 1).config
 
 
 def same_bits(recorded: RunConfig, here: RunConfig) -> bool:

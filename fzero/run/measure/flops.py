@@ -137,6 +137,10 @@ def formulas() -> dict[Any, Callable[..., int]]:
     found = {
         ops.tiled_forward: _tiled(FORWARD_PRODUCTS),
         ops.tiled_backward: _tiled(BACKWARD_PRODUCTS),
+        ops.tiled_forward_at: _tiled_at(FORWARD_PRODUCTS),
+        ops.tiled_backward_at: _tiled_at(BACKWARD_PRODUCTS),
+        ops.ring_forward: _ring(FORWARD_PRODUCTS),
+        ops.ring_backward: _ring(BACKWARD_PRODUCTS),
         ops.flash_forward: _flash_forward,
         ops.flash_backward: _flash_backward,
         ops.library_forward: _library_forward,
@@ -146,7 +150,8 @@ def formulas() -> dict[Any, Callable[..., int]]:
         ops.grouped_mm_dw: _grouped_dw,
         ops.grouped_mm_dw_triton: _grouped_dw,
         ops.symmetric_product: _symmetric,
-        ops.float8_product: _product,
+        ops.float8_product: _turned,
+        ops.float8_product_of: _turned,
         ops.float8_emulated: _product,
         aten._scaled_dot_product_flash_attention_for_cpu: _sdpa,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _sdpa_backward,
@@ -169,8 +174,7 @@ def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int =
     if kind == "full":  # sum of min(keys, position + 1)
         whole = min(max(0, keys - first), queries)  # queries that see up to themselves
         return whole * first + whole * (whole + 1) // 2 + (queries - whole) * keys
-    pattern = Pattern(kind, size, keep)
-    return sum(pattern.keys_seen(query, keys) for query in range(first, first + queries))
+    return Pattern(kind, size, keep).pairs(first, queries, keys)
 
 
 def _of_pairs(products: int, q: Tensor, count: int) -> int:
@@ -182,6 +186,32 @@ def _tiled(products: int) -> Callable[..., int]:
     def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
         number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
         return _of_pairs(products, q, pairs(attention_tiled.KINDS[number], size, keep, q.shape[1], k.shape[1]))
+
+    return formula
+
+
+def _tiled_at(products: int) -> Callable[..., int]:
+    """Of queries that are spread evenly over the positions of the keys; where they are is data."""
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
+        keys = k.shape[1]
+        seen = pairs(attention_tiled.KINDS[number], size, keep, keys, keys)
+        return _of_pairs(products, q, seen * q.shape[1] // keys)
+
+    return formula
+
+
+def _ring(products: int) -> Callable[..., int]:
+    """Of a rank whose work is the mean of the ranks'."""
+
+    def formula(q: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = (*rest, *kwargs.values())
+        number, size, keep = next(x for x in given if isinstance(x, list | tuple))
+        positions = next(x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64)
+        tokens = positions.numel()
+        seen = pairs(attention_tiled.KINDS[number], size, keep, tokens, tokens)
+        return _of_pairs(products, q, seen // positions.shape[0])
 
     return formula
 
@@ -230,6 +260,10 @@ def _symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
 
 def _product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def _turned(a: Tensor, a_inverse: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[0]
 
 
 def _added(x: Tensor, a: Tensor, b: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.ledger import Ledger
+from fzero.comm.tables import SHARDS
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode
@@ -281,7 +282,7 @@ class MemoryTrace(LiveBytes):
         """A collective is started."""
         gathers = (
             collective == "all_gather"
-            and axis == "dp"
+            and axis in (*SHARDS, "+".join(SHARDS))
             and self.here.phase in ("forward", "backward", "update")
             and not self.reducing
         )

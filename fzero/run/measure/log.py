@@ -25,6 +25,7 @@ from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock, Stretch
+from fzero.run.stages import tokens_before
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
@@ -87,6 +88,7 @@ class Meter:
         nvme = job.nvme
         self.clock = Clock(job.device, waited=None if nvme is None else lambda: nvme.moved().waited_s)
         self.tokens = job.config.train.batch * job.config.data.seq_len
+        self.first, self.before = first, tokens_before(job.config, first)
         self.every = job.config.train.measure_every
         self.spent = RankTimes()
         self.began: Any = None
@@ -126,7 +128,7 @@ class Meter:
         rate = self.tokens / spent
         share = rate / self.peak
         rates = {
-            "tokens": made.step * self.tokens,
+            "tokens": self.before + (made.step - self.first) * self.tokens,
             "step_s": spent,
             "data_s": made.data_s,
             "tokens_per_s": rate,

@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.comm.tables import device_of
 from fzero.core import pytree
-from fzero.core.gpu import start_fetch
+from fzero.core.copy_buckets import start_fetch
 from fzero.core.pytree import Tree
 from fzero.optim.norm import Squared
 from fzero.optim.sharded_leaves import WHOLE, squares
@@ -55,7 +55,9 @@ def by_part(local: Mapping[str, Tensor], specs: Tree, mesh: Mesh, whole: Tree, f
     Communicates: one psum per axis that shards any leaf, of a float64 number per leaf and layer.
     """
     named = pytree.named_leaves(specs)
-    totals = {name: place_layers(sums, named[name], mesh) for name, sums in local.items()}
+    # One place for all: those of leaves in the host's memory, and of other stages' layers, are not on the GPU.
+    here = dict(zip(local, start_fetch(list(local.values())).wait()))
+    totals = {name: place_layers(sums.to(device_of(mesh)), named[name], mesh) for name, sums in here.items()}
     with mesh.ledger.phase("norms"):
         for axis in mesh.axes:
             names = [name for name in sorted(totals) if axis.size > 1 and axis.name in named[name].axes]
@@ -81,4 +83,4 @@ def place_layers(sums: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
         return sums
     mine = torch.tensor(spec.rows[mesh["pp"].rank], dtype=torch.int64, device=device_of(mesh))
     placed = torch.zeros(sum(len(rows) for rows in spec.rows), dtype=sums.dtype, device=device_of(mesh))
-    return placed.index_copy_(0, mine, sums.to(placed.device))
+    return placed.index_copy_(0, mine, sums)

@@ -1,7 +1,7 @@
 """The watch thread of a rank: publish signs of life, end a process that waits for a dead rank, name hanging ranks.
 
 Each rank publishes once a second the state of its main thread: collectives begun, the one it waits in, its step, the
-top of its stack. The main thread pays for that with three attributes a collective (comm/communicator.py).
+top of its stack. The main thread pays for that with three attributes a collective (comm/messages.py).
 NCCL does not notice that a rank is gone, and its waits do not even return: so a rank whose main thread makes no
 progress on GPUs looks for the signs of its neighbour.
 A rank whose own main thread makes no progress reads the others', and after `hang_s` reports which of them hangs

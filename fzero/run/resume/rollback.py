@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.core import gpu, pytree
+from fzero.core import pytree
+from fzero.core.copy_buckets import read_scalars
 from fzero.core.foreign import expect_entries, parse_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import read_text, write_text
@@ -211,7 +212,7 @@ def free_state(state: TrainState) -> None:
 def is_finite(tree: Tree) -> bool:
     """Whether all numbers of this rank's part of a state are finite."""
     floats = [x for x in pytree.leaves(tree) if isinstance(x, Tensor) and x.is_floating_point()]
-    return all(gpu.read_scalars([torch.isfinite(x.float() if x.element_size() == 1 else x).all() for x in floats]))
+    return all(read_scalars([torch.isfinite(x.float() if x.element_size() == 1 else x).all() for x in floats]))
 
 
 def record_rollback(job: Job, folder: Path, checkpoint_dir: checkpoint.Folder, fault: Fault, to: int) -> str:

@@ -30,7 +30,7 @@ def with_gathers(s: Schedule, room: int) -> Schedule:
     [64, 17, 2]
     """
     expect_count("room", room, least=0)
-    rows = tuple(_gather(row, room) for row in s.rows)
+    rows = tuple(gather_row(row, room) for row in s.rows)
     following = {pair for row in rows for pair in itertools.pairwise(row)}
     return s._replace(rows=rows, pairs=tuple(pair for pair in s.pairs if pair in following))
 
@@ -55,8 +55,8 @@ def _count(row: Sequence[Act]) -> int:
     return count
 
 
-def _gather(row: Sequence[Act], room: int) -> tuple[Act, ...]:
-    """The row with its gathers and drops, in place of those that it may have."""
+def gather_row(row: Sequence[Act], room: int) -> tuple[Act, ...]:
+    """A rank's row with its gathers and drops, in place of those that it may have; see `with_gathers`."""
     row = [act for act in row if act.kind not in "GD"]
     uses = [i for i, act in enumerate(row) if act.kind in USES]
     again: dict[int, float] = {}  # by use, the next one of the same stage

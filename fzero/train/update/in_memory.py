@@ -32,8 +32,8 @@ class Gradients(NamedTuple):
 
 
 def split_names(plan: Plan) -> set[str]:
-    """The trained leaves that are whole over dp at rest and updated in shards."""
-    if plan.sizes["dp"] == 1:
+    """The trained leaves that are whole at rest and updated in shards."""
+    if plan.mesh.shards.size == 1:
         return set()
     leaves = plan.leaves.items()
     return {name for name, leaf in leaves if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes}
@@ -41,7 +41,7 @@ def split_names(plan: Plan) -> set[str]:
 
 def own(plan: Plan, params: Tree) -> Tree:
     """The part of the trained parameters (at rest) that this rank updates: views."""
-    names, axis = split_names(plan), plan.mesh["dp"]
+    names, axis = split_names(plan), plan.mesh.shards
 
     def part(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
@@ -69,9 +69,9 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
 
     done: leaves that have been written already.
 
-    Communicates: an all_gather over dp of each leaf that is updated in shards (of each layer of a large one).
+    Communicates: an all_gather over dp and cp of each leaf that is updated in shards (of each layer of a large one).
     """
-    names, axis = split_names(plan), plan.mesh["dp"]
+    names, axis = split_names(plan), plan.mesh.shards
     pending: list[tuple[Future[Tensor], Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
 
     def gather(part: Tensor, name: str, where: Tensor) -> None:
@@ -153,7 +153,7 @@ def update_pure(
     before = state.master if plan.policy.has_master else own(plan, state.params)
     updates, opt_state = tx.update(pytree.map(lambda g: g * grads.factor, grads.sums), state.opt_state, before)
     target = apply_updates(before, updates)
-    names, axis = split_names(plan), plan.mesh["dp"]
+    names, axis = split_names(plan), plan.mesh.shards
 
     def rest(name: str, leaf: Tensor) -> Tensor:
         leaf = leaf.to(plan.policy.param)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fzero.comm.collectives import all_gather
 from fzero.core import pytree
+from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, rooms_beside, start_fetch
 from fzero.core.device import HOST, kind_of
-from fzero.core.gpu import Copied, copy_in, copy_out, pinned, start_fetch
+from fzero.core.gpu import Copied, copy_in, copy_out, pinned
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
 from fzero.offload.update_units import (
@@ -121,8 +122,9 @@ class Update:
         # The gradients of a layer that is updated by itself, each with what waits for it if it is on its way to the
         # host; of a leaf on a disk those of all layers.
         self.layer: dict[str, tuple[Any, Callable[[], Any] | None]] = {}
+        self.back: list[tuple[Tensor, Tensor]] = []  # updated rows of a unit, and where they rest on the GPU
         # The last copies from and to the host's memory. Each way is one stream, so the others are made before them.
-        self.sent: Copied | None = None
+        self.sent: list[Copied] = []
         self.left: Copied | None = None
         self.store = how.nvme.store
 
@@ -197,7 +199,7 @@ class Update:
         flat = {column: x for found in values.values() for column, x in found.items()} | self.small
         state = pytree.map(lambda column: flat[column], pruned)
         rooms = {name: self.room(part) for name, part in parts.items() if self.master and name not in self.how.split}
-        copies = {name: beside for name, (_, view) in rooms.items() if (beside := self.beside(view)) is not None}
+        copies = self.beside({name: view for name, (_, view) in rooms.items()})
         target = pytree.from_named(targets, like)
         if change:
             new_targets, new_state = self.apply(pytree.from_named(grads, like), state, target, at, copies)
@@ -218,6 +220,7 @@ class Update:
                 copied = None if made is view else self.send(targets[name] if made is None else made, view, buffer)
                 emitted = None if buffer is None else (buffer, copied)
             self.put(part, begun.found[name], values[name], targets[name], emitted)
+        self.send_back()
 
     def apply(
         self, grads: Tree, state: Tree, targets: Tree, at: Mapping[str, Piece], copies: Mapping[str, Tensor]
@@ -249,21 +252,29 @@ class Update:
         buffer = self.how.nvme.buffers.take(shape, rest.dtype, self.how.nvme.disk.busy)
         return buffer, buffer.view if part.layer is None else buffer.view[None]
 
-    def beside(self, view: Tensor) -> Tensor | None:
-        """Where the update writes what goes to `view`: `view` itself, or memory from which a copy to it does not wait.
+    def beside(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Where the update writes what goes to each of `views`: the view itself, or memory from which a copy to it does
+        not wait, the small ones of one dtype side by side.
 
-        None in a plan, where the target is copied.
+        Nothing in a plan, where the target is copied.
         """
-        if view.device == self.where:
-            return view
-        if not view.is_cuda and self.where.type != "cuda":
-            return None
-        return torch.empty(view.shape, dtype=view.dtype, device=self.where, pin_memory=view.is_cuda)
+        out = {name: view for name, view in views.items() if view.device == self.where}
+        back = {name: view for name, view in views.items() if view.is_cuda and name not in out}
+        small = {name: view for name, view in back.items() if view.nbytes < SMALL_COPY}
+        out |= zip(small, rooms_beside([*small.values()]))
+        for name, view in views.items():
+            if name not in out and (name in back or self.where.type == "cuda"):
+                pin = name in back
+                out[name] = torch.empty(view.shape, dtype=view.dtype, device=self.where, pin_memory=pin)
+        return out
 
     def send(self, value: Tensor, home: Tensor, buffer: Buffer | None = None) -> Copied | None:
-        """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into a disk's `buffer`."""
+        """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into a disk's `buffer`.
+
+        Those that go to a GPU wait for `send_back`.
+        """
         if home.is_cuda and not value.is_cuda:
-            self.sent = copy_in(value, home.device, out=home)
+            self.back.append((value, home))
         elif value.is_cuda and not home.is_cuda:
             copied = copy_out(value, out=home)
             if buffer is not None:
@@ -272,6 +283,13 @@ class Update:
         else:
             home.copy_(value)
         return None
+
+    def send_back(self) -> None:
+        """Start to copy the updated rows of a unit to the GPU: small ones side by side by one copy."""
+        back, self.back = self.back, []
+        if back:
+            values, homes = zip(*back)
+            self.sent = copy_in_together(values, homes[0].device, outs=homes)
 
     def structure(self, names: frozenset[str]) -> tuple[Tree, Tree]:
         """(the parameter tree, the body's state) of some parameters, with names for leaves."""
@@ -289,7 +307,7 @@ class Update:
         """This rank's part of a target."""
         if self.master or name not in self.how.split:
             return target
-        axis = self.how.plan.mesh["dp"]
+        axis = self.how.plan.mesh.shards
         return narrow_part(target, axis.rank, axis.size, shard_dim(name)).contiguous()
 
     def put(
@@ -316,7 +334,7 @@ class Update:
                 leaf = self.columns[column] if column != "target" else self.master[name] if self.master else rest
                 self.write(leaf, part, buffer, copied)
         if name in self.how.split:
-            axis, dim = self.how.plan.mesh["dp"], shard_dim(name)
+            axis, dim = self.how.plan.mesh.shards, shard_dim(name)
             mine = to_device(target, self.state.step.device, rest.dtype)
             gathered = all_gather(mine.contiguous(), axis, dim, leaf=name)
             buffer, view = self.room(part)
@@ -331,8 +349,8 @@ class Update:
 
     def settle(self) -> None:
         """Make the current stream wait for the rows on their way to the GPU, and the host for those that leave it."""
-        if self.sent is not None:
-            self.sent.use()
+        for copied in self.sent:
+            copied.use()
         if self.left is not None:
             self.left.finish()
 

@@ -1,0 +1,146 @@
+"""Ring attention whose ranks have contiguous, mirrored (zigzag) or balanced blocks: does a step's time follow the work?
+
+    python benchmarks/context.py --out benchmarks/results/context-balance.json
+
+One attention, forward and backward, on 4 ranks with a thread each. `predicted` is the largest work of a rank over the
+mean, from the pairs of queries and keys that the mask has. `cpu` is the largest of the ranks' CPU seconds over the
+mean, which other processes do not change; `wall` is the seconds of a step over those of balanced blocks, beside what
+is predicted of it: for this the machine must be idle and have a core for every rank. Choices take turns; figures are
+medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from turns import free_port, machine
+
+import fzero
+from fzero.kernels.attention_pattern import FULL, pairs_by_query
+from fzero.kernels.attention_ring import ring_attention
+from fzero.sharding.balance import balanced, blocks_of, imbalance, in_blocks
+from fzero.sharding.context import Pieces, contiguous, zigzag
+
+HEADS, GROUPS, DIM = 4, 2, 64
+CHOICES = ("contiguous", "zigzag", "balanced")
+
+
+def documents_of(tokens: int) -> dict[str, np.ndarray]:
+    """The documents of a row of so many tokens, by the name of the distribution of their lengths."""
+    normal = np.random.default_rng(0).normal(np.log(tokens / 16), 1.0, 100)
+    lengths = {
+        "one document": [tokens],
+        "lognormal": np.exp(normal).astype(int) + 1,
+        "one long, then short": [tokens // 2, *[tokens // 64] * 32],
+        "equal short": [tokens // 64] * 64,
+    }
+    return {name: np.repeat(np.arange(len(each)), each)[:tokens] for name, each in lengths.items()}
+
+
+def choices(documents: np.ndarray, ranks: int) -> dict[str, tuple[Pieces, float]]:
+    """(blocks, predicted imbalance) of each choice."""
+    work = pairs_by_query(FULL, documents[None])[0]
+    blocks = blocks_of(len(documents), ranks)
+    pieces = (contiguous(ranks), zigzag(ranks), balanced(in_blocks(work, blocks), ranks))
+    return {name: (one, imbalance(in_blocks(work, one.count), one)) for name, one in zip(CHOICES, pieces)}
+
+
+def work(rank: int, order: dict[str, Any], port: int, answer: Connection) -> None:
+    """A rank: by distribution and choice the rows of all ranks' (CPU seconds, seconds), one for each repeat."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"]), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    mesh, tokens = fzero.make_mesh({"cp": order["ranks"]}, device="cpu"), order["tokens"]
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(1, tokens // order["ranks"], heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
+    given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    found: dict[str, dict[str, list[Any]]] = {}
+    for name, documents in documents_of(tokens).items():
+        made = choices(documents, order["ranks"])
+        rows = torch.from_numpy(documents)[None]
+        found[name] = {choice: [] for choice in made}
+        for repeat in range(order["repeats"] + 1):
+            for choice, (pieces, _) in made.items():
+                positions = torch.stack([pieces.positions(r, tokens) for r in range(order["ranks"])])
+                dist.barrier()
+                begin, cpu = time.perf_counter(), time.thread_time()
+                ring_attention(*given, mesh["cp"], positions, documents=rows).sum().backward()
+                mine = torch.tensor([time.thread_time() - cpu, time.perf_counter() - begin], dtype=torch.float64)
+                table = [torch.empty_like(mine) for _ in range(order["ranks"])]
+                dist.all_gather(table, mine)
+                found[name][choice] += [torch.stack(table).tolist()] if repeat else []
+    answer.send(found)
+    mesh.close()
+
+
+def measure(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for each distribution and choice."""
+    order = {"ranks": ranks, "tokens": tokens, "repeats": repeats}
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    ends = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [context.Process(target=work, args=(rank, order, port, ends[rank][1])) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for _, there in ends:
+        there.close()  # so that a rank that ends is seen
+    try:
+        found = [here.recv() for here, _ in ends][-1]
+    finally:
+        for process in processes:
+            process.join(10.0)
+            process.kill()
+    return [row for name in found for row in figures(name, found[name], choices(documents_of(tokens)[name], ranks))]
+
+
+def figures(name: str, found: dict[str, list[Any]], made: dict[str, tuple[Pieces, float]]) -> list[dict[str, Any]]:
+    """The rows of a distribution."""
+    out = []
+    for choice, repeats in found.items():
+        by_rank = [statistics.median(repeat[rank][0] for repeat in repeats) for rank in range(len(repeats[0]))]
+        seconds = [max(wall for _, wall in repeat) for repeat in repeats]
+        row = {"documents": name, "blocks": choice, "predicted": made[choice][1], "cpu_s": by_rank, "step_s": seconds}
+        out.append(row | {"cpu": max(by_rank) / statistics.fmean(by_rank), "median_s": statistics.median(seconds)})
+    base = next(row for row in out if row["blocks"] == "balanced")
+    for row in out:
+        row["wall"] = row["median_s"] / base["median_s"]
+        row["predicted_wall"] = row["predicted"] / base["predicted"]
+    return out
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The figures as text."""
+    lines = [f"{'documents':22}{'blocks':12}{'predicted':>10}{'cpu':>8}{'cpu s':>8}{'wall':>8}{'predicted':>11}"]
+    for row in rows:
+        lines.append(
+            f"{row['documents']:22}{row['blocks']:12}{row['predicted']:>10.3f}{row['cpu']:>8.3f}"
+            f"{max(row['cpu_s']):>8.3f}{row['wall']:>8.3f}{row['predicted_wall']:>11.3f}"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    rows = measure(given.ranks, given.tokens, given.repeats)
+    print("\n".join(table(rows)))
+    if given.out:
+        given.out.write_text(json.dumps({"machine": machine(), "tokens": given.tokens, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Copies of many tensors between the host and a GPU: small ones side by side, in buckets; a large one in pieces.
+
+A copy takes some 10 us to start, so tensors that are copied faster than that go together. Nothing here knows a stream:
+fzero.core.gpu makes each copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core.future import Future
+from fzero.core.gpu import HOST, Copied, copy_in, copy_in_parts, copy_out
+
+PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
+# Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on
+# it reaches the link's rate, also one of 450 GB/s.
+SMALL_COPY, LARGE_COPY = 512 << 10, 64 << 20
+
+
+def bring(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on `device`; from memory of the host that is not pinned through two small pieces that are, in turn."""
+    if device.type != "cuda" or x.is_cuda or x.is_pinned():
+        return x.to(device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=device)
+    size, waiting = max(1, PIECE_BYTES // x.element_size()), []
+    for source, target in zip(x.contiguous().view(-1).split(size), out.view(-1).split(size)):
+        if len(waiting) < 2:
+            piece = torch.empty(source.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+        else:
+            piece, copied = waiting.pop(0)
+            copied.finish()
+            piece = piece[: source.numel()]
+        waiting.append((piece, copy_in(piece.copy_(source), device, out=target)))
+    for _, copied in waiting:
+        copied.finish()
+    return out
+
+
+def rooms_beside(like: Sequence[Tensor], layers: int | None = None, pinned: bool = True) -> list[Tensor]:
+    """Uninitialised memory of the host for each tensor (for `layers` of each, stacked): those of one dtype side by
+    side, layer by layer, so that one copy fills a layer of all.
+    """
+    out: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in like):
+        chosen = [i for i, x in enumerate(like) if x.dtype == dtype]
+        sizes, lead = [like[i].numel() for i in chosen], () if layers is None else (layers,)
+        whole = torch.empty((*lead, sum(sizes)), dtype=dtype, device=HOST, pin_memory=pinned)
+        out |= {i: part.view((*lead, *like[i].shape)) for i, part in zip(chosen, whole.split(sizes, -1))}
+    return [out[i] for i in range(len(like))]
+
+
+def copy_out_together(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> list[Copied]:
+    """`copy_out` of each tensor to its memory in `outs`, with one event for all; small ones whose memory lies side by
+    side go by one copy, in buckets of 64 MB at most.
+    """
+    last = None
+    for bucket in _adjacent(outs) if tensors and tensors[0].is_cuda else [[i] for i in range(len(outs))]:
+        first = bucket[0]
+        if len(bucket) == 1:
+            last = copy_out(tensors[first], out=outs[first])
+        else:
+            packed = torch.cat([tensors[i].reshape(-1) for i in bucket])
+            last = copy_out(packed, out=_row(outs[first], packed.numel()))
+    # They are on one stream, so when the last one is made the others are too.
+    return [Copied(out, None if last is None else last.event) for out in outs]
+
+
+def copy_in_together(
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    *,
+    after: Sequence[Any] | None = None,
+    outs: Sequence[Tensor] | None = None,
+) -> list[Copied]:
+    """`copy_in` of each tensor; small ones whose memory lies side by side go by one copy, in buckets of 64 MB at most.
+
+    after: an event for each, or None. outs: memory there for each, of the same dtype; None: new memory.
+    """
+    out: dict[int, Copied] = {}
+    for bucket in _adjacent(tensors) if device.type == "cuda" else [[i] for i in range(len(tensors))]:
+        first, events = bucket[0], [] if after is None else [after[i] for i in bucket]
+        if len(bucket) == 1:
+            event, room = events[0] if events else None, None if outs is None else outs[first]
+            out[first] = copy_in(tensors[first], device, after=event, out=room)
+        else:
+            row = _row(tensors[first], sum(tensors[i].numel() for i in bucket))
+            shapes = [tensors[i].shape for i in bucket]
+            rooms = None if outs is None else [outs[i] for i in bucket]
+            out |= zip(bucket, copy_in_parts(row, device, shapes, after=events, outs=rooms))
+    return [out[i] for i in range(len(tensors))]
+
+
+def _row(first: Tensor, size: int) -> Tensor:
+    """The `size` numbers of a memory from those of `first` on."""
+    return first.as_strided((size,), (1,))
+
+
+def _adjacent(rooms: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of tensors of the host in buckets, each of one, or of small ones that follow each other in memory."""
+    buckets: list[list[int]] = []
+    held, end = 0, None  # the bytes of the last bucket, and where its memory ends
+    for i in sorted(range(len(rooms)), key=lambda i: (rooms[i].untyped_storage()._cdata, rooms[i].storage_offset())):
+        room, size = rooms[i], rooms[i].nbytes
+        small, place = size < SMALL_COPY and room.is_contiguous(), (room.untyped_storage()._cdata, room.dtype)
+        if small and end == (*place, room.storage_offset()) and held + size <= LARGE_COPY:
+            buckets[-1].append(i)
+        else:
+            buckets.append([i])
+            held = 0
+        held, end = held + size, (*place, room.storage_offset() + room.numel()) if small else None
+    return buckets
+
+
+def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """Start to copy tensors to the host's memory, small ones together, with one wait for all; those that are there stay
+    the same.
+    """
+    leaving = [x for x in tensors if x.is_cuda]
+    small = [x for x in leaving if x.nbytes < SMALL_COPY]
+    rooms = iter(rooms_beside(small))
+    outs = [next(rooms) if x.nbytes < SMALL_COPY else rooms_beside([x])[0] for x in leaving]
+    started = copy_out_together(leaving, outs)
+    there = [None if x.is_cuda else x.to(HOST) for x in tensors]
+
+    def fetched() -> list[Tensor]:
+        if started:
+            started[-1].finish()
+        gone = iter(started)
+        return [next(gone).tensor if x is None else x for x in there]
+
+    return Future(fetched)
+
+
+def read_scalars(scalars: Sequence[Tensor]) -> list[Any]:
+    """The values of 0-dim tensors of one dtype, on whatever devices: those of a GPU by one copy, with one wait.
+
+    >>> read_scalars([torch.tensor(3), torch.tensor(4)])
+    [3, 4]
+    """
+    places: dict[torch.device, list[int]] = {}
+    for i, x in enumerate(scalars):
+        places.setdefault(x.device, []).append(i)
+    found = {}
+    for indices in places.values():
+        together = torch.stack([scalars[i] for i in indices])
+        found.update(zip(indices, copy_out(together).finish().tolist()))
+    return [found[i] for i in range(len(scalars))]

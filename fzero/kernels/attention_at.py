@@ -1,0 +1,262 @@
+"""Attention of queries at any positions on keys at any others: what one rank of context parallelism computes.
+
+    out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that the query at position query[t] may see
+
+A query sees the keys at positions up to its own that are in its document and that the pattern allows, as in
+attention.py, wherever they are among the keys. `reference` defines this; a query that sees none has out 0.
+
+Shapes: q and out [B, T, H, K], k and v [B, S, G, K] with H a multiple of G; positions int64 [T] and [S], or [B, T] and
+[B, S] where rows differ; documents likewise, of queries and of keys. Nothing of T times S elements is kept.
+
+`parts_of` gives a form's two passes on plain tensors, for parts of one softmax over several sets of keys: (out, the
+log-sum-exp of each query's scores) in float32 or wider, and the gradients from the log-sum-exp over all sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fzero.kernels import attention_tiled
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_tiled import tiled_backward_at, tiled_forward_at
+from fzero.kernels.cross_entropy_rows import cap_logits
+from fzero.kernels.op_function import Fused
+from fzero.kernels.registry import Form, Op
+
+BLOCK = 128  # queries at a time
+
+
+class Where(NamedTuple):
+    """The positions of queries and keys, int64 [T] and [S] or [B, T] and [B, S], and their documents or None."""
+
+    query: Tensor
+    key: Tensor
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+
+    def rows(self, b: int) -> Where:
+        """The same as contiguous int64 [B, T] and [B, S]."""
+
+        def wide(x: Tensor) -> Tensor:
+            return x.to(torch.int64).expand(b, x.shape[-1]).contiguous()
+
+        documents = (None if x is None else wide(x) for x in self[2:])
+        return Where(wide(self.query), wide(self.key), *documents)
+
+    def queries(self, start: int, end: int) -> Where:
+        """The same of some of the queries."""
+        mine = self.query_documents
+        return self._replace(
+            query=self.query[..., start:end], query_documents=mine if mine is None else mine[..., start:end]
+        )
+
+    def mask(self, pattern: Pattern) -> Tensor:
+        """Which keys each query sees, bool [1 or B, T, S]."""
+        seen = pattern.sees(self.query[..., :, None], self.key[..., None, :])
+        if self.query_documents is not None and self.key_documents is not None:
+            seen = seen & (self.query_documents[..., :, None] == self.key_documents[..., None, :])
+        return seen if seen.dim() == 3 else seen[None]
+
+
+class How(NamedTuple):
+    """What of attention is no tensor: the pattern, the scale of the scores, and their cap, 0 for none."""
+
+    pattern: Pattern = FULL
+    scale: float = 1.0
+    cap: float = 0.0
+
+    @property
+    def numbers(self) -> list[int]:
+        """The pattern in numbers, for operators."""
+        return [attention_tiled.KINDS.index(self.pattern.kind), self.pattern.size, self.pattern.keep]
+
+    @classmethod
+    def of_numbers(cls, pattern: list[int], scale: float, cap: float) -> How:
+        """The value whose `numbers` are `pattern`."""
+        return cls(Pattern(attention_tiled.KINDS[pattern[0]], *pattern[1:]), scale, cap)
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    *,
+    pattern: Pattern = FULL,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+    scale: float | None = None,
+    cap: float = 0.0,
+) -> Tensor:
+    """The definition: compute all scores, mask them, and take the softmax in float32 or wider."""
+    where, how = Where(query, key, query_documents, key_documents), _how(q, pattern, scale, cap)
+    scores, some = _scores(q, k, where, how)
+    p = torch.where(some, torch.softmax(torch.where(some, scores, 0.0), -1), 0.0).to(v.dtype)
+    return rearrange(torch.einsum("bgrts,bsgk->btgrk", p, v), "b t g r k -> b t (g r) k")
+
+
+def _how(q: Tensor, pattern: Pattern, scale: float | None, cap: float) -> How:
+    return How(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+
+
+def _scores(q: Tensor, k: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
+    """(scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen; whether a query sees any)."""
+    q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
+    scores = torch.einsum("bgrtk,bsgk->bgrts", q, k)
+    scores = cap_logits(scores.to(torch.promote_types(scores.dtype, torch.float32)) * how.scale, how.cap)
+    mask = where.mask(how.pattern)[:, None, None]
+    return scores.masked_fill(~mask, float("-inf")), mask.any(-1, keepdim=True)
+
+
+# ---- by blocks of queries, in PyTorch -------------------------------------------------------------------------------
+
+
+def _blocks(t: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK, t)) for start in range(0, t, BLOCK)]
+
+
+def _put_together(parts: list[Tensor], dim: int) -> Tensor:
+    # A compiled `cat` of one tensor keeps its strides, and an eager one does not.
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+
+def blocked_forward_at(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, K], log-sum-exp [B, H, T]) in float32 or wider."""
+    outs, lses = [], []
+    for start, end in _blocks(q.shape[1]):
+        scores, some = _scores(q[:, start:end], k, where.queries(start, end), how)
+        top = torch.where(some, scores.amax(-1, keepdim=True), 0.0)
+        p = torch.exp(scores - top)
+        total = p.sum(-1, keepdim=True)
+        out = torch.einsum("bgrts,bsgk->bgrtk", p.to(v.dtype), v).to(p.dtype)
+        outs.append(rearrange(torch.where(some, out / total, 0.0), "b g r t k -> b t (g r) k"))
+        lses.append(rearrange(top + torch.log(total), "b g r t 1 -> b (g r) t"))
+    return _put_together(outs, 1), _put_together(lses, 2)
+
+
+def blocked_backward_at(
+    q: Tensor, k: Tensor, v: Tensor, where: Where, out: Tensor, lse: Tensor, g: Tensor, how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by q, k and v in float32 or wider, from out and the log-sum-exp of all keys, for the gradient g of
+    out."""
+    groups, dqs = k.shape[2], []
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    delta = torch.einsum("bthk,bthk->bht", g.to(lse.dtype), out.to(lse.dtype))
+    for start, end in _blocks(q.shape[1]):
+        scores, _ = _scores(q[:, start:end], k, where.queries(start, end), how)
+        total, owed = (rearrange(x[:, :, start:end], "b (g r) t -> b g r t 1", g=groups) for x in (lse, delta))
+        p = torch.exp(scores - torch.where(total == float("-inf"), 0.0, total))
+        mine, theirs = (rearrange(x[:, start:end], "b t (g r) k -> b g r t k", g=groups) for x in (q, g))
+        ds = p * (torch.einsum("bgrtk,bsgk->bgrts", theirs, v) - owed) * how.scale
+        if how.cap:  # the derivative of the cap, 0 where nothing is seen
+            ds = ds * torch.where(scores == float("-inf"), 0.0, 1.0 - (scores / how.cap).square())
+        ds = ds.to(q.dtype)
+        dv += torch.einsum("bgrts,bgrtk->bsgk", p.to(g.dtype), theirs)
+        dk += torch.einsum("bgrts,bgrtk->bsgk", ds, mine)
+        dqs.append(rearrange(torch.einsum("bgrts,bsgk->bgrtk", ds, k), "b g r t k -> b t (g r) k"))
+    return _put_together(dqs, 1).to(lse.dtype), dk, dv
+
+
+# ---- by tiles, in C++ -----------------------------------------------------------------------------------------------
+
+
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
+    return tiled_forward_at(q, k, v, *where.rows(q.shape[0]), how.numbers, how.scale, how.cap)
+
+
+def _tiled_backward(
+    q: Tensor, k: Tensor, v: Tensor, where: Where, out: Tensor, lse: Tensor, g: Tensor, how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tiled_backward_at(q, k, v, *where.rows(q.shape[0]), out, lse, g, how.numbers, how.scale, how.cap)
+
+
+# ---- the operation --------------------------------------------------------------------------------------------------
+
+
+class Parts(NamedTuple):
+    """The two passes of a form, on plain tensors."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Where, How], tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+PARTS = {
+    "tiled": Parts(_tiled_forward, _tiled_backward),
+    "blocked": Parts(blocked_forward_at, blocked_backward_at),
+}
+
+
+def parts_of(impl: str, q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> str:
+    """The name in PARTS of the form that serves; raises ValueError if `impl` is none, or does not serve."""
+    options = {"pattern": how.pattern, "scale": how.scale, "cap": how.cap}
+    name, _ = attention_at.choose(
+        impl,
+        (q, k, v, where.query, where.key),
+        options | {"query_documents": where.query_documents, "key_documents": where.key_documents},
+    )
+    return name if name in PARTS else "blocked"
+
+
+def _by(name: str) -> Callable[..., Tensor]:
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        pattern: Pattern = FULL,
+        query_documents: Tensor | None = None,
+        key_documents: Tensor | None = None,
+        scale: float | None = None,
+        cap: float = 0.0,
+    ) -> Tensor:
+        how, parts = _how(q, pattern, scale, cap), PARTS[name]
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = parts.forward(q, k, v, Where(*where), how)
+            return out.to(q.dtype), lse
+
+        def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            q, k, v, *where, out, lse = saved
+            gradients = parts.backward(q, k, v, Where(*where), out, lse, *grads, how)
+            return tuple(x.to(q.dtype) for x in gradients)
+
+        documents = () if query_documents is None or key_documents is None else (query_documents, key_documents)
+        fused = Fused(f"{name} attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))
+        return fused(q, k, v, query, key, *documents)
+
+    return run
+
+
+def _tiled_serves(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> str:
+    return attention_tiled.serves(q, k, v, options.get("scale"))
+
+
+def _tiled_preferred(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> str:
+    return attention_tiled.prefers(q)
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> int:
+    """FLOPs of the two products if half of the pairs are seen, as under a causal mask; which are is data."""
+    return 2 * q.numel() * k.shape[1]
+
+
+def _bytes(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> int:
+    return (2 * q.numel() + k.numel() + v.numel()) * q.element_size()
+
+
+attention_at = Op(
+    "attention_at",
+    reference,
+    Form("tiled", _by("tiled"), supports=_tiled_serves, prefers=_tiled_preferred),
+    Form("blocked", _by("blocked")),
+    flops=_flops,
+    bytes=_bytes,
+)

@@ -1,0 +1,263 @@
+"""Ring attention: each rank of cp has some positions of a sequence, and the keys and values travel from rank to rank.
+
+Rank r holds the queries, keys and values of its own positions. In hop i it has the keys and values of rank r - i, which
+it passes on while it computes its queries' attention on them. The parts of the softmax are joined by their log-sum-exp:
+
+    lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) out_i        in float32, of float64 in float64
+
+The backward pass sends keys and values again; their gradients travel behind them in float32 or wider, each rank adds
+its own, and the last of c hops takes them home. Liu et al. 2023, "Ring attention with blockwise transformers",
+arXiv:2310.01889, algorithm 1.
+
+Hierarchical: groups of `inner` ranks next to each other exchange heads for positions among themselves (Jacobs et al.
+2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.1), and the ring is of groups, c / inner hops. Fang and Zhao
+2024, "USP", arXiv:2405.07719, section 4. inner = 1 is the ring.
+
+Sent by a rank for B sequences of T tokens on c ranks, in elements, with n = T / c:
+
+    ring, forward    (c - 1) 2 B n G K
+    backward         the same, and c 2 B n G K in float32 or wider
+    hierarchical     c/u in place of c, for inner = u; and forward and backward (u - 1) / u B n (2 H + 2 G) K
+
+Each pass is one operator of a traced graph, in which messages and products overlap: positions are its data, so one
+graph serves every choice of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import Axis, exchange_within
+from fzero.comm.communicator import Communicator, communicator_of
+from fzero.comm.operators import define_ordered
+from fzero.core.autodiff import first_order
+from fzero.core.device import is_traced, kind_of
+from fzero.core.torch_private import FakeTensor
+from fzero.kernels.attention_at import PARTS, How, Parts, Where, attention_at, parts_of
+from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.op_function import OPENED, Fused
+
+
+class Ring:
+    """One pass around a ring: of the ranks of `communicator`, those `stride` apart.
+
+    positions: int64 [c / stride, n], by place in the ring those of its queries and keys; documents: int [B, T] or None.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        stride: int,
+        positions: Tensor,
+        documents: Tensor | None,
+        parts: Parts,
+        how: How,
+        leaf: str,
+    ) -> None:
+        self.communicator, self.positions, self.documents = communicator, positions, documents
+        self.parts, self.how, self.leaf = parts, how, leaf
+        size = communicator.size
+        self.count, self.place = size // stride, communicator.rank // stride
+        self.perm = [(rank, (rank + stride) % size) for rank in range(size)]
+
+    def where(self, hop: int) -> Where:
+        """The positions and documents of this rank's queries, and of the keys that it has in this hop."""
+        query, key = self.positions[self.place], self.positions[(self.place - hop) % self.count]
+        if self.documents is None:
+            return Where(query, key)
+        return Where(query, key, self.documents[:, query], self.documents[:, key])
+
+    def pass_on(self, x: Tensor) -> Any:
+        """Start to send x to the next rank, and to receive that of the last."""
+        return self.communicator.start_ppermute(x, self.perm, self.leaf)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out like q, the log-sum-exp of each query's scores [B, H, n] in float32 or wider)."""
+        held, joined = torch.stack((k, v)), None
+        for hop in range(self.count):
+            coming = self.pass_on(held) if hop + 1 < self.count else None
+            where = self.where(hop)
+            if may_see(where):
+                part = self.parts.forward(q, held[0], held[1], where, self.how)
+                joined = part if joined is None else join(joined, part)
+            held = held if coming is None else coming.wait()
+        assert joined is not None  # a query sees itself
+        return joined[0].to(q.dtype), joined[1]
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients by q, k and v for the gradient g of out."""
+        held, arriving = torch.stack((k, v)), None
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        for hop in range(self.count):
+            coming = self.pass_on(held) if hop + 1 < self.count else None
+            where, owed = self.where(hop), None
+            if may_see(where):
+                more, *both = self.parts.backward(q, held[0], held[1], where, out, lse, g, self.how)
+                dq, owed = dq.add_(more), torch.stack(both)
+            earlier = None if arriving is None else arriving.wait()  # from the ranks that had these keys before
+            if earlier is not None:
+                owed = earlier if owed is None else owed.add_(earlier)
+            assert owed is not None  # in the first hop a query sees itself
+            arriving = self.pass_on(owed)
+            held = held if coming is None else coming.wait()
+        assert arriving is not None
+        dk, dv = arriving.wait()
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def may_see(where: Where) -> bool:
+    """False only if all keys are after all queries, or in other documents: then nothing is computed. Values are looked
+    at in the host's memory alone, as a GPU would be waited for."""
+    if kind_of(where.query) != "cpu" or isinstance(where.query, FakeTensor) or is_traced(where.query):
+        return True
+    if int(where.key.min()) > int(where.query.max()):
+        return False
+    mine, theirs = where.query_documents, where.key_documents
+    if mine is None or theirs is None:
+        return True
+    return bool(((mine.amax(1) >= theirs.amin(1)) & (theirs.amax(1) >= mine.amin(1))).any())
+
+
+def join(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Join two parts (out [B, T, H, K], lse [B, H, T]) of a softmax, both in float32 or wider; their memory is used."""
+    lse = torch.logaddexp(a[1], b[1])
+    at = torch.where(lse == float("-inf"), 0.0, lse)
+    first, second = (torch.exp(part - at).transpose(1, 2)[..., None] for part in (a[1], b[1]))
+    return a[0].mul_(first).add_(b[0].mul_(second)), lse
+
+
+# ---- operators ------------------------------------------------------------------------------------------------------
+
+SHARED = (
+    "Tensor positions, Tensor? documents, int communicator, int stride, str form, int[] pattern, float scale, "
+    "float cap, str leaf"
+)
+
+
+def _ring(positions: Tensor, documents: Tensor | None, rest: Sequence[Any]) -> Ring:
+    number, stride, form, pattern, scale, cap, leaf = rest
+    how = How.of_numbers(pattern, scale, cap)
+    return Ring(communicator_of(number), stride, positions, documents, PARTS[form], how, leaf)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None, *rest: Any) -> Any:
+    return _ring(positions, documents, rest).forward(q, k, v)
+
+
+def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, n, h, _k = q.shape
+    return torch.empty_like(q), q.new_empty((b, h, n), dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    g: Tensor,
+    positions: Tensor,
+    documents: Tensor | None,
+    *rest: Any,
+) -> Any:
+    return _ring(positions, documents, rest).backward(q, k, v, out, lse, g)
+
+
+def _backward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+ring_forward = define_ordered("ring_forward", f"Tensor q, Tensor k, Tensor v, {SHARED}", 2, _forward, _forward_shapes)
+ring_backward = define_ordered(
+    "ring_backward",
+    f"Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor g, {SHARED}",
+    3,
+    _backward,
+    _backward_shapes,
+)
+for made, run in ((ring_forward, _forward), (ring_backward, _backward)):
+    OPENED[made] = run  # a count of memory sees what travels
+
+
+# ---- the function ---------------------------------------------------------------------------------------------------
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    positions: Tensor,
+    *,
+    documents: Tensor | None = None,
+    inner: int = 1,
+    pattern: Pattern = FULL,
+    scale: float | None = None,
+    cap: float = 0.0,
+    impl: str = "auto",
+    leaf: str = "blocks/attn",
+) -> Tensor:
+    """Return the causal attention [B, n, H, K] of this rank's queries on the keys of all ranks of `axis`.
+
+    q [B, n, H, K], k and v [B, n, G, K]: of this rank's positions. positions: int64 [c, n], those of each rank,
+    together each of a sequence's T = c n once, the same on all ranks. documents: int [B, T] of the whole sequences, or
+    None. inner: ranks of a group that exchange heads, see the top of the file; it divides c, H and G. impl: the form of
+    `attention_at`. Keys and values are passed on while the hop before is computed.
+
+    Communicates: see the top of the file. Raises ValueError for shapes that do not fit, and under transforms that
+    differentiate more than once or batch (vmap, jvp): form "gather" of context parallelism serves them.
+    """
+    given = {"pattern": pattern, "scale": scale, "cap": cap}
+    _expect_fit(q, k, axis, positions, inner)
+    if axis.size == 1:
+        mine = {} if documents is None else {"query_documents": documents[:, positions[0]]}
+        mine |= {} if documents is None else {"key_documents": documents[:, positions[0]]}
+        return attention_at(q, k, v, positions[0], positions[0], impl=impl, **mine, **given)
+    if not first_order():
+        raise ValueError(
+            "ring attention is differentiated once, and serves neither vmap nor jvp; use the form gather of context "
+            "parallelism for other transforms"
+        )
+    assert axis.communicator is not None
+    if inner > 1:
+        q = exchange_within(q, axis, inner, 2, 1, leaf=leaf)
+        k, v = exchange_within(torch.cat((k, v), -1), axis, inner, 2, 1, leaf=leaf).chunk(2, -1)
+    positions = positions.reshape(axis.size // inner, -1)
+    how = How(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+    form = parts_of(impl, q, k, v, Where(positions[0], positions[0]), how)
+    rest = axis.communicator.number, inner, form, how.numbers, how.scale, how.cap, leaf
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> tuple[Tensor, Tensor]:
+        return ring_forward(q, k, v, *(data if len(data) > 1 else (*data, None)), *rest)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, *data, out, lse = saved
+        where = data if len(data) > 1 else (*data, None)
+        return ring_backward(q, k, v, out, lse, grads[0].contiguous(), *where, *rest)
+
+    data = (positions,) if documents is None else (positions, documents)
+    fused = Fused("ring attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))
+    out = fused(q, k, v, *data)
+    return exchange_within(out, axis, inner, 1, 2, leaf=leaf) if inner > 1 else out
+
+
+def _expect_fit(q: Tensor, k: Tensor, axis: Axis, positions: Tensor, inner: int) -> None:
+    """Raise ValueError naming what does not fit."""
+    if positions.shape != (axis.size, q.shape[1]) or k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"ring attention: positions are {list(positions.shape)} and there are {q.shape[1]} queries and "
+            f"{k.shape[1]} keys; positions must be {[axis.size, q.shape[1]]}, and keys as many as queries"
+        )
+    for what, size in ((axis.name, axis.size), ("the query heads", q.shape[2]), ("the key/value heads", k.shape[2])):
+        if inner < 1 or size % inner:
+            raise ValueError(
+                f"ring attention: inner is {inner} and does not divide {what}, {size}; use "
+                f"{math.gcd(axis.size, k.shape[2])}"
+            )

@@ -1,0 +1,155 @@
+"""Stages of a run: steps with a length of sequences, and what goes with it, of their own.
+
+A config has the values of the last stage, and in `stages` a text for each one before it: its last step, and what it has
+otherwise than the stage after it, such as "1000: data.seq_len=8192 train.batch=512 train.micro_batch=8". So the values
+of step i, and its data, are a function of the config and i, and a run that is resumed with another length has the
+config of one that was started with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from fzero.core.pytree import nearest
+from fzero.core.tables import Table
+from fzero.kernels.rope import RopeScaling
+
+RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
+
+# What a stage may have of its own, and how its text is read.
+STAGED: dict[str, Callable[[str], Any]] = {
+    "data.seq_len": int,
+    "data.packing": str,
+    "train.batch": int,
+    "train.micro_batch": int,
+    "model.max_len": int,
+    "model.rope_theta": float,
+    "model.rope_scaling": RopeScaling.parse,
+}
+TOGETHER = (("data.seq_len", "model.max_len"), ("train.batch", "train.micro_batch"))  # a text has both, or none
+
+
+class Stage(NamedTuple):
+    """A stage of a run."""
+
+    begin: int  # steps made before it
+    end: int  # steps made after it
+    config: RunConfig  # of a run whose last stage it is
+
+    @property
+    def samples(self) -> int:
+        """The samples that its steps consume."""
+        return (self.end - self.begin) * self.config.train.batch
+
+    @property
+    def tokens(self) -> int:
+        """The positions of those."""
+        return self.samples * self.config.data.seq_len
+
+
+def stages_of(config: RunConfig) -> list[Stage]:
+    """The stages of a run, the first one first; raises ValueError for a text that is none."""
+    found, after = [config], []
+    for i in range(len(config.stages) - 1, -1, -1):
+        end, values = read_stage(config.stages[i])
+        after.insert(0, end)
+        found.insert(0, with_values(found[0], values, config.stages[:i]))
+    ends = [*after, config.train.steps]
+    for one, other in pairwise([0, *ends]):
+        if not one < other:
+            raise ValueError(
+                f"stages end after the steps {', '.join(map(str, ends))}, the last by train.steps; each must be above "
+                "the one before"
+            )
+    return [Stage(begin, end, each) for begin, end, each in zip([0, *ends], ends, found)]
+
+
+def stage_at(config: RunConfig, step: int) -> Stage:
+    """The stage that makes the step after `step` steps; the last one where all are made."""
+    return next((stage for stage in stages_of(config) if step < stage.end), stages_of(config)[-1])
+
+
+def tokens_before(config: RunConfig, step: int) -> int:
+    """The positions of all batches of the first `step` steps."""
+    found = stages_of(config)
+    return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).tokens for stage in found)
+
+
+def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
+    """The config of a run whose steps after `step` have other values, by their dotted names.
+
+    >>> from fzero.run.config_table import from_table
+    >>> config = change_stage(from_table({"preset": "llama-tiny"}), {"data.seq_len": 128}, 40)
+    >>> config.data.seq_len, config.stages
+    (128, ('40: data.seq_len=256 model.max_len=1024',))
+    >>> stage_at(config, 39).config.data.seq_len, stage_at(config, 40).config.data.seq_len
+    (256, 128)
+    """
+    now = stage_at(config, step).config
+    new = with_values(now, values, ())
+    mine, theirs = staged(now), staged(new)
+    apart = {key for key, value in mine.items() if value != theirs[key]}
+    if not apart:
+        return now
+    stages = now.stages
+    if stages and read_stage(stages[-1])[0] == step:  # it would have no step
+        return change_stage(stages_of(now)[-2].config, theirs, step)
+    apart |= {key for keys in TOGETHER if apart & set(keys) for key in keys if key in mine}
+    text = " ".join(f"{key}={'none' if mine[key] is None else mine[key]}" for key in mine if key in apart)
+    return replace(new, stages=(*stages, f"{step}: {text}") if step else ())
+
+
+def staged(config: RunConfig) -> Table:
+    """The values of a config that a stage may have of its own, by their dotted names."""
+    parts = {key: key.split(".") for key in STAGED}
+    return {key: getattr(getattr(config, a), b) for key, (a, b) in parts.items() if hasattr(getattr(config, a), b)}
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any], stages: tuple[str, ...]) -> RunConfig:
+    """The config with other values, by their dotted names, and these stages before it."""
+    tables: dict[str, Table] = {}
+    for key, value in values.items():
+        name, _, field = key.partition(".")
+        if not hasattr(getattr(config, name), field):
+            raise ValueError(f"{key} is {value} and the model has no {field}; leave it out")
+        tables.setdefault(name, {})[field] = value
+    return replace(
+        config, stages=stages, **{name: replace(getattr(config, name), **table) for name, table in tables.items()}
+    )
+
+
+def read_stage(text: str) -> tuple[int, Table]:
+    """(the last step, the values by their dotted names) of the text of a stage; raises ValueError.
+
+    >>> read_stage("40: data.seq_len=128 model.rope_scaling=none")
+    (40, {'data.seq_len': 128, 'model.rope_scaling': None})
+    """
+    end, colon, rest = text.partition(":")
+    if not colon or not end.strip().isdecimal():
+        raise ValueError(f"stages has {text!r}; a stage is its last step and its values, such as '40: data.seq_len=64'")
+    values: Table = {}
+    for word in rest.split():
+        key, _, value = word.partition("=")
+        if key not in STAGED:
+            raise ValueError(f"stages has {key!r}{nearest(key, STAGED)}; a stage has {', '.join(STAGED)}")
+        try:
+            values[key] = STAGED[key](value)
+        except ValueError as error:
+            raise ValueError(f"stages has {word!r}: {error}") from None
+    return int(end), values
+
+
+def split_changes(changes: Table) -> tuple[Table, Table]:
+    """(the values that make a stage, by their dotted names; the rest, a table) of a table of changes."""
+    given, rest = {}, {}
+    for name, value in changes.items():
+        inner = value if isinstance(value, dict) else {}
+        for key in [key for key in inner if f"{name}.{key}" in STAGED]:
+            given[f"{name}.{key}"] = inner[key]
+        kept = {key: v for key, v in inner.items() if f"{name}.{key}" not in STAGED}
+        if kept or not isinstance(value, dict):
+            rest[name] = kept if isinstance(value, dict) else value
+    return given, rest

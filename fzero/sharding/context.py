@@ -1,0 +1,238 @@
+"""Which tokens of a sequence each rank of cp has: those of some of its equal blocks, as many on each rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core.pytree import nearest
+from fzero.sharding.spec import runs_of
+
+
+class Pieces(NamedTuple):
+    """The blocks of a sequence by rank of cp: the numbers of each rank's, ascending. A rank's tokens are those of its
+    blocks, in this order.
+
+    >>> pieces = Pieces(((0, 3), (1, 2)))
+    >>> pieces.ranges(0, tokens=8), pieces.ranges(1, tokens=8)
+    ([(0, 2), (6, 2)], [(2, 4)])
+    """
+
+    blocks: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of blocks of a sequence."""
+        return sum(map(len, self.blocks))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the ranks' tokens, one rank's after the other's, are the sequence."""
+        return [block for own in self.blocks for block in own] == list(range(self.count))
+
+    def expect_divisible(self, tokens: int, parts: int = 1) -> None:
+        """Raise ValueError for a sequence of so many tokens that the blocks do not divide, or of which a rank's tokens
+        cannot be cut into `parts` among the ranks of tp."""
+        unit = math.lcm(self.count, len(self.blocks) * parts)
+        if tokens % unit:
+            below, above = tokens // unit * unit, -(-tokens // unit) * unit
+            over = f"cp={len(self.blocks)}" + (f" and tp={parts}" if parts > 1 else "")
+            raise ValueError(
+                f"context parallelism: the sequences have {tokens} tokens, which cannot be cut into {self.count} "
+                f"blocks for {over}; use {f'{below} or {above}' if below else above}"
+            )
+
+    def ranges(self, rank: int, tokens: int) -> list[tuple[int, int]]:
+        """(first position, number) of each run of a rank's tokens, of sequences of `tokens`; ascending."""
+        size = tokens // self.count
+        return [(first * size, number * size) for first, number in runs_of(self.blocks[rank])]
+
+    def positions(self, rank: int, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """The positions of a rank's tokens, int64 [tokens / ranks], of sequences of `tokens`."""
+        runs = [torch.arange(first, first + number, device=device) for first, number in self.ranges(rank, tokens)]
+        return torch.cat(runs) if len(runs) > 1 else runs[0]
+
+    def order(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+        """Where the token at each position is among those of all ranks, one rank's after the other's: int64 [tokens].
+
+        >>> Pieces(((0, 3), (1, 2))).order(4)
+        tensor([0, 2, 3, 1])
+        """
+        gathered = torch.cat([self.positions(rank, tokens, device) for rank in range(len(self.blocks))])
+        return torch.argsort(gathered)
+
+
+def expect_pieces(pieces: Pieces) -> None:
+    """Raise ValueError unless each block is one rank's, and ranks have as many, in ascending order."""
+    numbers = [block for own in pieces.blocks for block in own]
+    if sorted(numbers) != list(range(len(numbers))) or not numbers:
+        raise ValueError(f"the blocks of cp are {pieces.blocks}; each of 0, 1, 2, ... must be one rank's")
+    if len(set(map(len, pieces.blocks))) > 1 or any(list(own) != sorted(own) for own in pieces.blocks):
+        raise ValueError(f"the blocks of cp are {pieces.blocks}; every rank must have as many, in ascending order")
+
+
+def contiguous(ranks: int) -> Pieces:
+    """One block a rank, in the order of the ranks.
+
+    >>> contiguous(2).blocks
+    ((0,), (1,))
+    """
+    return Pieces(tuple((rank,) for rank in range(ranks)))
+
+
+def zigzag(ranks: int) -> Pieces:
+    """Two blocks a rank, one from the front and its mirror from the back: under a causal mask all ranks then have as
+    many pairs of queries and keys.
+
+    >>> zigzag(2).blocks
+    ((0, 3), (1, 2))
+
+    Ref: Llama Team 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.3.2.
+    """
+    return Pieces(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)))
+
+
+PIECES: dict[str, Callable[[int], Pieces]] = {"contiguous": contiguous, "zigzag": zigzag}
+# The forms of attention over cp, see models/attend.py, and the pieces that "auto" gives them: where each rank has whole
+# sequences of some heads all have as much work.
+FORMS = {"gather": "zigzag", "ulysses": "contiguous", "ring": "balanced", "hierarchical": "balanced"}
+BALANCED = "balanced"  # pieces that are chosen by a batch's documents, see sharding/balance.py
+
+
+@dataclass(frozen=True)
+class Context:
+    """How activations are split along the sequence: over cp, and over tp.
+
+    form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses" (see docs/parallel.md), or "auto":
+        the one that sends less.
+    pieces: which tokens a rank has: "contiguous" (one block each), "zigzag" (two, so that all ranks have as much work
+        under a causal mask), "balanced" (up to 16, so that they have under a batch's documents too), or "auto": as
+        suits the form.
+    over_tp: whether a rank's tokens are split over tp too, outside the tensor-parallel products.
+    inner: of the form "hierarchical", the ranks of a group that exchange heads; 0: as many as divide the key heads.
+
+    >>> Context("gather", pieces="contiguous").over(2)
+    Pieces(blocks=((0,), (1,)))
+    """
+
+    form: str = "auto"
+    pieces: str = "auto"
+    over_tp: bool = False
+    inner: int = 0
+
+    def __post_init__(self) -> None:
+        pieces = (*PIECES, BALANCED, "auto")
+        for what, value, known in (("form", self.form, (*FORMS, "auto")), ("pieces", self.pieces, pieces)):
+            if value not in known:
+                raise ValueError(f"context: {what} is {value!r}{nearest(value, known)}; use one of {', '.join(known)}")
+        if self.inner and self.form != "hierarchical":
+            raise ValueError(f"context: inner is {self.inner} and the form is {self.form}; only hierarchical has it")
+        if (self.form, self.pieces) == ("ulysses", BALANCED):
+            raise ValueError("context: in the form ulysses all ranks have as much work; use contiguous pieces")
+
+    @classmethod
+    def parse(cls, text: str, over_tp: bool = False) -> Context:
+        """The Context of a form, or of a form and its pieces: "ulysses", "gather:contiguous"; raises ValueError for
+        others."""
+        form, _, pieces = text.partition(":")
+        return cls(form, pieces or "auto", over_tp)
+
+    def over(self, ranks: int) -> Pieces | None:
+        """The pieces of so many ranks of cp, None for balanced ones, which each batch chooses; raises KeyError for
+        "auto", which a plan decides.
+        """
+        return None if self.pieces == BALANCED else PIECES[self.pieces](ranks)
+
+    def expect_divisible(self, ranks: int, tokens: int, parts: int = 1) -> None:
+        """Raise ValueError for sequences of so many tokens that cannot be split over cp, or further over tp."""
+        (self.over(ranks) or contiguous(ranks)).expect_divisible(tokens, parts)
+
+
+def largest_inner(ranks: int, kv_heads: int) -> int:
+    """The number of ranks of a group that exchange heads: the largest that divides both cp and the key/value heads.
+
+    >>> largest_inner(8, 2), largest_inner(4, 3)
+    (2, 1)
+    """
+    return math.gcd(ranks, kv_heads)
+
+
+class Heads(NamedTuple):
+    """The heads of a model's attention on a rank of tp, and the elements of a key."""
+
+    queries: int
+    keys: int
+    size: int
+
+    def sent(self, form: str, ranks: int, inner: int = 0) -> float:
+        """The elements that a rank of cp sends in a layer's forward pass by a form, over the tokens of the sequences;
+        in the backward pass it sends as many, and those of keys and values once more where they were dropped; a ring
+        sends keys and values again and their gradients, in `ranks` hops. inner: of the form hierarchical.
+
+        >>> heads = Heads(queries=8, keys=2, size=64)
+        >>> [heads.sent(form, 4) for form in ("gather", "ulysses", "ring", "hierarchical")]
+        [192.0, 288.0, 192.0, 224.0]
+        """
+        others = (ranks - 1) / ranks
+        if form == "hierarchical":
+            inner = inner or largest_inner(ranks, self.keys)
+            exchanged = (inner - 1) / inner * (2 * self.queries + 2 * self.keys)
+            return ((ranks // inner - 1) * 2 * self.keys + exchanged) / ranks * self.size
+        if form == "ulysses":
+            return others * (2 * self.queries + 2 * math.lcm(self.keys, ranks)) / ranks * self.size
+        return others * 2 * self.keys * self.size
+
+
+def heads_of(model: Any, tp: int) -> Heads | None:
+    """The heads of a model; None for one without attention, and for a plain parameter tree."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "n_heads"):
+        return None
+    keys = getattr(config, "n_kv_heads", config.n_heads)
+    size = getattr(config, "key_dim", 0) or config.d_model // config.n_heads
+    return Heads(config.n_heads // tp, max(1, keys // tp), size)
+
+
+def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int]) -> Context:
+    """The Context of a plan for a model on a mesh of these sizes, with nothing "auto" if that has cp; True: over tp.
+
+    Raises ValueError for a model whose sequences cp cannot split, and for one whose heads a form cannot.
+    """
+    context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes["cp"], sizes["tp"]
+    if cp == 1:
+        return context
+    if not getattr(model, "splits", False):
+        raise ValueError(
+            f"cp={cp}: cp splits the sequences of gpt2, llama, mixtral without capacity_factor, deepseek and mlp, "
+            "under a loss of sums over tokens; this is another model, or a plain function; use dp"
+        )
+    heads, form = heads_of(model, tp), context.form
+    divides = heads is None or heads.queries % cp == 0
+    if form == "ulysses" and not divides:
+        assert heads is not None  # what has none divides
+        fits = ", ".join(str(n) for n in range(1, heads.queries + 1) if heads.queries % n == 0)
+        over = f" of a rank of tp={tp}" if tp > 1 else ""
+        raise ValueError(
+            f"context ulysses: cp={cp} does not divide the {heads.queries} heads{over}; use cp in {{{fits}}}, or gather"
+        )
+    inner = context.inner
+    if inner and heads is not None and (cp % inner or heads.keys % inner):
+        raise ValueError(
+            f"context hierarchical: inner={inner} does not divide cp={cp} and the {heads.keys} key heads; use "
+            f"{largest_inner(cp, heads.keys)}, or leave it out"
+        )
+    if form == "auto":
+        better = (
+            heads is not None
+            and divides
+            and context.pieces != BALANCED
+            and heads.sent("ulysses", cp) <= heads.sent("gather", cp)
+        )
+        form = "ulysses" if better else "gather"
+    pieces = FORMS[form] if context.pieces == "auto" else context.pieces
+    return replace(context, form=form, pieces=pieces)

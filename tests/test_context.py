@@ -1,0 +1,208 @@
+"""Steps on a mesh with cp: equal to one process whatever the form, the pieces, the stage and the mesh."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import ranks
+import torch
+from close import assert_close
+from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, packed_batch_for, train, whole
+
+import fzero
+from fzero.sharding.context import FORMS, PIECES, Context, Pieces, expect_pieces
+from fzero.train.batch import local_batch
+
+STEPS = 5
+MESHES = {
+    "cp2": {"cp": 2},
+    "dp2 x cp2": {"dp": 2, "cp": 2},
+    "cp4": {"cp": 4},
+    "cp2 x tp2": {"cp": 2, "tp": 2},
+    "pp2 x cp2": {"pp": 2, "cp": 2},
+    "cp2 x rp2": {"cp": 2, "rp": 2},
+}
+
+
+def options_of(form="gather", pieces="auto", over_tp=False, **more):
+    return {"plan_options": {"sequence": Context(form, pieces, over_tp), **more}}
+
+
+CASES = {
+    "causal": {},
+    "documents": {"batches": packed_batch_for},
+    "window": {"sizes": {"pattern": "window:3"}},
+    "local": {"sizes": {"pattern": "local:3"}, "batches": packed_batch_for},
+    "strided": {"sizes": {"pattern": "strided:2"}},
+    "fixed": {"sizes": {"pattern": "fixed:3:1"}},
+}
+
+
+@functools.cache
+def serial(name, optimizer, micro_batches, steps, what, dropout):
+    more = {**CASES[what], "dropout": dropout}
+    state, _, log = train(fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, **more)
+    return state, log
+
+
+def trained(mesh, cases, steps):
+    out = []
+    for case, what, options in cases:
+        state, specs, log = train(mesh, *case, steps=steps, **CASES[what], **options)
+        out.append((whole(state, specs, mesh), log))
+    return out
+
+
+def equals_one_process(mesh, cases, steps=STEPS):
+    """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, name of CASES, options of
+    `train`)."""
+    sizes = MESHES[mesh]
+    data = sizes.get("dp", 1) * sizes.get("rp", 1)
+    given = [((name, tx, stage, data * m), what, options) for name, tx, stage, m, what, options in cases]
+    results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
+    for (case, what, options), (state, log) in zip(given, results[0]):
+        name, tx, _, m = case
+        expected, expected_log = serial(name, tx, m, steps, what, options.get("dropout", 0.0))
+        try:
+            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
+            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
+        except AssertionError as error:
+            error.add_note(f"{mesh}, {case}, {what}, {options}")
+            raise
+    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
+
+
+# T = 8: on cp4 a block of the zigzag is one token. gpt2 is tied, with learned positions and dropout; gemma has windows,
+# capped scores and layers that take turns, llama fewer key/value heads.
+FEW = {
+    "cp2": [("gpt2", "clipped adam", 3, 2, "documents", {**options_of(), "dropout": 0.1})],
+    "cp2, more models": [
+        ("llama", "sgd", 0, 1, "documents", options_of()),
+        ("gemma", "adam", 1, 1, "causal", {**options_of(pieces="contiguous"), "remat": "full"}),
+        ("moe dropless", "adam", 2, 1, "causal", options_of("ulysses", "zigzag")),
+        ("deepseek", "adam", 3, 1, "documents", options_of("ulysses")),
+    ],
+    "dp2 x cp2": [
+        ("gpt2", "adam", 3, 2, "fixed", {**options_of(), "dropout": 0.1}),
+        ("llama", "sgd", 2, 1, "local", options_of(reduce="once")),
+    ],
+    "cp4": [("llama", "sgd", 0, 1, "window", options_of()), ("llama", "adam", 3, 2, "strided", options_of("ulysses"))],
+    "cp2 x tp2": [
+        ("gpt2", "sgd", 3, 2, "documents", {**options_of(over_tp=True), "dropout": 0.1, "remat": "every:2"}),
+        ("llama", "adam", 1, 1, "window", options_of("ulysses", "zigzag")),
+        ("moe dropless", "sgd", 0, 2, "causal", options_of(over_tp=True)),
+    ],
+    "pp2 x cp2": [("gpt2", "adam", 3, 2, "local", {**options_of(), "dropout": 0.1})],
+    "cp2 x rp2": [("llama", "clipped adam", 3, 2, "documents", options_of())],
+}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(one, marks=[pytest.mark.slow] * (one != "cp2")) for one in FEW])
+def test_context_parallelism_equals_one_process(cases):
+    equals_one_process(cases.partition(",")[0], FEW[cases])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_product_equals_one_process(mesh, form):
+    product = itertools.product(("sgd", "clipped adam"), (0, 3), CASES, PIECES)
+    cases = [("llama", tx, stage, 2, what, options_of(form, pieces)) for tx, stage, what, pieces in product]
+    equals_one_process(mesh, cases)
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def sent(mesh, form, name, rows):
+    model = model_of(name)
+    plan = fzero.zero_plan(0, model, mesh, policy=FP64, sequence=Context(form))
+    state = fzero.init_state(model, OPTIMIZERS["sgd"], plan, seed=3)
+    step = fzero.make_train_step(model, OPTIMIZERS["sgd"], plan)
+    state, _ = step(state, local_batch(batch_for(0, rows), mesh))
+    mesh.ledger.clear()
+    step(state, local_batch(batch_for(1, rows), mesh))
+    return [
+        (row.phase, row.collective, row.calls, row.bytes)
+        for row in mesh.ledger.rows()
+        if row.leaf.startswith("blocks/attn") and row.phase in ("forward", "backward")
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_sends_what_its_formula_says(form):
+    cp, rows, tokens, layers, heads, groups, size = 2, 2, 8, 3, 4, 2, 2  # of zero_cases' llama
+    if form == "gather":
+        one = (cp - 1) * 2 * rows * tokens * groups * size * 8 // cp
+        expected = {("forward", "all_gather", layers, layers * one), ("backward", "psum_scatter", layers, layers * one)}
+    else:
+        one = (cp - 1) * rows * (tokens // cp) * 2 * (heads + groups) * size * 8 // cp
+        expected = {(phase, "all_to_all", 2 * layers, layers * one) for phase in ("forward", "backward")}
+    for found in ranks.run(cp, sent, form, "llama", rows, mesh={"cp": cp}):
+        total = {}
+        for phase, collective, calls, sent_bytes in found:
+            before = total.get((phase, collective), (0, 0))
+            total[phase, collective] = before[0] + calls, before[1] + sent_bytes
+        assert {(*key, *value) for key, value in total.items()} == expected
+
+
+# ---- what is chosen, and refused -------------------------------------------------------------------------------------
+
+
+def test_the_form_that_sends_less_is_chosen():
+    llama, gpt2 = model_of("llama"), model_of("gpt2")  # 4 heads of 2 key/value heads, and of 4
+    chosen = {
+        (model, cp): fzero.zero_plan(0, m, fzero.fake_mesh({"cp": cp})).context.form
+        for model, m in (("llama", llama), ("gpt2", gpt2))
+        for cp in (2, 3, 4)
+    }
+    assert chosen == {
+        ("llama", 2): "gather",
+        ("llama", 3): "gather",
+        ("llama", 4): "ulysses",
+        ("gpt2", 2): "ulysses",
+        ("gpt2", 3): "gather",
+        ("gpt2", 4): "ulysses",
+    }
+
+
+def test_what_cannot_be_split_is_refused_in_one_line():
+    llama, cp3, cp2 = model_of("llama"), fzero.fake_mesh({"cp": 3}), fzero.fake_mesh({"cp": 2})
+    for call, said in (
+        (
+            lambda: fzero.zero_plan(0, llama, cp3, sequence=Context("ulysses")),
+            r"context ulysses: cp=3 does not divide the 4 heads; use cp in \{1, 2, 4\}, or gather",
+        ),
+        (lambda: Context("gater"), r"context: form is 'gater'"),
+        (lambda: Context("gather", "zig"), r"context: pieces is 'zig'"),
+        (lambda: Context.parse("gather:contigous"), r"context: pieces is 'contigous'"),
+        (lambda: fzero.zero_plan(0, {"w": torch.zeros(2)}, cp2), r"cp=2: cp splits the sequences of gpt2, llama"),
+        (
+            lambda: fzero.zero_plan(0, model_of("moe dropless", capacity_factor=1.0), cp2),
+            r"cp=2: cp splits the sequences of gpt2, llama",
+        ),
+        (
+            lambda: Context("gather", "zigzag").over(2).expect_divisible(10),
+            r"the sequences have 10 tokens, which cannot be cut into 4 blocks for cp=2; use 8 or 12",
+        ),
+        (
+            lambda: Context("gather", "contiguous").over(2).expect_divisible(3, parts=2),
+            r"the sequences have 3 tokens, which cannot be cut into 2 blocks for cp=2 and tp=2; use 4",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+def test_pieces_are_each_tokens_once():
+    for ranks_of_cp, pieces in itertools.product((1, 2, 3, 4), PIECES.values()):
+        expect_pieces(pieces(ranks_of_cp))
+        positions = [pieces(ranks_of_cp).positions(rank, 24) for rank in range(ranks_of_cp)]
+        gathered = torch.cat(positions)
+        assert torch.equal(gathered[pieces(ranks_of_cp).order(24)], torch.arange(24))
+    with pytest.raises(ValueError, match=r"each of 0, 1, 2, \.\.\. must be one rank's"):
+        expect_pieces(Pieces(((0, 1), (1, 2))))
+    with pytest.raises(ValueError, match="every rank must have as many"):
+        expect_pieces(Pieces(((0, 1), (2,))))

@@ -1,0 +1,109 @@
+"""Parameters that stay whole between micro-batches: gathers as the schedule says, the same bits, memory as said."""
+
+import math
+import weakref
+from unittest import mock
+
+import pytest
+import ranks
+from close import assert_same
+from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
+
+import fzero
+from fzero.comm.ledger import Ledger
+from fzero.core import pytree
+from fzero.sharding.pipeline import count_gathers, with_gathers
+from fzero.sharding.pipelines import Pipeline
+from fzero.train.batch import local_batch
+from fzero.train.row import schedule_of
+
+LAYERS, M = 4, 4
+PIPELINES = {
+    "1f1b": Pipeline(),
+    "interleaved": Pipeline("interleaved", chunks=2),
+    "zb-v": Pipeline("zb-v", chunks=2),
+}
+
+
+def trained(mesh, name, resident, remat):
+    """(state, losses, gathers of layers in a step, those that the schedule has, most bytes of fetched leaves, bytes of
+    a rank's stages) of two steps."""
+    model, tx = model_of("gemma"), OPTIMIZERS["clipped adam"]
+    options = {"pipeline": PIPELINES[name]} if name in PIPELINES else {}
+    plan = fzero.zero_plan(3, model, mesh, policy=FP64, **options)
+    how = fzero.Execution(remat=remat, resident=resident, prefetch=0)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=M, execution=how)
+    state, losses = fzero.init_state(model, tx, plan, seed=3), []
+    alive, most = [], [0]
+
+    def holds(self, component, tensors):
+        if component == "gathered":
+            alive[:] = [one for one in alive if one() is not None] + [weakref.ref(x) for x in tensors]
+        most[0] = max(most[0], sum(x.nbytes for one in alive if (x := one()) is not None))
+
+    with mock.patch.object(Ledger, "holds", holds):
+        for i in range(2):
+            mesh.ledger.clear()
+            state, metrics = step(state, local_batch(batch_for(i, M * mesh.data_size), mesh, M))
+            losses.append(float(metrics.loss))
+    assert not any(one() is not None for one in alive)  # nothing stays behind a step
+    rows = [row for row in mesh.ledger.rows() if row.collective == "all_gather" and row.leaf.startswith("blocks/")]
+    layers, expected = LAYERS, 1 if resident else 2 * M
+    if plan.stages is not None:
+        layers //= len(plan.stages.ranks)
+        expected = count_gathers(with_gathers(schedule_of(plan, M), resident))[mesh["pp"].rank]
+    sizes = {name: 8 * math.prod(leaf.shape) for name, leaf in plan.leaves.items()}
+    stages = sum(size for name, size in sizes.items() if name.startswith("blocks/")) // mesh["pp"].size
+    of = plan.stages.ranks if plan.stages is not None else (0,)
+    first, last = mesh["pp"].rank == of[0], mesh["pp"].rank == of[-1]
+    stages += sizes["embed/tokens"] * (first + last) + sizes["head/norm/scale"] * last
+    return pytree.named_leaves(state), losses, sum(row.calls for row in rows), layers * expected, most[0], stages
+
+
+def every(mesh, cases):
+    return [[trained(mesh, name, room, remat) for room in rooms] for name, rooms, remat in cases]
+
+
+@pytest.mark.parametrize(
+    "sizes, cases",
+    (
+        ({"dp": 2}, [("one stage", (0, 1), "none"), ("one stage", (0, 1), "full")]),
+        pytest.param(
+            {"pp": 2, "dp": 2},
+            [
+                ("1f1b", (0, 1), "full"),
+                ("interleaved", (0, 1, 2), "none"),
+                ("interleaved", (0, 1), "full"),
+                ("zb-v", (0, 1, 2), "none"),
+            ],
+            marks=pytest.mark.exhaustive,
+        ),
+    ),
+    ids=("dp2", "pp2 x dp2"),
+)
+def test_gathers_are_those_of_the_schedule_and_bits_are_the_same(sizes, cases):
+    """All stages whole: each is gathered once a step, and a rank has the bytes of its stages and no more."""
+    for rank in ranks.run(math.prod(sizes.values()), every, cases, mesh=sizes, timeout_s=600):
+        for case, found in zip(cases, rank):
+            for room, (state, losses, counted, expected, most, stages) in zip(case[1], found):
+                assert counted == expected, (case, room, counted, expected)
+                assert_same(state, found[0][0])
+                assert losses == found[0][1]
+                chunks = 2 if case[0] in ("interleaved", "zb-v") else 1
+                assert most == stages if room == chunks else most <= stages, (case, room, most, stages)
+
+
+@pytest.mark.parametrize(
+    "stage, how, update, words",
+    (
+        (0, {"resident": 1}, "end", "resident is 1, and no parameters are fetched layer by layer here; use stage 3"),
+        (3, {"resident": 1}, "speculate", 'resident is 1 and update="speculate" writes to parameters while'),
+        (3, {"resident": 1, "reshard": False}, "end", "resident is 1 and reshard is False.*leave one out"),
+        (3, {"resident": -1}, "end", "resident is -1"),
+    ),
+)
+def test_what_does_not_go_together_is_refused(stage, how, update, words):
+    model = model_of("gemma")
+    plan = fzero.zero_plan(stage, model, fzero.one_process())
+    with pytest.raises(ValueError, match=words):
+        fzero.make_train_step(model, OPTIMIZERS["sgd"], plan, execution=fzero.Execution(**how), update=update)

@@ -1,0 +1,236 @@
+"""A run whose sequences become longer: its stages, the data they read, resumes, replays, refusals."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from launched import hashes, rows, torchrun
+
+from fzero import checkpoint, data
+from fzero.data import packing
+from fzero.run import corpus, run_folder
+from fzero.run.build import build
+from fzero.run.config_table import from_table
+from fzero.run.debug.replay import replay
+from fzero.run.resume import new_stage, rollback
+from fzero.run.stages import change_stage, read_stage, stage_at, stages_of, tokens_before
+from fzero.sharding import fake_mesh
+
+SIZES = {"n_layers": 1, "d_model": 16, "d_ff": 24, "n_heads": 2, "n_kv_heads": 2, "max_len": 64}
+TINY = [
+    *(
+        "--model",
+        "llama-tiny",
+        "--steps",
+        8,
+        "--batch",
+        8,
+        "--micro-batch",
+        2,
+        "--seq-len",
+        64,
+        "--packing",
+        "best-fit",
+    ),
+    *("--precision", "fp32", "--peak-tflops", 1, "--data", "corpus", "--prompt", ""),
+    *(part for name, size in SIZES.items() for part in ("--set", f"model.{name}={size}")),
+    *("--set", "train.compiled=false", "--set", "precision.fp32_matmul=default", "--set", "train.eval_batches=2"),
+    *("--set", "train.checkpoint_every=2", "--set", "train.keep_last=0", "--set", "train.digest_every=1"),
+    *("--set", "train.eval_every=4", "--set", "train.loss_by_position=true"),
+]
+LONGER = ("--seq-len", 256, "--batch", 2, "--micro-batch", 1, "--rope-scaling", "llama3:4:64")
+STAGE = "4: data.seq_len=64 train.batch=8 train.micro_batch=2 model.max_len=64 model.rope_scaling=none"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stages")
+    texts = [f"line {i}: {i * i} is the square of {i}\n" * (1 + i % 23) for i in range(60)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data.prepare(folder / "texts.jsonl", folder / "corpus", val_fraction=0.1)
+    return folder
+
+
+@pytest.fixture
+def here(home, monkeypatch):
+    monkeypatch.chdir(home)
+    return home
+
+
+@pytest.fixture
+def extended(fz, here):
+    """A run of 4 steps of 8 x 64 tokens and 4 more of 2 x 256."""
+    if not Path("extended").is_dir():
+        assert fz("pretrain", *TINY, "--out", "extended", "--stop-at", 4)[0] == 0
+        code, out, err = fz("pretrain", "--resume", "--out", "extended", *LONGER, "--prompt", "")
+        assert code == 0, err
+        assert "the model takes 256 positions now, before that 64 (model.max_len)" in out
+    return here / "extended"
+
+
+def config_of(run):
+    return run_folder.read_config(Path(run))
+
+
+def test_the_config_says_what_each_step_had(extended):
+    config = config_of(extended)
+    assert config.stages == (STAGE,) and (config.data.seq_len, config.model.max_len) == (256, 256)
+    assert str(config.model.rope_scaling) == "llama3:4:64"
+    first, second = stages_of(config)
+    assert (first.config.data.seq_len, first.config.model.rope_scaling, first.config.train.batch) == (64, None, 8)
+    assert stage_at(config, 3).config == first.config and stage_at(config, 4) == second
+    manifests = [checkpoint.read_manifest(path)["config"] for path in sorted((extended / "checkpoints").iterdir())]
+    assert [(m["data"]["seq_len"], len(m["stages"])) for m in manifests] == [(64, 0)] * 2 + [(256, 1)] * 2
+    assert [row["tokens"] for row in rows(extended)] == [512 * step for step in range(1, 9)]
+    rates = [row["lr"] for row in rows(extended)]
+    assert rates == [pytest.approx(float(build(config).schedule(step))) for step in range(8)]  # goes on by steps
+
+
+def test_a_run_that_knows_its_stages_from_the_start_is_the_same_bit_for_bit(extended, fz):
+    assert fz("pretrain", "--config", "extended/config.json", "--out", "known", "--prompt", "")[0] == 0
+    assert rows(Path("known")) == rows(extended) and hashes(Path("known")) == hashes(extended)
+    assert config_of("known") == config_of(extended)
+
+
+def test_steps_before_and_behind_the_change_are_replayed(extended):
+    for step, start in ((3, 2), (8, 6), (6, 0)):  # the last one over the change
+        result = replay(extended, step, start=start)
+        assert result.reproduces and result.tolerance == 0, str(result)
+
+
+def test_a_run_goes_on_in_its_stages_from_any_checkpoint(extended, fz):
+    """Stopped in the later stage, and with all checkpoints damaged but one of the earlier: it goes through both."""
+    for name, kept in (("later", (2, 4, 6)), ("earlier", (2,))):
+        shutil.copytree(extended, name)
+        for path in (Path(name) / "checkpoints").iterdir():
+            if int(path.name[-8:]) not in kept:
+                shutil.rmtree(path)
+        assert fz("pretrain", "--resume", "--out", name, "--prompt", "")[0] == 0
+        assert rows(Path(name)) == rows(extended) and hashes(Path(name)) == hashes(extended)
+
+
+def test_what_one_stage_leaves_the_next_one_reads_once_on_every_mesh(extended):
+    """The positions that the batches of all steps have, by the tokens of a corpus that are their places."""
+    config, plain = config_of(extended), data.open_tokens(extended.parent / "corpus")
+    places = plain._replace(tokens=torch.arange(len(plain.tokens)).numpy(), sums=None)
+    wanted = {i for first, end in packing.within_documents(plain).tolist() for i in range(first, end)}
+    seen = []
+    for sizes, size in (({}, 1), ({"dp": 2}, 2), ({"rp": 2}, 2)):
+        steps = []
+        for stage in stages_of(config):
+            cursor = sum(s.samples for s in stages_of(config) if s.end <= stage.begin)
+            for rank in range(size):
+                mesh = fake_mesh(sizes, rank)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(data, "open_tokens", lambda *_: places)
+                    batch_at = corpus.open_data(stage.config, Path("corpus"), mesh)[0]
+                for step in range(stage.end - stage.begin):
+                    batch = batch_at(cursor + step * stage.config.train.batch)
+                    steps += batch["tokens"][batch["mask"]].tolist()
+        assert len(set(steps)) == len(steps) and set(steps) <= wanted
+        seen.append(sorted(steps))
+    assert seen[0] == seen[1] == seen[2] and len(seen[0]) > 3000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--steps", 9), "--resume takes the run's own config; leave out --steps"),
+        (("--seq-len", 0), "data.seq_len is 0; it must be at least 1"),
+        (("--rope-scaling", "yarn:4"), "the scaling of RoPE is 'yarn:4'; it must be linear:FACTOR, llama3:FACTOR"),
+        (("--rope-scaling", "llama3:4"), "llama3:FACTOR:LENGTH with the length that the model was trained with before"),
+        (("--packing", "greedy"), "data.packing is 'greedy'; it must be one of stream, best-fit"),
+        (("--batch", 4, "--micro-batch", 3), "train.micro_batch is 3 and does not divide train.batch=4"),
+        (("--seq-len", 128), "is complete: it has made its 8 steps"),
+    ],
+)
+def test_a_change_that_cannot_be_made_is_refused_in_one_line(extended, fz, args, message):
+    before = (extended / "config.json").read_text()
+    code, _, err = fz("pretrain", "--resume", "--out", "extended", *args)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+    assert (extended / "config.json").read_text() == before
+
+
+def test_positions_that_are_parameters_do_not_grow():
+    config = from_table({"preset": "gpt2-tiny", "model": {"max_len": 64}, "data": {"seq_len": 64}})
+    said = []
+    with pytest.raises(ValueError, match=r"the model has positions of its own for 64 \(embed/positions, \[64, \d+\]\)"):
+        new_stage.with_changes(config, {"data.seq_len": 128}, said.append)
+    assert new_stage.with_changes(config, {"data.seq_len": 32}, said.append)[1] == {"data.seq_len": 32}
+    with pytest.raises(ValueError, match=r"unknown key 'model.rope_theta'"):
+        new_stage.with_changes(config, {"model.rope_theta": 1e6}, said.append)
+    assert not said
+
+
+def test_lengths_that_ranks_do_not_divide_are_refused():
+    config = from_table(
+        {"mesh": {"tp": 2}, "sequence": True, "precision": {"policy": "fp32"}, "train": {"compiled": False}}
+    )
+    with pytest.raises(ValueError, match=r"data.seq_len is 255, which sequence parallelism over tp=2 does not divide"):
+        build(new_stage.with_changes(config, {"data.seq_len": 255}, print)[0], fake_mesh({"tp": 2}))
+
+
+def test_stages_as_values():
+    start = from_table({"preset": "llama-tiny", "train": {"steps": 100}, "data": {"seq_len": 64}})
+    assert change_stage(start, {"data.seq_len": 64}, 10) == start  # nothing changes
+    assert change_stage(start, {"data.seq_len": 128}, 0) == from_table(
+        {"preset": "llama-tiny", "train": {"steps": 100}, "data": {"seq_len": 128}}
+    )
+    once = change_stage(start, {"data.seq_len": 128}, 10)
+    twice = change_stage(once, {"data.seq_len": 512, "train.batch": 8}, 30)
+    assert [(s.begin, s.end, s.config.data.seq_len) for s in stages_of(twice)] == [
+        *((0, 10, 64), (10, 30, 128), (30, 100, 512)),
+    ]
+    assert [stage_at(twice, step).config.stages for step in (9, 29, 99)] == [(), once.stages, twice.stages]
+    assert [stage_at(twice, step).config for step in (9, 29)] == [start, once]
+    assert change_stage(once, {"data.seq_len": 256}, 10) == change_stage(start, {"data.seq_len": 256}, 10)  # no step
+    assert change_stage(twice, {"data.seq_len": 32}, 5).stages == (change_stage(start, {"data.seq_len": 32}, 5)).stages
+    assert tokens_before(twice, 40) == 16 * (10 * 64 + 20 * 128) + 10 * 8 * 512
+    assert tokens_before(twice, 20) == 16 * (10 * 64 + 10 * 128)
+    for text, message in (
+        ("10", "a stage is its last step and its values"),
+        ("10: data.seq_length=3", r"stages has 'data.seq_length' \(did you mean data.seq_len\?\)"),
+        ("10: data.seq_len=x", "stages has 'data.seq_len=x': invalid literal"),
+        ("100: data.seq_len=32", "stages end after the steps 100, 100"),
+        ("10: data.seq_len=4096", "data.seq_len is 4096 and the model takes 1024"),
+        ("10: data.packing=none", "data.packing is 'none'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_table({"train": {"steps": 100}, "stages": [text]})
+    assert read_stage("5: model.rope_scaling=linear:2")[1]["model.rope_scaling"].factor == 2.0
+
+
+def test_batches_left_out_count_in_the_stage_that_left_them_out(tmp_path):
+    config = from_table({"preset": "llama-tiny", "train": {"steps": 100}, "data": {"seq_len": 64}})
+    longer = change_stage(config, {"data.seq_len": 128, "train.batch": 8, "train.micro_batch": 4}, 10)
+    assert corpus.first_samples(longer, []) == [0, 160]
+    assert corpus.first_samples(longer, [(32, 16)]) == [0, 176]  # the first stage left a batch out
+    assert corpus.first_samples(longer, [(160, 8), (200, 8)]) == [0, 160]  # its own
+    log = rollback.read_log(tmp_path)._replace(skips=[[32, 16], [176, 16]], tried=[48, 192])
+    rollback.write_log(tmp_path, log)
+    new_stage.forget_later(tmp_path, longer)  # what the first stage would have left out behind its end
+    assert rollback.read_log(tmp_path)[:2] == ([[32, 16]], [48])
+
+
+def test_the_report_has_both_stages_and_the_loss_by_position(extended, fz):
+    assert fz("report", "extended", "--out", "pages")[0] == 0
+    text = Path("pages/report.md").read_text()
+    assert "| 8 x 64 |" in text and "| 2 x 256 |" in text and Path("pages/loss_by_position.svg").is_file()
+    last = rows(extended)[-1]["val_loss_by_position"]
+    assert list(last) == ["2", "4", "8", "16", "32", "64", "128", "256"]
+    for end, value in last.items():
+        assert f"| {end} |" in text and f"{value:.3f}" in text
+
+
+@pytest.mark.slow
+def test_another_mesh_makes_the_same_of_it(extended):
+    folder = extended.parent
+    start = [*TINY, "--set", "reduce=canonical"]
+    torchrun(folder, 1, *start, "--out", "one", "--stop-at", 4)
+    torchrun(folder, 1, "--resume", "--out", "one", *LONGER, "--prompt", "")
+    torchrun(folder, 2, *start, "--zero", 3, "--out", "two", "--stop-at", 4)
+    torchrun(folder, 2, "--resume", "--out", "two", *LONGER, "--prompt", "")
+    assert [row["loss"] for row in rows(folder / "one")] == [row["loss"] for row in rows(folder / "two")]
+    assert hashes(folder / "one") == hashes(folder / "two")
