@@ -2,6 +2,7 @@
 what is sent, what is held. The laws are those of test_pipelined.py and test_pipeline_sums.py, on two ranks."""
 
 import functools
+import math
 import time
 from unittest import mock
 
@@ -72,15 +73,14 @@ def norms_by_layer(plant):
         assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def sent_with(mesh, plant):
+def sent_with(mesh, plant, names):
     with plant():
-        return sent(mesh, (0,), ("1f1b", "zb-v"))
+        return sent(mesh, (0,), names)
 
 
-def messages(plant, sizes=(("pp", 2),)):
+def messages(plant, sizes=(("pp", 2),), names=("1f1b", "zb-v")):
     """What a rank sends is what the formulas say."""
-    n = 4 if len(sizes) == 2 else 2
-    for cases in ranks.run(n, sent_with, plant, mesh=dict(sizes)):
+    for cases in ranks.run(math.prod(dict(sizes).values()), sent_with, plant, names, mesh=dict(sizes)):
         for found, expected, _ in cases.values():
             assert found == expected
 
@@ -151,8 +151,7 @@ MISTAKES = {}
 def caught_by(*laws, default=False):
     def register(plant):
         for law in laws:
-            name = f"{plant.__name__} [{getattr(law, '__name__', 'messages over dp')}]"
-            MISTAKES[name] = plant, law, default
+            MISTAKES[f"{plant.__name__} [{law.__name__}]"] = plant, law, default
         return plant
 
     return register
@@ -270,7 +269,7 @@ def what_weights_need_freed_with_the_inputs():
 
 
 def over_dp(plant):
-    return messages(plant, (("pp", 2), ("dp", 2)))
+    messages(plant, (("pp", 2), ("dp", 2)), ("1f1b", "zb-h1"))
 
 
 @caught_by(over_dp)
@@ -346,20 +345,16 @@ def unharmed():
 
 
 LAWS = tuple(dict.fromkeys(law for _, law, _ in MISTAKES.values()))
-ELSEWHERE = (norms_by_layer, messages, over_dp, memory)  # which hold in the files that they are of
 
 
-@pytest.mark.parametrize(
-    "law",
-    [pytest.param(law, marks=pytest.mark.exhaustive if law in ELSEWHERE else pytest.mark.slow) for law in LAWS],
-    ids=lambda law: law.__name__,
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
 def test_a_law_holds_without_a_mistake(law):
     law(unharmed)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (not default)) for n, (*_, default) in MISTAKES.items()]
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (not default)) for n, (*_, default) in MISTAKES.items()]
 )
 def test_a_mistake_is_caught(name):
     plant, law, _ = MISTAKES[name]

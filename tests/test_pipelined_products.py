@@ -101,7 +101,7 @@ def of_models(mesh, schedule, names=MODELS):
             yield name, tx, stage, 4, {**options_of(FAMILY[schedule], **plan), **options}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_across_stacks_and_cut_sequences_equal_one_process():
     equals_one_process(MESHES["pp2"], list(of_models("pp2", "zb-v", ["encoder and decoder"])))
     equals_one_process(MESHES["pp2 x tp2"], list(of_models("pp2 x tp2", "zb-v", ["llama"]))[:1])

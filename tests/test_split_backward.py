@@ -140,8 +140,12 @@ FEW = {
     "pp4": [("gemma", "sgd", 0, 8, options_of(SPLIT["zb-h2"])), ("gemma", "adam", 3, 4, options_of(SPLIT["zb-h1"]))],
 }
 
+# The products of test_pipelined_products.py have the larger meshes too.
+TIERS = {"pp2": (), "pp2 more": pytest.mark.slow, "pp2 x dp2": pytest.mark.slow}
+TIERS |= dict.fromkeys(("pp2 x tp2", "pp4"), pytest.mark.exhaustive)
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m != "pp2")) for m in FEW])
+
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=TIERS[m]) for m in FEW])
 def test_a_split_schedule_equals_one_process(mesh):
     equals_one_process(MESHES[mesh.removesuffix(" more")], FEW[mesh])
 

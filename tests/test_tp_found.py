@@ -261,7 +261,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_caught(name, monkeypatch):
     plant, law = MISTAKES[name]

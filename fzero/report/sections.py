@@ -121,11 +121,16 @@ def attempts(run: RunReport) -> Section:
         commit = (a.get("commit") or "-")[:10] + "+" * bool(a.get("dirty"))
         when = (str(a.get("attempt", i)), str(a.get("time", "-")), f"{a.get('first_step', 0):,}")
         made = (f"{steps:,}", shown(seconds, "s"), shown(speed, "tokens/s")) if several else ()
-        made += (sizes[i - 1],) * staged
-        where = (mesh_text(a.get("mesh") or {}), str(a.get("zero", "-")), str(a.get("threads", "-")))
+        where = (
+            *[sizes[i - 1]] * staged,
+            mesh_text(a.get("mesh") or {}),
+            str(a.get("zero", "-")),
+            str(a.get("threads", "-")),
+        )
         rows.append((*when, *made, *where, commit, command_of(a.get("command") or [], a.get("processes") or 1)))
     made = ("steps kept", "time of a step", "throughput") if several else ()
-    head = ("attempt", "started", "after step", *made, *["batch"] * staged, "mesh", "ZeRO", "threads", "commit", "command")
+    where = (*["batch"] * staged, "mesh", "ZeRO", "threads")
+    head = ("attempt", "started", "after step", *made, *where, "commit", "command")
     numbers = frozenset(i for i, name in enumerate(head) if name in ("after step", "ZeRO", "threads", *made))
     return Section(
         "attempts",
