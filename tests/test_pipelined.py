@@ -74,7 +74,7 @@ FEW = {
         ("gemma", "adam", 0, 2, options_of(PIPELINES["gpipe"])),
     ],
 }
-TIERS = {"pp4": pytest.mark.slow, "pp2 x tp2": pytest.mark.slow, "pp2 x rp2": pytest.mark.exhaustive}
+TIERS = {"pp2 x tp2": pytest.mark.slow, "pp4": pytest.mark.exhaustive, "pp2 x rp2": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=TIERS.get(m, ())) for m in MESHES])
