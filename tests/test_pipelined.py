@@ -74,10 +74,10 @@ FEW = {
         ("gemma", "adam", 0, 2, options_of(PIPELINES["gpipe"])),
     ],
 }
-SLOW = ("pp2 x rp2", "pp4", "pp2 x tp2")
+TIERS = {"pp4": pytest.mark.slow, "pp2 x tp2": pytest.mark.slow, "pp2 x rp2": pytest.mark.exhaustive}
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES])
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=TIERS.get(m, ())) for m in MESHES])
 def test_a_pipeline_equals_one_process(mesh):
     equals_one_process(MESHES[mesh], FEW[mesh])
 

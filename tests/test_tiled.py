@@ -201,3 +201,22 @@ def test_where_torch_has_no_small_products_it_is_not_preferred(monkeypatch):
     q, k, v = draw(1, 70, 2, 1, 4, torch.float32)
     monkeypatch.setattr(module, "has_small_products", lambda dtype: False)
     assert prefers(q, k, v) == "torch has no small products in torch.float32 on this CPU"
+
+
+@pytest.mark.parametrize("pattern", (FULL, Pattern("window", 700), Pattern("fixed", 500, 20)), ids=str)
+def test_long_sequences_are_taken_a_block_of_queries_at_a_time(pattern):
+    """Beyond BLOCK positions, with an edge of the last block, against the reference; and the room for sums of dk and dv
+    is there only where they are wider than dk."""
+    t = 1024 + 200
+    tensors = draw(1, t, 2, 1, 6)
+    documents = (torch.arange(t) // 900)[None]
+    for options in ({"cap": 0.3}, {"documents": documents}):
+        expected = laws.both_passes(lambda *a, o=options: reference(*a, pattern=pattern, **o), tensors)
+        actual = laws.both_passes(lambda *a, o=options: tiled_attention(*a, pattern=pattern, **o), tensors)
+        assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
+    rooms = [module._gradients(*(x.to(dtype) for x in tensors))[3] for dtype in module.DTYPES]
+    assert [(room.dtype, room.numel()) for room in rooms] == [(torch.float32, 2 * t * 6), (torch.float32, 0), (F64, 0)]
+
+
+def test_blocks_of_queries_have_the_error_of_the_dtype():
+    laws.numbers(chosen, draw(1, 1100, 2, 1, 8), torch.bfloat16, impl="tiled")

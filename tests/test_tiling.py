@@ -174,7 +174,10 @@ def test_chunks_of_tokens_are_the_layer(chunk):
     b_in, b_out = laws.draw((7,), (6,), seed=2)
     forms = (
         (functools.partial(tiled_mlp, tiles=2), (x, *params)),
-        (lambda x, w, v, a, b, **more: tiled_gelu_mlp(x, w, v, 3, a, b, **more), (x, params[0], params[2], b_in, b_out)),
+        (
+            lambda x, w, v, a, b, **more: tiled_gelu_mlp(x, w, v, 3, a, b, **more),
+            (x, params[0], params[2], b_in, b_out),
+        ),
     )
     for f, tensors in forms:
         expected = laws.both_passes(f, tensors)

@@ -69,6 +69,11 @@ TABLES = (
     multiple=True,
     help="Plan each of these values, in a row each: remat=none,full. Repeat for all combinations.",
 )
+@click.option(
+    "--ask",
+    type=click.Choice(["longest"]),
+    help="A question. longest: of sequences that train on one device, the setting, and where each byte goes.",
+)
 @click.option("--lora-rank", type=int, help="Plan LoRA of this rank: only its factors are trained.")
 @click.option(
     "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
@@ -97,6 +102,7 @@ def plan(
     out: Path | None,
     slurm: Path | None,
     vary: tuple[str, ...],
+    ask: str | None,
     lora_rank: int | None,
     lora_targets: str | None,
     quantize: str | None,
@@ -128,6 +134,9 @@ def plan(
         raise ValueError(
             f"{'--out' if out else '--slurm' if slurm else '--world-size'} is for --search; add that, or leave it out"
         )
+    if ask and (searches or vary or by_part or tokens is not None):
+        other = "--search" if searches else "--vary" if vary else "--roofline" if by_part else "--tokens"
+        raise ValueError(f"--ask {ask} answers one question; leave out {other}")
     if slurm and not out:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     refuse_lora_flags(lora_rank, lora_targets, quantize, "--search" if searches else "--vary" if vary else "")
@@ -149,6 +158,13 @@ def plan(
     device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
+    elif ask:
+        from fzero.planner.longest import longest
+
+        with Progress("planning") as show:
+            found = longest(config, device, show)
+        click.echo(found.to_json() if as_json else str(found))
+        return
     elif vary:
         from fzero.planner import vary as variants
 

@@ -6,9 +6,11 @@
 // tile of scores is [KEYS, QUERIES]: element (j, x) is key s0 + j against query q0 + x. The values of each query
 // (maximum, sum, log-sum-exp) then lie along a vector, and nothing is summed across its lanes. One thread handles all
 // heads of a key/value group of one row of the batch (number n = b G + group) in a fixed order: results do not depend
-// on the number of threads. Element (b, t, h, c) of q is at ((b T + t) H + h) K + c, so `at` is the start of a tile of
+// on the number of threads. It takes BLOCK queries at a time, so that what it lays out does not grow with T; sums of dk and
+// dv alone are as long as the sequence, one head of them for each thread where they are wider than dk. Element (b, t, h, c) of q is at ((b T + t) H + h) K + c, so `at` is the start of a tile of
 // queries and ldq = H K the step to the next query; k and v likewise with `from` and ldk = G K.
 #include <ATen/native/CPUBlas.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -24,6 +26,7 @@ namespace blas = at::native::cpublas;
 using at::BFloat16;
 
 constexpr int64_t QUERIES = 64, KEYS = 128;  // of a tile
+constexpr int64_t BLOCK = 1024;              // queries that a thread has laid out and sums at a time
 
 // Sums are in float, for double in double. The right operand of a bfloat16 product holds pairs of rows interleaved:
 // [rows / 2, columns, 2].
@@ -375,56 +378,90 @@ void cap_scores(int64_t m, const Shape& z, W* s, W* dp = nullptr, const W* delta
   }
 }
 
+// The keys and values of a group as a thread lays them out for products: all of at most BLOCK, once; of more a tile of KEYS
+// at a time, for each block of queries.
+template <typename T>
+struct Laid {
+  const Shape& z;
+  const bool whole;
+  const int64_t ld;
+  std::vector<T> keys, values, turned;  // turned: of the values in a forward pass, of the keys in a backward pass
+
+  Laid(const Shape& z, bool backward)
+      : z(z), whole(z.s <= BLOCK), ld(z.g * z.k), keys(rows() * z.k), values(backward ? rows() * z.k : 0),
+        turned(rows() * z.k) {}
+  int64_t rows() const { return whole ? z.padded_s() : KEYS; }
+  int64_t at(int64_t s0) const { return whole ? s0 * z.k : 0; }  // where the tile of keys from s0 lies
+
+  void tile(const T* k, const T* v, int64_t s0) {
+    const int64_t m = std::min(KEYS, z.s - s0), to = at(s0);
+    for (int64_t i = 0; i < m; i++) std::copy_n(k + (s0 + i) * ld, z.k, &keys[to + i * z.k]);
+    for (int64_t i = 0; i < m && !values.empty(); i++) std::copy_n(v + (s0 + i) * ld, z.k, &values[to + i * z.k]);
+    transpose((values.empty() ? v : k) + s0 * ld, ld, m, z.k, &turned[to]);
+  }
+  void all(const T* k, const T* v) {
+    for (int64_t s0 = 0; whole && s0 < z.s; s0 += KEYS) tile(k, v, s0);
+  }
+};
+
 template <typename T>
 void forward(const T* q, const T* k, const T* v, const Places& places, void* out, Wide<T>* lse, const Shape& z) {
   using W = Wide<T>;
   const Sees sees(z, places);
   const double rest = z.cap ? 1.0 : z.scale;  // the factor of the scores after the cap, which takes the scale in
   const W to_2 = W(rest * 1.4426950408889634), low = W(-1e30);
-  const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g;
+  const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g, block = std::min(BLOCK, z.padded_t());
 #pragma omp parallel num_threads(z.threads)
   {
-    std::vector<T> keys(z.s * z.k), values(z.padded_s() * z.k), query(QUERIES * z.k), p(KEYS * QUERIES);
-    std::vector<W> s(KEYS * QUERIES), acc(z.k * QUERIES), top(QUERIES), last(QUERIES), sum(QUERIES);
+    Laid<T> laid(z, false);
+    std::vector<T> query(block * z.k), p(KEYS * QUERIES);
+    std::vector<W> s(KEYS * QUERIES), acc(block * z.k), tops(block), last(QUERIES), sums(block);
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < z.b * z.g; n++) {
       const int64_t b = n / z.g, group = n % z.g, from = b * z.s * ldk + group * z.k;
       const Row row(places, sees.line.data(), z, b);
-      for (int64_t i = 0; i < z.s; i++) std::copy_n(k + from + i * ldk, z.k, &keys[i * z.k]);
-      for (int64_t s0 = 0; s0 < z.s; s0 += KEYS)
-        transpose(v + from + s0 * ldk, ldk, std::min(KEYS, z.s - s0), z.k, &values[s0 * z.k]);
+      laid.all(k + from, v + from);
       for (int64_t head = group * heads; head < (group + 1) * heads; head++)
-        for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
-          const int64_t at = (b * z.t + q0) * ldq + head * z.k, width = std::min(QUERIES, z.t - q0);
-          turn(q + at, ldq, width, z.k, query.data());
-          std::fill(top.begin(), top.end(), low), std::fill(sum.begin(), sum.end(), W(0));
+        for (int64_t b0 = 0; b0 < z.t; b0 += BLOCK) {
+          const int64_t at = b * z.t * ldq + head * z.k, end = std::min(b0 + BLOCK, z.t);
+          for (int64_t q0 = b0; q0 < end; q0 += QUERIES)
+            turn(q + at + q0 * ldq, ldq, std::min(QUERIES, end - q0), z.k, &query[(q0 - b0) * z.k]);
+          std::fill(tops.begin(), tops.end(), low), std::fill(sums.begin(), sums.end(), W(0));
           std::fill(acc.begin(), acc.end(), W(0));
           for (int64_t s0 = 0; s0 < z.s; s0 += KEYS) {
-            const int64_t there = std::min(KEYS, z.s - s0), m = sees.reach(row, q0, s0, there);
-            const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
-            if (look == NONE) continue;
-            product(m, width, z.k, &keys[s0 * z.k], z.k, query.data(), QUERIES, s.data(), QUERIES, false);
-            if (z.cap) cap_scores(m, z, s.data());
-            if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
-            pad<T>(m, width, low, s.data());
-            last = top;
-            for (int64_t j = 0; j < m; j++)
+            const int64_t there = std::min(KEYS, z.s - s0), to = laid.at(s0);
+            bool ready = laid.whole;
+            for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
+              const int64_t width = std::min(QUERIES, end - q0), m = sees.reach(row, q0, s0, there);
+              const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
+              if (look == NONE) continue;
+              if (!ready) laid.tile(k + from, v + from, s0);
+              ready = true;
+              W *top = &tops[q0 - b0], *sum = &sums[q0 - b0], *total = &acc[(q0 - b0) * z.k];
+              product(m, width, z.k, &laid.keys[to], z.k, &query[(q0 - b0) * z.k], QUERIES, s.data(), QUERIES, false);
+              if (z.cap) cap_scores(m, z, s.data());
+              if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
+              pad<T>(m, width, low, s.data());
+              std::copy_n(top, QUERIES, last.data());
+              for (int64_t j = 0; j < m; j++)
 #pragma omp simd
-              for (int64_t x = 0; x < QUERIES; x++) top[x] = top[x] < s[j * QUERIES + x] ? s[j * QUERIES + x] : top[x];
-            for (int64_t x = 0; x < QUERIES; x++) last[x] = power_of_2((last[x] - top[x]) * to_2), sum[x] *= last[x];
-            for (int64_t c = 0; c < z.k; c++)
+                for (int64_t x = 0; x < QUERIES; x++) top[x] = top[x] < s[j * QUERIES + x] ? s[j * QUERIES + x] : top[x];
+              for (int64_t x = 0; x < QUERIES; x++) last[x] = power_of_2((last[x] - top[x]) * to_2), sum[x] *= last[x];
+              for (int64_t c = 0; c < z.k; c++)
 #pragma omp simd
-              for (int64_t x = 0; x < QUERIES; x++) acc[c * QUERIES + x] *= last[x];
-            weigh(m, to_2, s.data(), top.data(), sum.data(), p.data());
-            product(z.k, width, padded<T>(m), &values[s0 * z.k], KEYS, p.data(), QUERIES, acc.data(), QUERIES, true);
+                for (int64_t x = 0; x < QUERIES; x++) total[c * QUERIES + x] *= last[x];
+              weigh(m, to_2, s.data(), top, sum, p.data());
+              product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, p.data(), QUERIES, total, QUERIES, true);
+            }
           }
-          for (int64_t x = 0; x < width; x++) {
+          for (int64_t i = b0; i < end; i++) {
+            const W top = tops[i - b0], sum = sums[i - b0];
+            const W* x = &acc[(i - b0) / QUERIES * QUERIES * z.k + i % QUERIES];
             // A query that sees no key has the sum of scores that are hidden; one that is NaN hides nothing.
-            const bool none = top[x] == low && !std::isnan(sum[x]);
-            for (int64_t c = 0; c < z.k; c++)
-              store<T>(none ? W(0) : acc[c * QUERIES + x] / sum[x], out, at + x * ldq + c, z.wide);
-            lse[(b * z.h + head) * z.t + q0 + x] =
-                none ? -std::numeric_limits<W>::infinity() : W(top[x] * rest + std::log(sum[x]));
+            const bool none = top == low && !std::isnan(sum);
+            for (int64_t c = 0; c < z.k; c++) store<T>(none ? W(0) : x[c * QUERIES] / sum, out, at + i * ldq + c, z.wide);
+            lse[(b * z.h + head) * z.t + i] =
+                none ? -std::numeric_limits<W>::infinity() : W(top * rest + std::log(sum));
           }
         }
     }
@@ -432,72 +469,75 @@ void forward(const T* q, const T* k, const T* v, const Places& places, void* out
   }
 }
 
+// room: 2 S K numbers for each thread, where dk and dv are narrower than the sums, which else are made in their place.
 template <typename T>
 void backward(const T* q, const T* k, const T* v, const Places& places, const T* out, const Wide<T>* lse, const T* g,
-              void* dq, void* dk, void* dv, const Shape& z) {
+              void* dq, void* dk, void* dv, Wide<T>* room, const Shape& z) {
   using W = Wide<T>;
   const Sees sees(z, places);
   const W log2_e = W(1.4426950408889634), to_2 = z.cap ? log2_e : W(z.scale) * log2_e, low = W(-1e30);
-  const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g;
-  const int64_t all_q = z.padded_t() * z.k, all_k = z.padded_s() * z.k;
+  const int64_t ldq = z.h * z.k, ldk = z.g * z.k, heads = z.h / z.g, block = std::min(BLOCK, z.padded_t());
+  const bool in_place = z.wide || std::is_same_v<T, W>;
 #pragma omp parallel num_threads(z.threads)
   {
-    std::vector<T> keys(all_k), values(all_k), turned_k(all_k);
-    std::vector<T> turned_q(all_q), turned_g(all_q), laid_q(all_q), laid_g(all_q);
+    Laid<T> laid(z, true);
+    std::vector<T> turned_q(block * z.k), turned_g(block * z.k), laid_q(block * z.k), laid_g(block * z.k);
     std::vector<T> p(KEYS * QUERIES), ds(KEYS * QUERIES), laid_ds(ROWS<T> == 1 ? 0 : KEYS * QUERIES);
-    std::vector<W> s(KEYS * QUERIES), dp(KEYS * QUERIES), acc_q(all_q), acc_k(all_k), acc_v(all_k);
-    std::vector<W> lse_2(z.padded_t()), delta(z.padded_t());
+    std::vector<W> s(KEYS * QUERIES), dp(KEYS * QUERIES), acc_q(block * z.k), lse_2(block), delta(block);
     T* right = ROWS<T> == 1 ? ds.data() : laid_ds.data();
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < z.b * z.g; n++) {
       const int64_t b = n / z.g, group = n % z.g, from = b * z.s * ldk + group * z.k;
       const Row row(places, sees.line.data(), z, b);
-      for (int64_t i = 0; i < z.s; i++) {
-        std::copy_n(k + from + i * ldk, z.k, &keys[i * z.k]);
-        std::copy_n(v + from + i * ldk, z.k, &values[i * z.k]);
-      }
-      for (int64_t s0 = 0; s0 < z.s; s0 += KEYS)
-        transpose(k + from + s0 * ldk, ldk, std::min(KEYS, z.s - s0), z.k, &turned_k[s0 * z.k]);
-      std::fill(acc_k.begin(), acc_k.end(), W(0)), std::fill(acc_v.begin(), acc_v.end(), W(0));
-      for (int64_t head = group * heads; head < (group + 1) * heads; head++) {
-        const int64_t at = b * z.t * ldq + head * z.k;
-        for (int64_t i = 0; i < z.t; i++) {
-          const W x = lse[(b * z.h + head) * z.t + i];
-          lse_2[i] = std::isinf(x) ? W(0) : x * log2_e;  // that of a query that sees nothing meets hidden scores alone
-        }
-        for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
-          const int64_t width = std::min(QUERIES, z.t - q0), there = at + q0 * ldq, here = q0 * z.k;
-          turn(q + there, ldq, width, z.k, &turned_q[here]), turn(g + there, ldq, width, z.k, &turned_g[here]);
-          lay(q + there, ldq, width, z.k, &laid_q[here]), lay(g + there, ldq, width, z.k, &laid_g[here]);
-          sum_rows(width, z.k, out + there, ldq, &turned_g[here], s.data(), &delta[q0]);
-        }
-        std::fill(acc_q.begin(), acc_q.end(), W(0));
-        for (int64_t s0 = 0; s0 < z.s; s0 += KEYS)
-          for (int64_t q0 = 0; q0 < z.t; q0 += QUERIES) {
-            const int64_t width = std::min(QUERIES, z.t - q0), there = std::min(KEYS, z.s - s0);
-            const int64_t m = sees.reach(row, q0, s0, there);
-            const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
-            if (look == NONE) continue;
-            product(m, width, z.k, &keys[s0 * z.k], z.k, &turned_q[q0 * z.k], QUERIES, s.data(), QUERIES, false);
-            product(m, width, z.k, &values[s0 * z.k], z.k, &turned_g[q0 * z.k], QUERIES, dp.data(), QUERIES, false);
-            if (z.cap) cap_scores(m, z, s.data(), dp.data(), &delta[q0]);
-            if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
-            pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
-            differentiate(m, to_2, s.data(), dp.data(), &lse_2[q0], &delta[q0], p.data(), ds.data(), laid_ds.data());
-            product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[q0 * z.k], z.k, &acc_v[s0 * z.k], z.k, true);
-            product(m, z.k, padded<T>(width), ds.data(), QUERIES, &laid_q[q0 * z.k], z.k, &acc_k[s0 * z.k], z.k, true);
-            product(z.k, width, padded<T>(m), &turned_k[s0 * z.k], KEYS, right, QUERIES, &acc_q[q0 * z.k], QUERIES,
-                    true);
+      W* own = in_place ? nullptr : room + omp_get_thread_num() * 2 * z.s * z.k;
+      W *acc_k = in_place ? static_cast<W*>(dk) + from : own, *acc_v = in_place ? static_cast<W*>(dv) + from : own + z.s * z.k;
+      const int64_t ldc = in_place ? ldk : z.k;
+      laid.all(k + from, v + from);
+      for (int64_t i = 0; i < z.s; i++) std::fill_n(acc_k + i * ldc, z.k, W(0)), std::fill_n(acc_v + i * ldc, z.k, W(0));
+      for (int64_t head = group * heads; head < (group + 1) * heads; head++)
+        for (int64_t b0 = 0; b0 < z.t; b0 += BLOCK) {
+          const int64_t at = b * z.t * ldq + head * z.k, end = std::min(b0 + BLOCK, z.t);
+          for (int64_t i = b0; i < end; i++) {
+            const W x = lse[(b * z.h + head) * z.t + i];
+            lse_2[i - b0] = std::isinf(x) ? W(0) : x * log2_e;  // that of a query that sees nothing meets hidden scores alone
           }
-        for (int64_t i = 0; i < z.t; i++) {
-          const W* x = &acc_q[i / QUERIES * QUERIES * z.k + i % QUERIES];
-          for (int64_t c = 0; c < z.k; c++) store<T>(x[c * QUERIES] * W(z.scale), dq, at + i * ldq + c, z.wide);
+          for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
+            const int64_t width = std::min(QUERIES, end - q0), there = at + q0 * ldq, here = (q0 - b0) * z.k;
+            turn(q + there, ldq, width, z.k, &turned_q[here]), turn(g + there, ldq, width, z.k, &turned_g[here]);
+            lay(q + there, ldq, width, z.k, &laid_q[here]), lay(g + there, ldq, width, z.k, &laid_g[here]);
+            sum_rows(width, z.k, out + there, ldq, &turned_g[here], s.data(), &delta[q0 - b0]);
+          }
+          std::fill(acc_q.begin(), acc_q.end(), W(0));
+          for (int64_t s0 = 0; s0 < z.s; s0 += KEYS) {
+            const int64_t there = std::min(KEYS, z.s - s0), to = laid.at(s0);
+            bool ready = laid.whole;
+            for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
+              const int64_t width = std::min(QUERIES, end - q0), m = sees.reach(row, q0, s0, there);
+              const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
+              if (look == NONE) continue;
+              if (!ready) laid.tile(k + from, v + from, s0);
+              ready = true;
+              const int64_t x = q0 - b0, here = x * z.k;
+              product(m, width, z.k, &laid.keys[to], z.k, &turned_q[here], QUERIES, s.data(), QUERIES, false);
+              product(m, width, z.k, &laid.values[to], z.k, &turned_g[here], QUERIES, dp.data(), QUERIES, false);
+              if (z.cap) cap_scores(m, z, s.data(), dp.data(), &delta[x]);
+              if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
+              pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
+              differentiate(m, to_2, s.data(), dp.data(), &lse_2[x], &delta[x], p.data(), ds.data(), laid_ds.data());
+              product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[here], z.k, acc_v + s0 * ldc, ldc, true);
+              product(m, z.k, padded<T>(width), ds.data(), QUERIES, &laid_q[here], z.k, acc_k + s0 * ldc, ldc, true);
+              product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, right, QUERIES, &acc_q[here], QUERIES, true);
+            }
+          }
+          for (int64_t i = b0; i < end; i++) {
+            const W* x = &acc_q[(i - b0) / QUERIES * QUERIES * z.k + i % QUERIES];
+            for (int64_t c = 0; c < z.k; c++) store<T>(x[c * QUERIES] * W(z.scale), dq, at + i * ldq + c, z.wide);
+          }
         }
-      }
       for (int64_t i = 0; i < z.s; i++)
         for (int64_t c = 0; c < z.k; c++) {
-          store<T>(acc_k[i * z.k + c] * W(z.scale), dk, from + i * ldk + c, z.wide);
-          store<T>(acc_v[i * z.k + c], dv, from + i * ldk + c, z.wide);
+          store<T>(acc_k[i * ldc + c] * W(z.scale), dk, from + i * ldk + c, z.wide);
+          store<T>(acc_v[i * ldc + c], dv, from + i * ldk + c, z.wide);
         }
     }
     if (quick<T>()) blas::brgemm_release();
@@ -512,8 +552,9 @@ void backward(const T* q, const T* k, const T* v, const Places& places, const T*
     forward(q, k, v, *places, out, lse, *z);                                                                          \
   }                                                                                                                   \
   extern "C" void backward_##NAME(const T* q, const T* k, const T* v, const Places* places, const T* out,             \
-                                  const Wide<T>* lse, const T* g, void* dq, void* dk, void* dv, const Shape* z) {     \
-    backward(q, k, v, *places, out, lse, g, dq, dk, dv, *z);                                                          \
+                                  const Wide<T>* lse, const T* g, void* dq, void* dk, void* dv, Wide<T>* room,        \
+                                  const Shape* z) {                                                                   \
+    backward(q, k, v, *places, out, lse, g, dq, dk, dv, room, *z);                                                    \
   }                                                                                                                   \
   extern "C" int works_##NAME() { return works<T>(); }
 

@@ -48,6 +48,11 @@ def has_small_products(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
 
 
+def _threads(k: Tensor) -> int:
+    """The threads of a call: each has work of at least one key/value head of a row."""
+    return max(1, min(torch.get_num_threads(), k.shape[0] * k.shape[2]))
+
+
 def _address(x: Tensor | None) -> int | None:
     return x.data_ptr() if x is not None else None
 
@@ -67,7 +72,7 @@ def _run(
     """places: int64 positions [B, T] and [B, S] of queries and keys, and their documents, each contiguous or None."""
     if q.numel() and k.numel():
         (b, t, h, dim), (_, s, g, _) = q.shape, k.shape
-        shape = _Shape(b, t, s, h, g, dim, *pattern, torch.get_num_threads(), wide, *factors)
+        shape = _Shape(b, t, s, h, g, dim, *pattern, _threads(k), wide, *factors)
         at = ctypes.byref(_Places(*(_address(x) for x in places)))
         pointers = [ctypes.c_void_p(_address(x)) for x in (q, k, v, *rest)]
         run = getattr(_library(q.dtype), f"{what}_{DTYPES[q.dtype]}")
@@ -98,14 +103,16 @@ def tiled_forward(
     return out, lse
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, (_, s, _, dim) = torch.promote_types(q.dtype, torch.float32), k.shape
+    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, s, dim), dtype=wide)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), room
 
 
 @operator(
     "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] "
     "pattern, float scale, float cap)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     _gradients,
 )
 def tiled_backward(
@@ -119,13 +126,15 @@ def tiled_backward(
     pattern: list[int],
     scale: float,
     cap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v for the gradient g of out."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients by q, k and v for the gradient g of out; and the memory in which dk and dv were summed, which is a
+    result so that it is counted.
+    """
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
-    dq, dk, dv = _gradients(q, k, v)
-    places, rest = (None, None, documents, documents), (out, lse, g, dq, dk, dv)
+    results = _gradients(q, k, v)
+    places, rest = (None, None, documents, documents), (out, lse, g, *results)
     _run("backward", q, k, v, places, rest, pattern, (scale, cap))
-    return dq, dk, dv
+    return results
 
 
 def _outputs_at(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -195,7 +204,8 @@ def tiled_backward_at(
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
     dq, dk, dv = _gradients_at(q, k, v)
     places = query, key, query_documents, key_documents
-    _run("backward", q, k, v, places, (out, lse, g, dq, dk, dv), pattern, (scale, cap), wide=True)
+    rest = out, lse, g, dq, dk, dv, dk[:0]  # no room: the sums are made in dk and dv
+    _run("backward", q, k, v, places, rest, pattern, (scale, cap), wide=True)
     return dq, dk, dv
 
 
@@ -223,7 +233,7 @@ def tiled_attention(
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, out, lse = saved
-        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale, cap)
+        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale, cap)[:3]
 
     return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
         q, k, v, *rest

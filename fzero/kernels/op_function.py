@@ -21,8 +21,8 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Trit
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 
 
-# Launchers that are made of PyTorch's operators, by the operator: a count of memory or of FLOPs runs them, and sees what
-# they allocate and multiply inside.
+# Launchers that are made of PyTorch's operators, by the operator: a count of memory or of FLOPs runs them, and sees
+# what they allocate and multiply inside.
 OPENED: dict[Any, Callable[..., Any]] = {}
 
 

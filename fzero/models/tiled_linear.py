@@ -12,9 +12,9 @@ from x, the only tensor that is kept. Sums over tiles run in order, in float32 o
 `put`: they may be in memory, on the host or on a disk. Forward and backward pass each fetch tile 0, 1, ... in this
 order, and release one before they fetch the next. With `read_ahead` the next tiles are read in the background.
 
-`tokens` computes a layer for so many tokens at a time, all of its tiles for each: what is as long as the sequence is then
-x, y and their gradients alone, in x's dtype; the gradients of the parameters are summed over the chunks in float32 or
-wider, which has the size of the parameters.
+`tokens` computes a layer for so many tokens at a time, all of its tiles for each: what is as long as the sequence is
+then x, y and their gradients alone, in x's dtype; the gradients of the parameters are summed over the chunks in float32
+or wider, which has the size of the parameters.
 
 Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape:
 the bits may be those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an

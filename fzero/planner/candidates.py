@@ -405,7 +405,7 @@ class Sketcher:
         forward: float,
         backward: float,
         parts: Mapping[str, int],
-        held: Mapping[str, int],
+        held: Mapping[str, float],
     ) -> dict[str, float]:
         """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
         layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize

@@ -105,7 +105,13 @@ def first_estimate(
     node = device.on_node(ranks)
     axes = {name: mesh[name].size for name in ("dp", "rp", "tp")}
     candidate = Candidate(
-        **axes, zero=config.zero, remat=config.train.remat, offload=config.offload, micro_batch=config.train.micro_batch
+        dp=axes["dp"],
+        rp=axes["rp"],
+        tp=axes["tp"],
+        zero=config.zero,
+        remat=config.train.remat,
+        offload=config.offload,
+        micro_batch=config.train.micro_batch,
     )
     layer = closed_layer(job, device)
     sketcher = Sketcher(config, device, node, {axes["tp"]: layer})

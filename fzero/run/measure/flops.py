@@ -87,7 +87,7 @@ def token_flop(job: Job) -> TokenFlop:
 
 
 def in_parts(config: Any) -> bool:
-    """Whether a model's MLP is computed in tiles or chunks of tokens, whose hidden units are computed again backward."""
+    """Whether a model's MLP is computed in tiles or chunks of tokens: backward its hidden units are made again."""
     return getattr(config, "mlp_tiles", 1) > 1 or getattr(config, "mlp_tokens", 0) > 0
 
 

@@ -1,0 +1,135 @@
+"""Very long sequences on one device: what grows with T, what is in float32, and the question for the longest one."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from fzero.kernels import linear_cross_entropy, norm
+from fzero.planner import longest
+from fzero.planner.plan import config_for, device_for, resolve_for
+from fzero.run.measure.live_bytes import MemoryTrace
+
+CHUNK = 128  # tokens of a chunk of the MLP, the norms and the loss
+
+
+class Born(NamedTuple):
+    """A storage of a traced step."""
+
+    op: str
+    place: str
+    dtype: torch.dtype
+    bytes: int
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """All that works on some tokens at a time takes so few that short sequences have many chunks."""
+    monkeypatch.setattr(norm, "LONG", 1)
+    monkeypatch.setattr(norm, "CHUNK", CHUNK * 256)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", dict.fromkeys(("cpu", "cuda"), CHUNK * 256 * 2))
+
+
+def births(monkeypatch, model, tokens, policy, compiled, gpu):
+    """The storages that the passes of a step make, in order."""
+    found = []
+    born = MemoryTrace.born
+
+    def noted(self, x, key, size, here):
+        if self.here.phase in ("forward", "backward"):
+            place = f"{self.here.phase}/{self.here.part}"
+            found.append(Born(self.op, place, x.dtype, size))
+        return born(self, x, key, size, here)
+
+    settings = {"precision.policy": policy, "train.compiled": compiled, "model.mlp_tokens": CHUNK}
+    device = device_for(gpu)
+    config = longest.at_length(config_for(model, settings), tokens, "", device.kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryTrace, "born", noted)
+        longest.trace_passes(resolve_for(config, device), device.target)
+    return found
+
+
+def largest(found):
+    """{(operator, part of the model): bytes of its largest storage}."""
+    out = {}
+    for one in found:
+        out[one.op, one.place] = max(out.get((one.op, one.place), 0), one.bytes)
+    return out
+
+
+# Storages of a bfloat16 step in float32 that are as long as the sequence, with the reason why they remain.
+WIDE = {"fzero.tiled_backward": "dk and dv of one head for each thread: sums over blocks of queries and over heads"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    (pytest.param("llama-tiny", marks=pytest.mark.slow), pytest.param("gpt2-tiny", marks=pytest.mark.exhaustive)),
+)
+def test_nothing_grows_faster_than_the_sequence(model, small_chunks, monkeypatch):
+    """Eager, on a CPU: twice the tokens take at most twice the bytes of any storage, and no float32 copy of the
+    sequence is made but those of WIDE."""
+    once, twice = (births(monkeypatch, model, tokens, "bf16", False, "here") for tokens in (1024, 2048))
+    before = largest(once)
+    slack = 64  # bytes: differences of neighbours have one element less than the sequence
+    assert not {key: size for key, size in largest(twice).items() if size > 2 * before[key] + slack}
+    sizes = largest(once)
+    grown = [one for one in twice if one.bytes >= 2048 * 64 * 4 and one.bytes > sizes[one.op, one.place]]
+    assert {one.op for one in grown if one.dtype == torch.float32} == set(WIDE)
+
+
+class Line(NamedTuple):
+    """What `find` needs of the passes."""
+
+    tokens: int
+    peak_bytes: int
+    host_bytes: int
+
+
+@pytest.mark.parametrize("capacity, host", ((10_000_000, None), (10_000_000, 5_000_000), (200_000, None), (3000, None)))
+def test_the_longest_of_functions_of_three_lines(capacity, host):
+    """Found by few measurements, wherever the lines meet; nothing longer by a ROOM fits."""
+    count = 0
+
+    def measure(tokens):
+        nonlocal count
+        count += 1
+        return Line(tokens, max(1000 + 7 * tokens, 500 + 9 * tokens, 11 * tokens - 40_000), 10 * tokens)
+
+    found, _ = longest.find(measure, capacity, host, {t: measure(t) for t in (16384, 32768)})
+    longer = measure(max(found.tokens + longest.UNIT, int(found.tokens * (1 + 2 * longest.ROOM))))
+    assert found.peak_bytes <= capacity and found.host_bytes <= (host or found.host_bytes)
+    assert longer.peak_bytes > capacity or (host and longer.host_bytes > host)
+    assert count < 10
+
+
+def test_what_does_not_grow_is_above_the_line():
+    """A line through two long sequences promises a short one that what is there at any length does not allow."""
+
+    def measure(tokens):
+        return Line(tokens, max(90_000, 60_000 + 3 * tokens), 0)
+
+    def asked(capacity):
+        seen = {t: measure(t) for t in (20_000, 40_000)}
+        return longest.on_a_line("", seen, capacity, None, measure)
+
+    assert asked(89_000).tokens == 0
+    fits = asked(100_000)
+    assert 0 < fits.tokens < 20_000 and measure(fits.tokens).peak_bytes <= 100_000
+
+
+@pytest.mark.slow
+def test_nothing_fits(fz):
+    code, _, err = fz("plan", "--ask", "longest", "--model", "llama-8b", "--gpu", "4090", "--offload", "acts=host",
+                      "--memory-gb", "3", "--remat", "full", "--set", "model.n_layers=1",
+                      "--set", "train.compiled=false")  # fmt: skip
+    assert code == 2 and "not even 128 tokens fit: with offload acts=host they need" in err
+
+
+def test_the_question_refuses_what_it_does_not_answer(fz):
+    for flags, words in (
+        (["--vary", "remat=none,full"], "--ask longest answers one question; leave out --vary"),
+        (["--mesh", "dp=2"], "--ask longest is of one device, and the mesh is"),
+    ):
+        code, _, err = fz("plan", "--ask", "longest", "--model", "llama-tiny", *flags)
+        assert code == 2 and words in err
