@@ -7,7 +7,7 @@ import math
 import pytest
 import ranks
 import torch
-from close import assert_close
+from close import assert_close, assert_same
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, packed_batch_for, train, whole
 
 import fzero
@@ -22,11 +22,18 @@ MESHES = {
     "cp2 x tp2": {"cp": 2, "tp": 2},
     "pp2 x cp2": {"pp": 2, "cp": 2},
     "cp2 x rp2": {"cp": 2, "rp": 2},
+    "dp2 x cp2 x pp2": {"dp": 2, "cp": 2, "pp": 2},
 }
 
 
 def options_of(form="gather", pieces="auto", over_tp=False, **more):
     return {"plan_options": {"sequence": Context(form, pieces, over_tp), **more}}
+
+
+def masked_batch_for(step, rows, length=8):
+    """`packed_batch_for` whose first half of every row does not count: on two ranks of contiguous pieces all of one."""
+    batch = packed_batch_for(step, rows, length)
+    return {**batch, "mask": batch["mask"] & (torch.arange(length) >= length // 2)}
 
 
 CASES = {
@@ -36,6 +43,7 @@ CASES = {
     "local": {"sizes": {"pattern": "local:3"}, "batches": packed_batch_for},
     "strided": {"sizes": {"pattern": "strided:2"}},
     "fixed": {"sizes": {"pattern": "fixed:3:1"}},
+    "no token of a rank": {"batches": masked_batch_for},
 }
 
 
@@ -111,6 +119,28 @@ def test_every_product_equals_one_process(mesh, form):
     product = itertools.product(("sgd", "clipped adam"), (0, 3), CASES, PIECES)
     cases = [("llama", tx, stage, 2, what, options_of(form, pieces)) for tx, stage, what, pieces in product]
     equals_one_process(mesh, cases)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_without_a_token_that_counts():
+    pieces = [options_of("gather", "contiguous"), options_of("ulysses")]
+    equals_one_process("cp2", [("llama", "clipped adam", 3, 2, "no token of a rank", one) for one in pieces])
+
+
+@pytest.mark.exhaustive
+def test_canonical_sums_are_alike_on_any_dp_beside_one_cp():
+    options = {**options_of(reduce="canonical"), "dropout": 0.1}
+    cases = [(("gpt2", "clipped adam", stage, 4), "documents", options) for stage in (0, 3)]
+    one, two = (
+        ranks.run(math.prod(sizes.values()), trained, cases, STEPS, mesh=sizes)[0]
+        for sizes in (MESHES["cp2"], MESHES["dp2 x cp2"])
+    )
+    for a, b in ((one[0], one[1]), (one[0], two[0]), (one[0], two[1])):
+        assert a[1] == b[1]
+        assert_same(a[0].params, b[0].params)
+    expected, log = serial("gpt2", "clipped adam", 4, STEPS, "documents", 0.1)
+    assert_close(one[0][1], log, rtol=1e-10, atol=1e-12)
+    assert_close(one[0][0].params, expected.params, rtol=1e-10, atol=1e-10)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
