@@ -128,21 +128,12 @@ def plan(
             "--nvme-gbs": nvme_gbs,
         }
     )
+    kind = "--search" if searches else "--vary" if vary else ""
     if searches and vary:
         raise ValueError("--search and --vary exclude each other; give one of them")
-    if not searches and (out or slurm or world_size is not None):
-        raise ValueError(
-            f"{'--out' if out else '--slurm' if slurm else '--world-size'} is for --search; add that, or leave it out"
-        )
-    if ask and (searches or vary or by_part or tokens is not None):
-        other = "--search" if searches else "--vary" if vary else "--roofline" if by_part else "--tokens"
-        raise ValueError(f"--ask {ask} answers one question; leave out {other}")
-    if slurm and not out:
-        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
-    refuse_lora_flags(lora_rank, lora_targets, quantize, "--search" if searches else "--vary" if vary else "")
-    if by_part and (searches or vary or as_json):
-        other = "--search" if searches else "--vary" if vary else "--json, which has time.parts"
-        raise ValueError(f"--roofline is for one plan in words; leave out {other}")
+    of_search = {"--out": bool(out), "--slurm": bool(slurm), "--world-size": world_size is not None}
+    refuse_together(kind, ask, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
+    refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if world_size is None:
@@ -159,12 +150,7 @@ def plan(
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
     elif ask:
-        from fzero.planner.longest import longest
-
-        with Progress("planning") as show:
-            found = longest(config, device, show)
-        click.echo(found.to_json() if as_json else str(found))
-        return
+        answer = ask_longest(config, device)
     elif vary:
         from fzero.planner import vary as variants
 
@@ -180,6 +166,33 @@ def plan(
 
         assert isinstance(answer, PlanReport)  # one plan
         click.echo("\n" + roofline.page(answer))
+
+
+def refuse_together(
+    kind: str, ask: str | None, as_json: bool, of_search: dict[str, bool], of_one: dict[str, bool]
+) -> None:
+    """Raise ValueError for flags that exclude each other.
+
+    kind: "--search", "--vary" or "". of_search: {flag of a search alone: whether it is given}; of_one: of one plan.
+    """
+    found = [flag for flag, given in of_search.items() if given]
+    if kind != "--search" and found:
+        raise ValueError(f"{found[0]} is for --search; add that, or leave it out")
+    other = [kind] if kind else [flag for flag, given in of_one.items() if given]
+    if ask and other:
+        raise ValueError(f"--ask {ask} answers one question; leave out {other[0]}")
+    if of_search["--slurm"] and not of_search["--out"]:
+        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
+    if of_one["--roofline"] and (kind or as_json):
+        raise ValueError(f"--roofline is for one plan in words; leave out {kind or '--json, which has time.parts'}")
+
+
+def ask_longest(config: Any, device: Any) -> Any:
+    """The longest sequence that trains on a device, see planner.longest."""
+    from fzero.planner.longest import longest
+
+    with Progress("planning") as show:
+        return longest(config, device, show)
 
 
 def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | None, many: str) -> None:
