@@ -104,8 +104,8 @@ def tiled_forward(
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide, (_, s, _, dim) = torch.promote_types(q.dtype, torch.float32), k.shape
-    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, s, dim), dtype=wide)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, k.shape[1], k.shape[3]), dtype=wide)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), room
 
 
