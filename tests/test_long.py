@@ -5,7 +5,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from fzero.kernels import linear_cross_entropy, norm
+from fzero.kernels import attention_blocked, linear_cross_entropy, norm
+from fzero.kernels.attention_pattern import FULL
 from fzero.planner import longest
 from fzero.planner.plan import config_for, device_for, resolve_for
 from fzero.run.measure.live_bytes import MemoryTrace
@@ -76,6 +77,15 @@ def test_nothing_grows_faster_than_the_sequence(model, small_chunks, monkeypatch
     sizes = largest(once)
     grown = [one for one in twice if one.bytes >= 2048 * 64 * 4 and one.bytes > sizes[one.op, one.place]]
     assert {one.op for one in grown if one.dtype == torch.float32} == set(WIDE)
+
+
+def test_blocks_of_queries_have_a_number_of_scores_that_does_not_grow_with_its_square():
+    for t in (1, 100, 1000, 8192, 8193, 30_000, 65_536, 300_000):
+        blocks = attention_blocked._blocks(t, FULL)
+        rows = max(end - start for start, end, _ in blocks)
+        assert rows * t <= max(attention_blocked.MAX_SCORES, 128 * t)
+        assert [start for start, _, _ in blocks] == [0, *(end for _, end, _ in blocks[:-1])] and blocks[-1][1] == t
+    assert len(attention_blocked._blocks(8192, FULL)) == 8
 
 
 class Line(NamedTuple):

@@ -19,6 +19,7 @@ from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.cross_entropy_rows import cap_logits
 
 MIN_BLOCK, MAX_BLOCKS = 128, 8
+MAX_SCORES = 1 << 23  # of a head in a block of more than MIN_BLOCK queries: they are T x T / 8 up to T = 8192
 
 
 def blocked_attention(
@@ -31,7 +32,8 @@ def blocked_attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """`reference` by at most 8 blocks of at least 128 queries each, for as many queries as keys."""
+    """`reference` by blocks of at least 128 queries, at most 8 of them up to T = 8192, for as many queries as
+    keys."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[2]
     q = rearrange(q, "b t (g r) k -> (b g) r t k", g=groups)
@@ -42,7 +44,7 @@ def blocked_attention(
 
 def _blocks(t: int, pattern: Pattern) -> list[tuple[int, int, int]]:
     """(first query, end of queries = end of keys, first key) of each block."""
-    size = max(MIN_BLOCK, -(-t // MAX_BLOCKS))
+    size = max(MIN_BLOCK, min(-(-t // MAX_BLOCKS), MAX_SCORES // max(1, t)))
     return [(i, min(i + size, t), pattern.first_key(i)) for i in range(0, t, size)]
 
 

@@ -23,6 +23,7 @@ from fzero.core.device import CPU, Target
 from fzero.models import ModelConfig
 from fzero.planner.step_trace import Segment, Trace, Transfer, make_trace, run_step
 from fzero.run import build as run_build
+from fzero.run.build import Job
 from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.moments import START, Change, Life, Stay, Visit
@@ -75,6 +76,7 @@ def trace(
             stays = step.stays
         else:
             stays, middles = found
+            step = step._replace(host_peak=step.host_peak + inputs_on_host(step.job, config, depth - run))
             notes.append(f"{depth} layers from {run}")
     segments = [segment(step.stays, middle, (depth - run) // group + 1) for middle in middles]
     if run_parts != parts:
@@ -82,6 +84,16 @@ def trace(
         segments.append(segment(distinct(stays), distinct(inner), parts - PARTS + 1))
     step = step._replace(job=step.job._replace(config=config))
     return make_trace(step, stays, tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "; ".join(notes))
+
+
+def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
+    """The bytes of the inputs of so many layers that a forward pass keeps in the host's memory, at most: those of a
+    micro-batch."""
+    if Offload.parse(config.offload).acts.memory != "host":
+        return 0
+    tokens = config.train.batch // job.mesh.data_size // run_build.local_micro_batches(config, job.mesh)
+    width = job.model.config.d_model * job.policy.compute.itemsize
+    return layers // (Remat.parse(config.train.remat).every or 1) * tokens * config.data.seq_len // job.mesh["cp"].size * width
 
 
 def deepest_stack(model: ModelConfig) -> tuple[str, int]:

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fzero.core.autodiff import Remat
 from fzero.core.device import Target
 from fzero.planner import extrapolate
 from fzero.planner.devices import Device
@@ -28,7 +27,6 @@ from fzero.planner.step_trace import Trace, make_trace, run_step
 from fzero.planner.timing import predict
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table
-from fzero.sharding.memory import Offload
 
 LADDER = (
     "",
@@ -172,10 +170,7 @@ def trace_passes(config: RunConfig, target: Target) -> Passes:
     else:
         segments = tuple(extrapolate.segment(step.stays, each, (depth - run) // group + 1) for each in found[1])
         trace = make_trace(step, found[0], tuple(sorted(segments, key=lambda s: (s.first, -s.last))), "passes alone")
-    host, copies = step.host_peak, 0 if found is None else depth - run
-    if copies and Offload.parse(config.offload).acts.memory == "host":  # the inputs of the layers that are copies
-        width = config.model.d_model * step.job.policy.compute.itemsize
-        host += copies // (Remat.parse(config.train.remat).every or 1) * config.data.seq_len * width
+    host = step.host_peak + (0 if found is None else extrapolate.inputs_on_host(step.job, config, depth - run))
     return Passes(config.data.seq_len, trace.peak.bytes, host, trace)
 
 
