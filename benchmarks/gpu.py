@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_first
+import gpu_long
 import gpu_runs
 import gpu_steps
 import torch
@@ -120,6 +121,7 @@ PARTS = {
     "capture": Part(300, gpu_steps.capture_cases),
     "kernels": Part(540, kernel_cases),
     "largest": Part(540, gpu_runs.largest_cases),
+    "long": Part(540, gpu_long.long_cases),
     "runs": Part(540, gpu_runs.run_cases),
     "memcheck": Part(300, memcheck_cases),
 }
@@ -170,6 +172,12 @@ GOALS = (
     Goal("GPT-2 1.5B, tokens/s", 50e3, True, lambda f: f["models"]["gpt2-1.5b"]["tokens_per_s"]),
     Goal(
         "Llama-3 8B at 8,192, causal MFU", 0.47, True, lambda f: of_peak(f["models"]["llama-8b, remat"]["mfu_causal"])
+    ),
+    Goal(
+        "attention in blocks of queries, speed over one call's",
+        0.95,
+        True,
+        lambda f: min(row["one over blocks"] for row in f["long"].values() if "one over blocks" in row),
     ),
     Goal("parameters trained", 25e9, True, lambda f: max(row["parameters"] for row in f["largest"].values())),
     Goal(
