@@ -93,7 +93,8 @@ def inputs_on_host(job: Job, config: RunConfig, layers: int) -> int:
         return 0
     tokens = config.train.batch // job.mesh.data_size // run_build.local_micro_batches(config, job.mesh)
     width = job.model.config.d_model * job.policy.compute.itemsize
-    return layers // (Remat.parse(config.train.remat).every or 1) * tokens * config.data.seq_len // job.mesh["cp"].size * width
+    kept = layers // (Remat.parse(config.train.remat).every or 1)
+    return kept * tokens * config.data.seq_len // job.mesh["cp"].size * width
 
 
 def deepest_stack(model: ModelConfig) -> tuple[str, int]:
