@@ -7,8 +7,7 @@ its own, whose private writable memory (RLIMIT_DATA) may grow by `--factor` time
 BESIDE; then forward and backward pass of the same model as a torch.nn.Module in bfloat16 with
 scaled_dot_product_attention and whole logits, with and without torch.utils.checkpoint around each block, without an
 optimizer, under the same limit. Up to UNLIMITED tokens PyTorch also runs without a limit, which shows what it takes.
-Results are kept as they come; what is there is not run again. `--find BYTES` finds the longest sequence that trains in
-BYTES of tensors and BESIDE, to 1/64 of it, beside `fzero plan --ask longest`.
+Results are kept as they come; what is there is not run again.
 """
 
 from __future__ import annotations
@@ -171,34 +170,12 @@ def start(who: str, model: str, tokens: int, growth: int) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def find(model: str, growth: int, say: Any) -> dict[str, Any]:
-    """The longest sequence that trains in so many bytes of tensors and BESIDE, to 1/64, beside the planned one."""
-    import dataclasses
-
-    from fzero.planner import longest
-    from fzero.planner.plan import device_for
-
-    device = device_for("here")
-    memory = int(growth / (1 - device.margin)) + device.reserved_bytes
-    planned = longest.longest(config_of(model, 4096), dataclasses.replace(device, memory_bytes=memory)).best.tokens
-    step, low, high, tried = max(128, planned // 64 // 128 * 128), 0, 0, {}
-    tokens = planned
-    while not (low and high == low + step):
-        found = start("fzero", model, tokens, growth + BESIDE)
-        tried[tokens] = found["died"]
-        say(f"{tokens} tokens: {found['died'] or 'trains'}")
-        low, high = (max(low, tokens), high) if not found["died"] else (low, min(high or tokens, tokens))
-        tokens = low + step if low else high - step
-    return {"growth_bytes": growth, "planned_tokens": planned, "trains": low, "dies": high, "tried": tried}
-
-
 def main() -> None:
     """Run what is not there yet."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="llama-tiny")
     parser.add_argument("--tokens", type=int, action="append")
     parser.add_argument("--factor", type=float, default=1.1)
-    parser.add_argument("--find", type=int, default=0, metavar="BYTES")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--growth", type=int, default=0, help=argparse.SUPPRESS)
@@ -226,7 +203,7 @@ def main() -> None:
     from fzero.planner.plan import device_for, resolve_for
 
     here = device_for("here")
-    for tokens in lengths if not args.find else ():
+    for tokens in lengths:
         if f"{tokens} planned" not in table["runs"]:
             passes = trace_passes(resolve_for(config_of(args.model, tokens), here), here.target)
             keep(f"{tokens} planned", {"peak_bytes": passes.peak_bytes})
@@ -236,8 +213,6 @@ def main() -> None:
                 keep(f"{tokens} {who}", {"growth_bytes": growth, **start(who, args.model, tokens, growth)})
             if who != "fzero" and tokens <= UNLIMITED and f"{tokens} {who}, no limit" not in table["runs"]:
                 keep(f"{tokens} {who}, no limit", start(who, args.model, tokens, 0))
-    if args.find and f"longest in {args.find}" not in table["runs"]:
-        keep(f"longest in {args.find}", find(args.model, args.find, lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

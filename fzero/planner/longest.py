@@ -39,7 +39,6 @@ START = {"cuda": 65536, "cpu": 16384}  # the shorter of the two lengths that are
 UNIT = 128  # lengths are multiples of it
 ROOM = 0.002  # of the capacity that a longest sequence may leave
 NEAR = 0.01  # of a length, for which more is not offloaded
-MOST = 12  # traces to find one
 
 
 class Passes(NamedTuple):
@@ -188,7 +187,8 @@ def find(
 ) -> tuple[Passes, float]:
     """(the passes of the longest T that fits, bytes of a token there), for functions that increase with T.
 
-    seen: two lengths, or more; those that are measured are added. UNIT tokens must fit.
+    seen: two lengths, or more, of which one fits; those that are measured are added. Where the functions do not
+    increase everywhere it is a length that fits while the next one does not.
     """
 
     def left(one: Passes) -> float:
@@ -196,19 +196,22 @@ def find(
         rooms = [1.0 - one.peak_bytes / capacity]
         return min([*rooms, 1.0 - one.host_bytes / host] if host else rooms)
 
-    for _ in range(MOST):
+    before = math.inf  # the gap between the longest that fits and the shortest that does not, a step ago
+    while True:
         fits = [tokens for tokens, one in seen.items() if left(one) >= 0]
-        low, high = max(fits, default=0), min(set(seen) - set(fits), default=0)
-        # The two nearest lengths: the function is convex, so the line through them is that of the tensors at the peak.
+        low, high = max(fits), min((tokens for tokens in seen if tokens > max(fits)), default=0)
+        # The two nearest lengths: where the function is convex, the line through them is that of what is at the peak.
         ends = sorted(seen, key=lambda tokens: abs(left(seen[tokens])))[:2]
         aim, each = line(seen[min(ends)], seen[max(ends)], capacity, host)
-        if (low and left(seen[low]) < ROOM) or high == low + UNIT:
-            break
+        if left(seen[low]) < ROOM or high == low + UNIT:
+            return seen[low], each
         # A part of ROOM is left on purpose: a line is exact to rounding, and must not miss by a hair.
         aim = int(aim * (1 - ROOM / 4)) // UNIT * UNIT
-        aim = max(low + UNIT, min(aim, high - UNIT) if high else aim)
+        gap = high - low if high else math.inf
+        if high and (gap > before / 2 or not low < aim < high):  # another kernel serves on the other side of a length
+            aim = low + max(1, (high - low) // UNIT // 2) * UNIT
+        before, aim = gap, aim if aim > low else 2 * low
         seen[aim] = measure(aim)
-    return seen[low], each
 
 
 def on_a_line(
