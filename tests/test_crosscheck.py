@@ -100,7 +100,8 @@ def faulty_memory(mesh, rank, leaf, stage):
                     x
                     for name, x in pytree.named_leaves(state).items()
                     if name.startswith(leaf[0]) and name.endswith(leaf[1])
-                )
+                ),
+                bit=8,  # the lowest one of a moment can be lost when the next step rounds
             )
 
     state, check = made(mesh, stage=stage, plant=plant)

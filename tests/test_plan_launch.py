@@ -20,16 +20,21 @@ VALUES = {
     "offload": "opt=host",
     "train.micro_batch": 2,
     "sequence": True,
+    "pipeline.schedule": "gpipe",
 }
 
 
 def test_the_table_is_what_a_candidate_changes():
     base = from_table({"preset": "llama-tiny"})
-    other = Candidate(2, 2, 2, 3, "full", "opt=host", 1).of(base)
+    other = Candidate(2, 2, 2, 3, "full", "opt=host", 1, 2, "interleaved", 2).of(base)
     mine, theirs = to_table(base), to_table(other)
     changed = {key for key in mine if mine[key] != theirs[key]} - {"train"}
     changed |= {f"train.{key}" for key in mine["train"] if mine["train"][key] != theirs["train"][key]}
-    assert changed == set(launch.DECIDED) == {name.partition(".")[0] if "mesh" in name else name for name in VALUES}
+    assert (
+        changed
+        == set(launch.DECIDED)
+        == {name.partition(".")[0] if name.startswith(("mesh", "pipeline")) else name for name in VALUES}
+    )
 
 
 @pytest.mark.parametrize("key", VALUES)
@@ -45,7 +50,8 @@ def test_what_a_search_decides_is_refused_wherever_it_is_set(fz, tmp_path, key):
         search("mlp-tiny", 1, settings={key: value})
     if not key.startswith("mesh."):
         with pytest.raises(ValueError, match=rf"the config gives {key}="):
-            search({"preset": "mlp-tiny", **({key: value} if "." not in key else {"train": {key[6:]: value}})}, 1)
+            part, _, name = key.partition(".")
+            search({"preset": "mlp-tiny", part: {name: value} if name else value}, 1)
 
 
 def test_a_config_of_a_run_says_that_its_own_do_not_count(fz, tmp_path):

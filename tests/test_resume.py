@@ -96,6 +96,7 @@ PLACED = {
     "zero": 3,
     "reduce": "canonical",
     "sequence": True,
+    "context": "ulysses",
     "pipeline.schedule": "interleaved",
     "pipeline.chunks": 2,
     "pipeline.layout": "1,2,3,2",

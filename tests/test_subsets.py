@@ -168,8 +168,8 @@ def test_what_does_not_fit_is_refused():
         fzero.zero_plan(0, model, mesh, reduce="exact")
     with pytest.raises(ValueError, match="power of two"):
         fzero.zero_plan(0, model, fzero.sharding.fake_mesh({"dp": 3}), reduce="canonical")
-    with pytest.raises(ValueError, match=r"cp has size 2.*make cp=1"):
-        fzero.zero_plan(0, model, fzero.sharding.fake_mesh({"cp": 2}))
+    with pytest.raises(ValueError, match=r"ep has size 2.*make ep=1"):
+        fzero.zero_plan(0, model, fzero.sharding.fake_mesh({"ep": 2}))
     plan = fzero.zero_plan(1, model, fzero.sharding.fake_mesh({"dp": 2}))
     with pytest.raises(ValueError, match=r"needs='tree'.*give it an `on`"):
         fzero.make_train_step(model, optim.clip_by_global_norm(1.0)._replace(on=None), plan)

@@ -20,7 +20,8 @@ from fzero.planner import launch
 
 # Of a config.
 TABLES = (
-    "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo"
+    "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
+    "stages",
 )  # fmt: skip
 
 

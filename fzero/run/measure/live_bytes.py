@@ -54,13 +54,9 @@ def name_of(func: Any) -> str:
 
 
 @functools.cache
-def opened(func: Any) -> Callable[..., Any] | None:
-    """What runs in place of an operator that is made of others, which are then seen; None for one that is not.
-
-    PyTorch's own ones reach a mode inside of fzero's, where autograd has been passed already."""
-    if func in OPENED:
-        return OPENED[func]
-    return func.decompose if func.has_kernel_for_dispatch_key(COMPOSITE) else None
+def is_composite(func: Any) -> bool:
+    """Whether an operator of PyTorch's is made of others."""
+    return func.has_kernel_for_dispatch_key(COMPOSITE)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -78,6 +74,7 @@ class LiveBytes(TorchDispatchMode):
         self.device = device
         self.now = self.peak = self.away = self.away_peak = 0
         self.at_peak = ""  # the operator that made the peak
+        self.inside = 0  # how many of fzero's operators that are made of others are running
         self._known: dict[int, weakref.ref] = {}
         for leaf in pytree.leaves(trees):
             self.see(leaf)
@@ -122,12 +119,29 @@ class LiveBytes(TorchDispatchMode):
         """Whether a storage is a piece of memory that is counted as a whole."""
         return False
 
+    def opened(self, func: Any) -> Callable[..., Any] | None:
+        """What runs in place of an operator that is made of others, which are then seen; None for one that is not.
+
+        PyTorch's own are opened inside of fzero's alone, where autograd has been passed already. Elsewhere one may
+        choose among kernels, as attention does, and chooses another one if it is opened: what is measured would then
+        have other bits.
+        """
+        return OPENED.get(func) or (func.decompose if self.inside and is_composite(func) else None)
+
+    def run_inside(self, launch: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of an operator whose operators are seen."""
+        self.inside += 1
+        try:
+            with self:
+                return launch(*args, **kwargs)
+        finally:
+            self.inside -= 1
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is DEVICE:
             return answer_device(args[0])
-        if (inside := opened(func)) is not None:
-            with self:
-                return inside(*args, **(kwargs or {}))
+        if (launch := self.opened(func)) is not None:
+            return self.run_inside(launch, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             self.see(out)
@@ -236,9 +250,8 @@ class MemoryTrace(LiveBytes):
         if func is DEVICE:
             return answer_device(args[0])
         kwargs = kwargs or {}
-        if (inside := opened(func)) is not None:
-            with self:
-                return inside(*args, **kwargs)
+        if (launch := self.opened(func)) is not None:
+            return self.run_inside(launch, args, kwargs)
         self.op = name_of(func)
         if self.note is None:
             self.event(self.op)
