@@ -10,7 +10,7 @@ from test_plan import SMALL as PLANNED
 
 import fzero
 from fzero.cli import main
-from fzero.planner import candidates, devices, search, search_result
+from fzero.planner import candidates, closed_forms, devices, search, search_result
 from fzero.planner.candidates import Candidate
 from fzero.run import config_table, machine, run_folder
 from fzero.run.build import build
@@ -68,7 +68,7 @@ def reported(step_s, fits=True, **more):
 def sketched(*expected, tp=1):
     """Sketches of so many candidates of one kind, in the order of their seconds."""
     return [
-        candidates.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, 0.0, {"computation": s})
+        closed_forms.Sketch(Candidate(8, i + 1, tp, 3, "none", "", 1), {}, 0.0, {"computation": s})
         for i, s in enumerate(expected)
     ]
 
@@ -105,7 +105,7 @@ def test_a_reason_is_what_most_of_the_difference_is():
 
 def test_why_something_is_not_tried():
     room, c = search_result.Room(80 * 10**9, 200 * 10**9), Candidate(8, 1, 1, 3, "full", "", 1)
-    sketch = candidates.Sketch(c, {"grads": 60e9, "params": 30e9}, 0.0, {})
+    sketch = closed_forms.Sketch(c, {"grads": 60e9, "params": 30e9}, 0.0, {})
     assert search_result.too_much(
         sketch, room
     ) == "does not fit: 90 GB of 80 GB, 10 GB too much; grads 60 GB" and not room.has(sketch)
@@ -176,7 +176,7 @@ def test_a_sketch_is_near_the_trace(c):
             "data": {"seq_len": 1024},
         }
     )
-    sketch = candidates.Sketcher(machine.resolve_auto(big, H100.target), H100, 4).sketch(c)
+    sketch = closed_forms.Sketcher(machine.resolve_auto(big, H100.target), H100, 4).sketch(c)
     exact = fzero.plan(c.of(big), c.mesh)
     assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
     assert 0.4 < sketch.step_s / exact.step_s < 2.5

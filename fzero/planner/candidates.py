@@ -1,38 +1,20 @@
-"""The candidates of a search for the fastest way to train a model, and a cheap estimate of each.
-
-A search compares thousands of candidates, so none is traced here. Two layers are traced once for each size of tp; the
-activation memory and time of a layer for every micro-batch, recomputation, stage and mesh follow from that. State bytes
-come from the plan's own specs, so they are exact also if a leaf does not divide evenly; with pp a rank is given its
-share of them. A pipeline's waiting is that of its schedule played over few micro-batches. The estimates decide the
-order in which candidates are traced exactly."""
+"""The candidates of a search for the fastest way to train a model."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero import models
-from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
-from fzero.planner.devices import Device
-from fzero.planner.estimate import MOMENTS, STATE_BYTES
-from fzero.planner.rates import collective_s, ways_of, wire_s
-from fzero.planner.step_trace import trace_step
-from fzero.planner.timing import predict
-from fzero.run import build_optim
 from fzero.run.config import RunConfig
-from fzero.run.memory_check import numel, part_layers, part_numels
-from fzero.sharding import Plan, fake_mesh, zero_plan
-from fzero.sharding.memory import Offload, Tier
-from fzero.sharding.pipeline import FAMILIES, place, play, schedule
+from fzero.sharding import fake_mesh, zero_plan
+from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline.orders import group_size
-from fzero.sharding.pipeline.table import Stages
 from fzero.sharding.pipelines import Pipeline
-from fzero.sharding.slices import is_stacked
 
 CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
     "zero": (0, 1, 2, 3),
@@ -42,8 +24,6 @@ CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
     "mesh.pp": (1, 2, 4, 8, 16),
     "pipeline": ("1f1b", "interleaved/2", "interleaved/4", "zb-h1", "zb-v/2"),  # schedule/chunks of a rank
 }
-OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
-TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
 
 
 class Candidate(NamedTuple):
@@ -74,39 +54,6 @@ class Candidate(NamedTuple):
         pipeline = Pipeline(self.schedule, self.chunks, self.layout) if self.pp > 1 else Pipeline()
         split = {"sequence": sequence, "pipeline": pipeline}
         return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split)
-
-
-class Layer(NamedTuple):
-    """The memory and time of one layer on a rank, for each row of a micro-batch, at one size of tp."""
-
-    kept_bytes: int  # activations for its backward pass
-    input_bytes: int  # its input alone, which recomputation keeps
-    spare_bytes: int  # temporary memory while it and the head are computed
-    forward_s: float
-    backward_s: float
-    tp_s: float  # exposed communication of tensor parallelism, forward and backward
-    ends_s: float  # embedding and head of a micro-batch, forward and backward
-    host: float  # the fraction of the seconds that the host takes to issue operators, for any number of rows
-    rest_s: float  # host time of a step outside the forward and backward passes
-
-
-class Sketch(NamedTuple):
-    """The estimated memory and step time of a candidate on one rank."""
-
-    candidate: Candidate
-    memory: dict[str, float]  # bytes on the device, by component
-    host_bytes: float  # bytes in the host's memory
-    time: dict[str, float]  # seconds of a step, by cause
-
-    @property
-    def bytes(self) -> float:
-        """The estimated bytes on the device."""
-        return sum(self.memory.values())
-
-    @property
-    def step_s(self) -> float:
-        """The estimated seconds of a step."""
-        return sum(self.time.values())
 
 
 def candidates(
@@ -221,274 +168,4 @@ def groups_of(data: int, on_node: int) -> list[int]:
     return sorted(sizes, reverse=True)
 
 
-def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
-    """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of TRACED_ROWS rows and two layers, or
-    a period of those that differ.
-    """
-    few, rows = min(max(2, models.period(config.model)), config.model.n_layers), TRACED_ROWS
-    model = models.shorten(config.model, few)
-    one = Candidate(1, 1, tp, 0, "none", "", rows).of(
-        replace(
-            config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0)
-        )
-    )
-    traced = trace_step(one, {"tp": tp}, target=device.target)
-    timing = predict(traced, device)
-    kept = [m.parts["activations"] for m in traced.timeline if m.phase == "forward" and m.layer is not None]
-    of_layer = {
-        i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0)
-        for i in range(few)
-    }
-    per_layer = (of_layer[few - 1] - of_layer[0]) // (few - 1) if few > 1 else max(kept)
-    policy = build_optim.make_policy(traced.config)
-    share = tp if one.sequence else 1
-    inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
-    # Only of the passes: the workspace of an update grows with the parameters and not with the rows.
-    most = max(
-        m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward")
-    )
-    seconds = {phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(few)] for phase in ("forward", "backward")}
-    ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
-    host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
-    return Layer(
-        kept_bytes=max(per_layer, inputs) // rows,
-        input_bytes=inputs // rows,
-        spare_bytes=max(0, most - few * per_layer) // rows,
-        forward_s=sum(seconds["forward"]) / few / rows,
-        backward_s=sum(seconds["backward"]) / few / rows,
-        tp_s=timing.exposed.get("tp", 0.0) / few / rows,
-        ends_s=max(0.0, ends) / rows,
-        host=host,
-        rest_s=host * sum(s for phase, s in timing.phases.items() if phase not in seconds),
-    )
-
-
-class Sketcher:
-    """Makes the Sketches of one search and caches what they share."""
-
-    def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
-        """layers: results of `layer_of` by size of tp; None: call it when needed."""
-        self.config, self.device, self.on_node = config, device, on_node
-        self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
-        self.plan = functools.cache(self._plan)
-        self.layer = (
-            layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
-        )
-        o = config.optim
-        state = self.policy.state.itemsize
-        # Bytes for each parameter, with its master weight.
-        self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
-
-    def _plan(self, dp: int, rp: int, tp: int, zero: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
-        """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
-        head)."""
-        plan = zero_plan(zero, self.model, fake_mesh({"dp": dp, "rp": rp, "tp": tp}), policy=self.policy)
-        trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
-        return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
-
-    @staticmethod
-    def largest_layer(parts: Mapping[str, int]) -> int:
-        """The elements of the largest layer, of those of `part_numels`; of the largest part without layers."""
-        layers = [size for part, size in parts.items() if is_stacked(f"{part}/")]
-        return max(layers or parts.values())
-
-    def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
-        """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
-        plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
-        layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
-        rows, layers, policy = c.micro_batch, self.config.model.n_layers, self.policy
-        micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
-        part = max(parts.values())
-        held = {name: numels / c.pp for name, numels in held.items()}
-        alive: float = layers
-        if c.pp > 1:
-            chunks = row_facts(c.schedule, c.pp, c.chunks, bool(remat.every)).in_flight
-            alive = math.ceil(layers / c.pp / c.chunks) * min(chunks, micro_batches * c.chunks)
-            alive *= OWED if FAMILIES[c.schedule].split else 1.0
-        kept = alive * layer.kept_bytes * remat.budget
-        if remat.every:
-            boundaries = 2 if tiers.acts.memory != "device" else math.ceil(alive / remat.every)
-            kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
-        sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
-        sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
-        gathered = (self.config.prefetch + 1) * self.largest_layer(parts) * policy.param.itemsize
-        groups = {
-            "params": held["params"] * policy.param.itemsize,
-            "optimizer": held["opt"] * self.opt_bytes,
-            "grads": sums,
-        }
-        where = {"params": tiers.params, "optimizer": tiers.opt, "grads": tiers.grads}
-        away = {name for name, tier in where.items() if tier.memory != "device"}
-        host = sum(groups[name] * tier.fraction for name, tier in where.items() if tier.memory == "host")
-        if tiers.acts.memory == "host":
-            host += rows * math.ceil(alive / max(1, remat.every)) * layer.input_bytes
-        on_device = {
-            name: size * (1.0 - where[name].fraction if name in away else 1.0) for name, size in groups.items()
-        }
-        on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp > 1 or "grads" in away else 0
-        on_device["gathered"] = gathered if (sharded and c.dp > 1) or "params" in away else 0.0
-        if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
-            ends = max((n for name, n in parts.items() if not is_stacked(f"{name}/")), default=0)
-            on_device["gathered"] += ends * policy.param.itemsize
-            on_device["grads"] += ends * policy.accumulate.itemsize
-        return on_device | {"activations": rows * (kept + layer.spare_bytes)}, host
-
-    def time(self, c: Candidate) -> dict[str, float]:
-        """Estimate the seconds of a step, by cause."""
-        layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
-        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
-        layers, data, policy = math.ceil(self.config.model.n_layers / c.pp), c.dp * c.rp, self.policy
-        held = {name: numels / c.pp for name, numels in held.items()}
-        micro = self.config.train.batch // c.micro_batch // data
-        rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch
-        forward, backward = rows * layer.forward_s, rows * layer.backward_s
-        again = forward if remat.every else (1 - remat.budget) * forward / 2
-        out = {
-            "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
-            "recomputation": micro * layers * again,
-            "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
-            "update": self.update_s(28 * held["opt"], tiers.opt, layers * (backward + again)) + layer.rest_s,
-        }
-        if c.pp > 1:
-            out["bubble"] = self.bubble_s(c, micro, layers * forward, rows * layer.input_bytes)
-        for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
-            out[f"communication on {axis}"] = exposed
-        # Each micro-batch but the first adds to a sum that comes back to the device.
-        sums = policy.param if micro == 1 else policy.accumulate
-        # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
-        on_host = self.device.kind == "cuda" and tiers.opt.memory == "host"
-        moved = (
-            (tiers.opt, held["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * self.opt_bytes)),
-            (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
-            (tiers.grads, (2 * micro - 1) * held["grads"] * sums.itemsize),
-            (tiers.acts, 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes),
-        )
-        for memory, rates, name, sharing in (
-            ("host", self.device.host, "the host", 1),
-            ("nvme", self.device.nvme, "the disk", self.on_node),
-        ):
-            away = sum(amount * tier.fraction for tier, amount in moved if tier.memory == memory)
-            if away:
-                rate = min((rates.get(way, 0.0) for way in ("read", "write")), default=0.0) / sharing
-                rate *= self.device.efficiency.get("host", 1.0) if memory == "host" else 1.0
-                hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
-                out[f"transfers to {name}"] = max(0.0, away / rate - hidden) if rate else math.inf
-        return out
-
-    def bubble_s(self, c: Candidate, micro: int, forward: float, message: float) -> float:
-        """Estimate the seconds of a step in which the longest rank of a pipeline waits for others and for messages.
-
-        forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
-        """
-        facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
-        way = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})["pp"]
-        wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
-        return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
-
-    def update_s(self, size: float, tier: Tier, backward: float = 0.0) -> float:
-        """Estimate the seconds of an optimizer's update that moves `size` bytes: on the device, and in its host's
-        memory as far as the state is there or on a disk.
-
-        backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
-        train.update says so.
-        """
-        part = tier.fraction if tier.memory != "device" and self.device.kind == "cuda" else 0.0
-        memory = self.device.bandwidth_bytes_s * self.device.efficiency.get("memory", 1.0)
-        there = (self.device.host_memory_bytes_s or math.inf) * self.device.efficiency.get("host", 1.0) / self.on_node
-        beside = backward if self.config.train.update != "end" else 0.0
-        return size * (1.0 - part) / memory + max(0.0, size * part / there - beside)
-
-    def exposed(
-        self,
-        c: Candidate,
-        micro: int,
-        forward: float,
-        backward: float,
-        parts: Mapping[str, int],
-        held: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
-        layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize
-        sums = self.policy.reduce.itemsize
-        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})
-        out: dict[str, float] = {}
-
-        def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
-            way = ways.get(axis)
-            times = 2 if what == "psum" else 1
-            return (
-                collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds
-                if way
-                else 0.0
-            )
-
-        depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero)[0])
-        whole = sum(depths[part] * size for part, size in parts.items())
-        ends = sum(size for part, size in parts.items() if not is_stacked(f"{part}/"))
-        block = (whole - ends) / self.config.model.n_layers
-        whole = ends + layers * block
-        if c.dp > 1:
-            gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
-            times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
-            outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
-            if c.zero == 3:
-                outside += micro * seconds("dp", "all_gather", ends, size)
-                # Of each K recomputed layers, all but the last are gathered once more.
-                again = (2.0 - 1.0 / (Remat.parse(c.remat).every or 1)) * gather
-                out["dp"] = (
-                    micro * layers * (max(0.0, gather - forward) + max(0.0, again + scatter - backward)) + outside
-                )
-            elif c.zero == 2:
-                out["dp"] = (
-                    micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
-                )
-            else:
-                # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
-                beside = backward if c.pp == 1 else 0.0
-                out["dp"] = (
-                    layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - beside)
-                    + outside
-                )
-                out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
-        if c.rp > 1:
-            out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)
-        return out
-
-    def sketch(self, c: Candidate) -> Sketch:
-        return Sketch(c, *self.memory(c), self.time(c))
-
-
 # ---- pipelines ---------------------------------------------------------------------------------------------------
-
-ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
-
-
-class RowFacts(NamedTuple):
-    """What waits in a schedule of ROW micro-batches for each rank, which more of them do not change but as said."""
-
-    idle: float  # of a step, with messages that take no time, in units of a rank's forward pass of a micro-batch
-    wires: float  # the messages that the longest rank waits for
-    wires_each: float  # more of them for each micro-batch more
-    in_flight: int  # the most chunks in flight on a rank
-
-
-@functools.lru_cache(maxsize=256)
-def row_facts(name: str, p: int, v: int, again: bool) -> RowFacts:
-    """The RowFacts of a schedule; again: backward passes compute the forward pass again.
-
-    A backward pass takes twice as long as a forward pass, half of it for the gradients by weights.
-
-    >>> row_facts("1f1b", 4, 1, False)
-    RowFacts(idle=9.0, wires=28.0, wires_each=2.0, in_flight=4)
-    """
-    ranks = place(p, v, FAMILIES[name].placement)
-    stages = Stages(tuple((i,) for i in range(p * v)), ranks)
-    times = {"F": 1.0 / v, "I": (1.0 + again) / v, "W": 1.0 / v}
-    wire = 0.1 / v
-    found = []
-    for parts in (ROW * p // 2, ROW * p):
-        s = schedule(name, stages, parts)
-        still, slow = (play(s, times, one) for one in (0.0, wire))
-        found.append(((slow.step - still.step) / wire, min(still.idle), max(still.peak)))
-    (less, _, _), (more, idle, most) = found
-    return RowFacts(round(idle, 9), round(more, 6), round((more - less) / (ROW * p / 2), 6), most)

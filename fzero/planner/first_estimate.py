@@ -2,7 +2,7 @@
 
 A layer's activations are the tensors that its kernels keep for the backward pass, counted by their sizes; its time is
 its FLOPs at the device's sustained rates, and the bytes of its tensors at that of its memory. The rest is the estimate
-of a search (candidates.py). `BOUND` says how far it was from the traced plan; tests/test_first_estimate.py holds it.
+of a search (closed_forms.py). `BOUND` says how far it was from the traced plan; tests/test_first_estimate.py holds it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fzero.models.base import CODES, leaf_shapes
 from fzero.models.presets import body_of
 from fzero.models.score import head_rows
 from fzero.models.sizes import hidden_units
-from fzero.planner.candidates import Candidate, Layer, Sketcher
+from fzero.planner.candidates import Candidate
+from fzero.planner.closed_forms import Layer, Sketcher
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.plan_report import grad_bytes, has_rates
@@ -159,7 +160,7 @@ def kept_elements(config: RunConfig, tp: int) -> float:
 
 
 def closed_layer(job: Job, device: Device) -> Layer:
-    """The Layer of a job by closed forms, as candidates.layer_of traces it."""
+    """The Layer of a job by closed forms, as closed_forms.layer_of traces it."""
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
     c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
     split = tp if config.sequence else 1

@@ -1,7 +1,7 @@
 """The fastest ways to train a model on a number of devices: meshes x stage x recomputation x offload x micro-batch,
 with pp x schedule x layout.
 
-Closed forms order all candidates (see candidates.py). Those that should fit are traced exactly, the most promising
+Closed forms order all candidates (see closed_forms.py). Those that should fit are traced exactly, the most promising
 first, until enough of them fit and no other looks faster; each trace corrects the estimates of all candidates of its
 kind. A pipeline's trace takes several times as long as another's: few of them are traced, and those not whose ranks
 would run too many layers. Every number of the result comes from an exact trace and its simulation on the device."""
@@ -23,7 +23,8 @@ from fzero.core.arguments import checked
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import extrapolate, pipelined
-from fzero.planner.candidates import Candidate, Sketch, Sketcher, candidates, layer_of, layers_to_trace
+from fzero.planner.candidates import Candidate, candidates, layers_to_trace
+from fzero.planner.closed_forms import Sketch, Sketcher, layer_of
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided

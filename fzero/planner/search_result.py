@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fzero.comm.mesh_text import mesh_text
-from fzero.planner.candidates import Candidate, Sketch
+from fzero.planner.candidates import Candidate
+from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, percent, quantity, size, table
 from fzero.planner.plan_report import PlanReport
