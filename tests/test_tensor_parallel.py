@@ -319,8 +319,12 @@ def other_rank(axis):
     return axis._replace(rank=axis.size - 1 - axis.rank) if axis.size > 1 else axis
 
 
+def other_ranks(ctx):
+    return ctx._replace(mesh=Mesh(tuple(map(other_rank, ctx.mesh.axes))))
+
+
 def of_another_rank(f):
-    return lambda w, batch, ctx: f(w, batch, ctx._replace(mesh=Mesh(tuple(map(other_rank, ctx.mesh.axes)))))
+    return lambda w, batch, ctx: f(w, batch, other_ranks(ctx))
 
 
 def nothing(f):
@@ -363,8 +367,8 @@ MISTAKES = {
         "gpt2",
         True,
         gpt2,
-        "narrow_part",
-        lambda f: lambda x, i, n, dim: f(x, n - 1 - i, n, dim),
+        "own_tokens",
+        lambda f: lambda x, ctx: f(x, other_ranks(ctx)),
     ),
     "a range is dropped out as another": (
         "gpt2",

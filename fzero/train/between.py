@@ -104,8 +104,8 @@ class Between:
 
     def teller(self, stage: int, parts: Sequence[Part], signature: Signature) -> Told:
         """The function that is called with each stack of a stage, before it runs, and with what it takes."""
-        last = [part.name for part in parts if part.depth][-1]
-        return lambda part, x: self.tell(stage, x, signature) if part.name == last else None
+        last = [part.name for part in parts if part.depth][-1:]  # a model that is trained whole has no stack
+        return lambda part, x: self.tell(stage, x, signature) if [part.name] == last else None
 
     def post(self, channel: Channel, signatures: Sequence[Signature]) -> None:
         """Start to receive the next message of a channel, if its shapes are known."""
