@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +31,7 @@ from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
-from fzero.sharding.pipelines import Pipeline, stages_for, with_layers
+from fzero.sharding.pipelines import Pipeline, outside_users, stages_for, with_layers
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import check_dims
 from fzero.sharding.spec import Spec
@@ -88,6 +88,8 @@ class Plan:
     stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
     context: Context | None = None  # on a mesh with cp
     heads: Heads | None = None  # of attention on a rank of tp
+    # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
+    outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return describe(self)
@@ -219,7 +221,8 @@ def zero_plan(
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
+    outside = outside_users(model, named, stages)
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside)
 
 
 def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:

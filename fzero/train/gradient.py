@@ -19,12 +19,13 @@ from fzero.offload import Nvme, ScratchTensor
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
+from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Group, ParamFetcher
 from fzero.sharding.reduce import GradientReducer, LayerSums
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
-from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses, users_of
+from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
 from fzero.train.row import Batches, run_row
 from fzero.train.state import TrainState
 from fzero.train.streamed import StreamedModel, parts_of
@@ -90,7 +91,7 @@ def make_gradient(
     the norm need not read, see GradientReducer. lasting: see there, rooms and narrow."""
     loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
     told: dict[Any, Any] = {} if how._known is None else how._known
-    users = users_of(parts_of(loss_fn, plan), plan) if isinstance(loss_fn, base.Model) else {}
+    users = users_of(plan)
     mesh, policy, square = plan.mesh, plan.policy, shards_of(plan).square
 
     def squares_of(leaf: Tensor) -> list[Tensor]:
