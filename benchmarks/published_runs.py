@@ -265,34 +265,39 @@ def _megatron_pipelines() -> list[Run]:
 
 
 def _llama_pipelines() -> list[Run]:
-    # Grattafiori et al. 2024, table 4: 43% and 41% of 989 TFLOP/s with 8 x 16 ranks of tp and pp, 16 M tokens a batch.
-    # Counted here as 6 N and causal attention, 6 L T D; the paper does not say.
-    flop = 6 * 405.85e9 + 6 * 126 * 8192 * 16384
+    # Grattafiori et al. 2024, table 4: GPUs, ranks of cp and dp, tokens of a sequence, TFLOP/s of a GPU (43%, 41% and
+    # 38% of 989), with 8 x 16 ranks of tp and pp and 16 M tokens a batch. Counted here as 6 N and causal attention,
+    # 6 L T D; the paper does not say.
+    rows = [(8192, 1, 64, 8192, 430), (16384, 1, 128, 8192, 400), (16384, 16, 8, 131072, 380)]
     layout = ",".join(map(str, (1, *[2] * 62, 1)))  # the first and the last stage have a layer less, section 3.3.2
+    differs = (
+        "its chunks are of one layer, the first and the last of none; here of two and one. Its gradients, sharded over "
+        "dp, are summed once a step here. The whole inputs of products are kept, not gathered again over tp"
+    )
     return [
         Run(
-            f"llama-405b-pp16-{gpus}",
+            f"llama-405b-pp16-{gpus}" + f"-cp{cp}" * (cp > 1),
             "Grattafiori et al. 2024 (Llama 3), table 4",
             "h100",
             "llama-405b",
-            {"pp": 16, "dp": gpus // 128, "tp": 8},
-            batch=2048,
+            {"pp": 16, "dp": dp, "tp": 8} | ({"cp": cp} if cp > 1 else {}),
+            batch=2**24 // seq_len,
             micro_batch=1,
-            seq_len=8192,
+            seq_len=seq_len,
             remat="none",
             compiled=True,
-            tokens_per_s=tflops * 1e12 / flop,
+            tokens_per_s=tflops * 1e12 / (6 * 405.85e9 + 6 * 126 * seq_len * 16384),
             zero=1,
-            differs="its chunks of one layer, the first and the last without any, are here 4 of two layers; gradients are "
-            "summed once a step; the whole inputs of products are kept, not gathered again over tp",
+            differs=differs,
             settings={
                 "sequence": True,
                 "pipeline.schedule": "interleaved",
                 "pipeline.chunks": 4,
                 "pipeline.layout": layout,
-            },
+            }
+            | ({"context": "gather", "model.max_len": seq_len} if cp > 1 else {}),
         )
-        for gpus, tflops in ((8192, 430), (16384, 400))
+        for gpus, cp, dp, seq_len, tflops in rows
     ]
 
 
@@ -340,7 +345,6 @@ def pipelines() -> list[Run]:
 LEFT_OUT = {
     "torchtitan tables 5 and 6": "context parallelism; interleaved schedules whose chunks are not said",
     "zero-bubble's 1F1B-I": "a chunk is a layer there, and the first and the last one have none",
-    "Llama 3's row of 131,072 tokens": "its causal attention is balanced over cp=16 by chunks that plans do not know",
     "zero-bubble's rows of 14.6B and 28.3B": "their stages do not fill a node, whose links between nodes are not said",
     "torchtitan tables 2 and 4": "float8 products with asynchronous tensor parallelism; context parallelism",
     "Megatron-LM on H100 (41 to 48% MFU)": "its sizes and meshes are in a picture",
