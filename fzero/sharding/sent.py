@@ -79,7 +79,7 @@ def sent_by_rank(plan: Plan) -> tuple[tuple[Sent, ...], ...]:
     >>> model = models.build(models.preset("llama-tiny"))
     >>> found = sent_by_rank(fzero.zero_plan(0, model, fzero.fake_mesh({"pp": 2})))
     >>> [(one.what, one.collective, one.part, one.once) for one in found[0]]
-    [('activations', 'message', 1, 0), ('outside', 'gather_to', 0, 64), ('outside', 'scatter_from', 0, 32768)]
+    [('activations', 'message', 1, 0), ('outside', 'gather_to', 0, 32896), ('outside', 'scatter_from', 0, 32768)]
     """
     return tuple(sent_of(plan, rank) for rank in range(plan.sizes["pp"]))
 
