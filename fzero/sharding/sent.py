@@ -40,6 +40,11 @@ class Sent(NamedTuple):
     part: int  # for each micro-batch
     once: int  # once a step
 
+    @property
+    def amounts(self) -> tuple[int, int]:
+        """`part` and `once`."""
+        return self.part, self.once
+
 
 class Sums:
     """Adds up what a rank sends."""
@@ -177,7 +182,7 @@ def add_over_pp(sums: Sums, plan: Plan, rank: int) -> None:
         if leaf.params.dims != leaf.use.dims:
             rest = local_numel(leaf.shape, leaf.params, plan.sizes)
             sums.add("outside", "gather_to", "pp", size, 0, rest * len(of - {rank}))
-            if rank in of and "dp" in leaf.params.axes and "dp" not in leaf.use.axes:
+            if over and rank in of and "dp" in leaf.params.axes and "dp" not in leaf.use.axes:
                 sums.gather("outside", over, size, rest * p * ranks_of(over, plan.sizes), once=1)
         if leaf.trained:
             mine = local_numel(leaf.shape, leaf.opt, plan.sizes) * (p - 1)
@@ -189,7 +194,7 @@ def add_updated(sums: Sums, plan: Plan, rank: int) -> None:
     """Add the gathers over data ranks of what is updated in shards and used whole."""
     over = "".join(links_of(SHARDS, plan.sizes))
     for name, leaf in plan.leaves.items():
-        if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
+        if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
             layers = len(leaf.params.rows[rank]) if is_stacked(name) else 1
             whole = layer_numel(plan, name, leaf.params) * layers
             what = "layers" if is_stacked(name) else "outside"
@@ -199,14 +204,12 @@ def add_updated(sums: Sums, plan: Plan, rank: int) -> None:
 def sent_table(plan: Plan) -> list[str]:
     """The lines of `print(plan)` that say what each rank of pp sends."""
     head = ("rank of pp", "activations", "gradients", *(f"{what}, {when}" for what in WHATS[2:] for when in TIMES))
-    rows, most = [head], [0, 0]
+    rows: list[tuple[str, ...]] = [head]
+    most = [0, 0]
     for rank, found in enumerate(sent_by_rank(plan)):
         messages = [sum(one.part for one in found if one.what == what) for what in WHATS[:2]]
-        elements = [
-            sum(one[4 + i] for one in found if one.what == what) for what in WHATS[2:] for i in range(len(TIMES))
-        ]
-        for i in range(len(TIMES)):
-            most[i] = max(most[i], sum(one[4 + i] * one.itemsize for one in found))
+        elements = [sum(one.amounts[i] for one in found if one.what == what) for what in WHATS[2:] for i in (0, 1)]
+        most = [max(most[i], sum(one.amounts[i] * one.itemsize for one in found)) for i in (0, 1)]
         rows.append((str(rank), *(f"{n:,}" for n in (*messages, *elements))))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
