@@ -189,7 +189,6 @@ def zero_plan(
     arXiv:1910.02054, section 5.
     """
     expect_kinds(mesh, sequence, frozen, offload, pipeline)
-    expect_regex("frozen", frozen)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
@@ -226,9 +225,10 @@ def zero_plan(
 
 
 def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
-    """Raise TypeError for options of a plan that are of other kinds."""
+    """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_regex("frozen", frozen)
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
