@@ -139,7 +139,7 @@ def said(config, rank):
         names = row.leaf.split(":")[0].split()
         if row.collective == "message":
             found[{"x": "activations", "grad": "gradients"}[names[0]], "message", row.axis] += row.calls
-        elif set(names) <= set(plan.leaves):
+        elif set(names) <= set(plan.leaves) and (row.axis != "tp" or row.phase == "reduce"):  # else activations
             what = "layers" if names[0].startswith("blocks/") else "outside"
             found[what, row.collective, row.axis] += row.elements
     for one in sent_by_rank(plan)[plan.mesh["pp"].rank]:
