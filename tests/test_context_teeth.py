@@ -275,14 +275,16 @@ TILES = {
 
 
 def attends(form):
-    """Attention of queries and keys in shuffled blocks, with documents, and its gradients."""
-    tokens = 260
-    order = torch.cat([torch.arange(tokens)[at::4] for at in (2, 0, 3, 1)])
-    query, key = order[:140], torch.arange(tokens).roll(37)
-    q, k, v = test_attention_at.draw(1, len(query), tokens)
-    documents = {"query_documents": query // 64, "key_documents": key // 64}
-    at = functools.partial(form, query=query, key=key, **documents)
-    return list(test_attention_at.laws.both_passes(at, (q, k, v)))
+    """Attention of queries on keys that do not begin with the first, and its gradients: in blocks, and shuffled with
+    documents."""
+    tokens, out = 260, []
+    key = torch.arange(tokens).roll(37)
+    for query in (zigzag(2).positions(0, tokens), torch.cat([torch.arange(tokens)[at::4] for at in (2, 0)])):
+        q, k, v = test_attention_at.draw(1, len(query), tokens)
+        numbers = {"query_documents": query // 64, "key_documents": key // 64} if out else {}
+        at = functools.partial(form, query=query, key=key, **numbers)
+        out += test_attention_at.laws.both_passes(at, (q, k, v))
+    return out
 
 
 @pytest.mark.exhaustive
