@@ -94,10 +94,10 @@ def test_captured_steps_have_the_bits_of_issued_ones(case):
     assert not seen.races and not seen.freed
 
 
-# ---- two ranks
+# ---- several ranks
 
 
-def two_ranks(mesh):
+def of_ranks(mesh):
     """Of this rank: (the results on the CPU and on the pretend GPU; the bytes that both sent; replays; races)."""
     model = models.build(models.LlamaConfig(**SIZES, n_kv_heads=2))
 
@@ -106,7 +106,7 @@ def two_ranks(mesh):
         tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, impl="reference"))
         execution = fzero.Execution(kernels="reference", capture="auto")
         step = fzero.make_train_step(model, tx, plan, execution=execution)
-        given = [pytree.map(lambda x: x.chunk(2)[mesh.data_rank], batch) for batch in batches(device, 4)]
+        given = [pytree.map(lambda x: x.chunk(mesh.data_size)[mesh.data_rank], batch) for batch in batches(device, 4)]
         found = run(init_state(model, tx, plan, seed=0, device=device), step, given)
         sent = [row for row in mesh.ledger.rows() if row.phase in ("forward", "backward", "reduce", "update")]
         mesh.ledger.clear()
@@ -121,9 +121,11 @@ def two_ranks(mesh):
     return same(found, expected), messages == again and len(messages) > 5, replays, dict(seen.races), step.news
 
 
-@pytest.mark.slow
-def test_two_ranks_capture_their_messages():
-    for right, sent, replays, races, news in ranks.run(2, two_ranks, mesh={"dp": 2}):
+@pytest.mark.parametrize(
+    "number", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
+def test_ranks_capture_their_messages(number):
+    for right, sent, replays, races, news in ranks.run(number, of_ranks, mesh={"dp": number}):
         assert right and sent and replays == 2 and not races and "steps are captured" in news[0]
 
 
