@@ -1,5 +1,4 @@
-"""What bounds each part of a training step on H200s, by `fzero plan`, for four sizes and for one of them in float8: the
-table of docs/speed.md.
+"""What bounds each part of a training step on H200s, by `fzero plan`, for four sizes: the table of docs/speed.md.
 
     python benchmarks/roofline.py --out benchmarks/results/roofline.json
 
@@ -26,18 +25,6 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
         "llama-8b",
         {"dp": 8},
         {"data.seq_len": 8192, "train.batch": 64, "train.micro_batch": 1, "zero": 3, "train.remat": "selective:0.5"},
-    ),
-    "8B on 8, float8": (
-        "llama-8b",
-        {"dp": 8},
-        {
-            "data.seq_len": 8192,
-            "train.batch": 64,
-            "train.micro_batch": 1,
-            "zero": 3,
-            "train.remat": "selective:0.5",
-            "precision.policy": "bf16_float8_gather",
-        },
     ),
     "70B on 64": (
         "llama-70b",

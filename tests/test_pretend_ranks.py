@@ -116,7 +116,7 @@ CASES = {
     "pp2 all host": ({"pp": 2}, {"stage": 3, "plan": ALL_ON_HOST, "policy": "bf16", "remat": "full"}),
     "pp2 acts=nvme": ({"pp": 2}, {"stage": 0, "plan": {"offload": "acts=nvme"}, "remat": "full"}),
     "pp2 nvme": ({"pp": 2}, {"stage": 1, "plan": {"offload": "params=nvme,grads=nvme,opt=nvme"}}),
-    "dp4 stage 3 all host": ({"dp": 4}, {"stage": 3, "plan": ALL_ON_HOST, "policy": "bf16", "remat": "full"}),
+    "dp2 rp2 all host": ({"dp": 2, "rp": 2}, {"stage": 3, "plan": ALL_ON_HOST, "policy": "bf16", "remat": "full"}),
     "dp2 tp2 speculate": ({"dp": 2, "tp": 2}, {"stage": 3, "plan": {"offload": "opt=host"}, "update": "speculate"}),
     "dp2 pp2": ({"dp": 2, "pp": 2}, {"stage": 3, "ema": True}),
 }
@@ -130,7 +130,7 @@ WAITS = {
     "tp2 all host": {REDUCE: 1, UPDATE: 1},
     "pp2 all host": {REDUCE: 1, UPDATE: 1},
     "pp2 nvme": {UPDATE: 1, COMMIT: 1},
-    "dp4 stage 3 all host": {REDUCE: 1, UPDATE: 1},
+    "dp2 rp2 all host": {REDUCE: 1, UPDATE: 1},
     "dp2 tp2 speculate": {UPDATE: 2, UNITS: 2 + 3},
 }
 
