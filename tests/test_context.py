@@ -196,7 +196,10 @@ def test_the_form_that_sends_less_is_chosen_of_those_that_do_not_hold_twice_as_m
         ("gpt2", 3): "gather",
         ("gpt2", 4): "ulysses",
     }
-    wide, one = model_of("llama", n_heads=32, n_kv_heads=8, d_model=64), model_of("llama", n_heads=6, n_kv_heads=1, d_model=12)
+    wide, one = (
+        model_of("llama", n_heads=32, n_kv_heads=8, d_model=64),
+        model_of("llama", n_heads=6, n_kv_heads=1, d_model=12),
+    )
     chosen = {
         (heads, cp, str(given)): str(fzero.zero_plan(0, m, fzero.fake_mesh({"cp": cp}), sequence=given).context)
         for heads, m, cp, given in (
@@ -217,9 +220,9 @@ def test_the_form_that_sends_less_is_chosen_of_those_that_do_not_hold_twice_as_m
 def test_a_plan_prints_what_each_form_sends_and_holds():
     said = str(fzero.zero_plan(0, model_of("llama"), fzero.fake_mesh({"cp": 4}), policy=FP64))
     assert (
-        "context: ulysses of contiguous pieces over cp=4; bytes of a rank in attention of a layer, forward and backward, "
-        "for each token of a sequence: gather sends 96 and holds 96; ulysses sends 96 and holds 64; ring sends 160 and "
-        "holds 64; hierarchical/2 sends 112 and holds 64\n"
+        "context: ulysses of contiguous pieces over cp=4; bytes of a rank in attention of a layer, forward and "
+        "backward, for each token of a sequence: gather sends 96 and holds 96; ulysses sends 96 and holds 64; "
+        "ring sends 160 and holds 64; hierarchical/2 sends 112 and holds 64\n"
     ) in said
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_flash, attention_flash_backward, attention_tiles, registry
+from fzero.kernels import attention_flash, attention_flash_backward, attention_places, attention_tiles, registry
 from fzero.kernels.attention import FULL, Pattern, attention, attention_with_lse
 
 PATTERNS = {
@@ -36,7 +36,7 @@ def small_tiles(monkeypatch):
     for configs in CONFIGS:
         for width in configs:
             monkeypatch.setitem(configs, width, [{"M": 32, "N": 32}])
-    monkeypatch.setattr(attention_tiles, "CHUNK", 32)
+    monkeypatch.setattr(attention_places, "CHUNK", 32)
 
 
 def documents_of(b, t):

@@ -119,7 +119,7 @@ VALUES = (
     click.option(
         "--context",
         metavar="FORM",
-        help="Attention over cp: gather, ulysses, ring, hierarchical, hierarchical/2; or auto, by what each sends and holds.",
+        help="Attention over cp: gather, ulysses, ring, hierarchical, hierarchical/2; auto: by what each sends, holds.",
     ),
     click.option(
         "--schedule",

@@ -1,7 +1,7 @@
 """What each form of attention over cp sends and holds, and which of them "auto" takes.
 
-Of a layer, for each token of a sequence, with H query and G key/value heads of K elements on a rank of tp, c ranks of cp
-and u of a group:
+Of a layer, for each token of a sequence, with H query and G key/value heads of K elements on a rank of tp, c ranks of
+cp and u of a group:
 
     form          sent forward                                held
     gather        (c-1)/c 2 G K                               2 H K / c + 2 G K
@@ -13,8 +13,8 @@ G' are the key/value heads as far as ulysses repeats them. Backward passes send 
 values that go around a ring come on top, 2 G K in float32 or wider. Held are a rank's queries and results, and the keys
 and values that it has at a time: all of the sequence, its heads' of the sequence, or those of two hops.
 
-The rule of "auto": of the forms that serve, those count that hold at most twice what the leanest does, as memory is what
-cp is for; of these the one that sends the fewest bytes in both passes, and of equals the one that holds less.
+The rule of "auto": of the forms that serve, those count that hold at most twice what the leanest does, as memory is
+what cp is for; of these the one that sends the fewest bytes in both passes, and of equals the one that holds less.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def context_text(plan: Plan) -> str:
         return f"{text}: the model has no attention"
     costs = heads.costs(context, cp, plan.policy.compute.itemsize)
     forms = "; ".join(f"{form} {cost}" for form, cost in costs.items())
-    return f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: {forms}"
+    return (
+        f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: {forms}"
+    )
 
 
 def stages_text(plan: Plan) -> str:
