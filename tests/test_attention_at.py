@@ -91,18 +91,19 @@ def of_triton(b, t, s, length=20, **options):
 
 @pytest.mark.parametrize(
     "pattern",
-    [pytest.param(p, marks=[pytest.mark.slow] * (p.kind != "fixed")) for p in (*PATTERNS, Pattern("window", 9))],
+    [pytest.param(p, marks=[pytest.mark.exhaustive] * (p.kind != "fixed")) for p in (*PATTERNS, Pattern("window", 9))],
     ids=str,
 )
 def test_tritons_numbers(small_tiles, pattern):
-    for shape in ((2, 40, 70), (1, 33, 5), (1, 1, 40)):
-        for more in ({}, {"documents": True, "scale": 0.3}):
-            laws.numbers(*of_triton(*shape, pattern=pattern, **more), torch.float32)
+    laws.numbers(*of_triton(2, 40, 70, pattern=pattern, documents=True, scale=0.3), torch.float32)
+    for shape in ((1, 33, 5), (1, 1, 40)):
+        laws.numbers(*of_triton(*shape, pattern=pattern), torch.bfloat16)
 
 
-@pytest.mark.slow
-def test_every_law_of_triton(small_tiles):
-    laws.every_law(*of_triton(1, 40, 50, documents=True))
+@pytest.mark.exhaustive
+def test_laws_of_triton(small_tiles):
+    for law in (laws.repeats, laws.strides, laws.adjoint, laws.transforms):
+        law(*of_triton(1, 40, 50, documents=True))
 
 
 @pytest.mark.exhaustive

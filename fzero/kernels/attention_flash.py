@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_places import Places, look, span_of
+from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
@@ -107,18 +107,15 @@ def _flash_forward(
     if AT:
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
-            what, end = look(SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False), j + N
-            while look(SPANS, end, s, span, pattern, KIND, DOCUMENTS, N, False) == what:
-                end += N
-            if what == 2:
-                o, m, l = _forward_tiles(
-                    o, m, l, q, j, end, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
-                )
-            if what == 1:
-                o, m, l = _forward_tiles(
-                    o, m, l, q, j, end, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
-                )
-            j = end
+            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False)
+            o, m, l = _forward_tiles(
+                o, m, l, q, j, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
+            )
+            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, DOCUMENTS, N, False)
+            o, m, l = _forward_tiles(
+                o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
+            )
+            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
     elif KIND == "strided" or KIND == "fixed":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N

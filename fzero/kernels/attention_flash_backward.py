@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
-from fzero.kernels.attention_places import Places, look, span_of
+from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
     FAR,
     LN_2,
@@ -110,20 +110,17 @@ def _flash_dq(
     if AT:
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
-            what, end = look(SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False), j + N
-            while look(SPANS, end, s, span, pattern, KIND, DOCUMENTS, N, False) == what:
-                end += N
-            if what == 2:
-                dq = _dq_tiles(
-                    dq, q, g, lse, delta, j, end, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N,
-                    False, UPCAST,
-                )  # fmt: skip
-            if what == 1:
-                dq = _dq_tiles(
-                    dq, q, g, lse, delta, j, end, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N,
-                    True, UPCAST,
-                )  # fmt: skip
-            j = end
+            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False)
+            dq = _dq_tiles(
+                dq, q, g, lse, delta, j, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False,
+                UPCAST,
+            )  # fmt: skip
+            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, DOCUMENTS, N, False)
+            dq = _dq_tiles(
+                dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
+                UPCAST,
+            )  # fmt: skip
+            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
     elif KIND == "strided" or KIND == "fixed":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
@@ -264,20 +261,17 @@ def _flash_dkv(
     if AT:
         SPANS, i = REACH + b * tl.cdiv(t, M) * 4, tl.minimum(j, 0)
         while i < t:
-            what, end = look(SPANS, i, t, span, pattern, KIND, DOCUMENTS, M, True), i + M
-            while look(SPANS, end, t, span, pattern, KIND, DOCUMENTS, M, True) == what:
-                end += M
-            if what == 2:
-                dk, dv = _dkv_tiles(
-                    dk, dv, k, v, i, (end - i) // M, (end, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM,
-                    WIDTH, M, False, UPCAST,
-                )  # fmt: skip
-            if what == 1:
-                dk, dv = _dkv_tiles(
-                    dk, dv, k, v, i, tl.cdiv(tl.minimum(end, t) - i, M // 2), (end, 0), queries, keys, pattern, scale,
-                    KIND, DOCUMENTS, AT, DIM, WIDTH, M // 2, True, UPCAST,
-                )  # fmt: skip
-            i = end
+            a = run_of(ALL, SPANS, i, t, span, pattern, KIND, DOCUMENTS, M, True)
+            dk, dv = _dkv_tiles(
+                dk, dv, k, v, i, (a - i) // M, (a, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH,
+                M, False, UPCAST,
+            )  # fmt: skip
+            z = run_of(SOME, SPANS, a, t, span, pattern, KIND, DOCUMENTS, M, True)
+            dk, dv = _dkv_tiles(
+                dk, dv, k, v, a, tl.cdiv(tl.minimum(z, t) - tl.minimum(a, t), M // 2), (z, 0), queries, keys, pattern,
+                scale, KIND, DOCUMENTS, AT, DIM, WIDTH, M // 2, True, UPCAST,
+            )  # fmt: skip
+            i = run_of(NONE, SPANS, z, t, span, pattern, KIND, DOCUMENTS, M, True)
     else:
         lo, a, z, hi = query_tiles(
             span[0], span[1], t, query_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, M // 2

@@ -23,6 +23,7 @@ from fzero.kernels.aot import Build
 from fzero.kernels.attention_tiles import FAR, may_see
 from fzero.kernels.optional_triton import tl, triton
 
+NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of the pairs of two tiles
 CHUNK = 512  # document numbers that `document_bounds` reads at a time
 
 
@@ -43,8 +44,8 @@ def span_of(START, DOCS, rows, count, AT: tl.constexpr, DOCUMENTS: tl.constexpr)
 def look(
     SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr
 ):
-    """How a tile with the span `one` meets the tile of rows [j, j + N): 0 no pair is seen, 1 some may be, 2 all are; 3:
-    there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
+    """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL are;
+    -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
     """
     other = SPANS + j // N * 4
     there = j < count
@@ -68,7 +69,18 @@ def look(
         least, most = tl.load(other + 2, mask=there, other=0), tl.load(other + 3, mask=there, other=0)
         some = some & (least <= one[3]) & (one[2] <= most)
         every = every & (least == most) & (one[2] == one[3])
-    return tl.where(there, tl.where(some, tl.where(every, 2, 1), 0), 3)
+    return tl.where(there, tl.where(some, tl.where(every, ALL, SOME), NONE), -1)
+
+
+@triton.jit
+def run_of(
+    what: tl.constexpr, SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The end of the tiles from j on of which `look` says `what`; j if it does not of the first."""
+    while look(SPANS, j, count, one, pattern, KIND, DOCUMENTS, N, OF_KEYS) == what:
+        j += N
+    return j
 
 
 @triton.jit(do_not_specialize=["n"])

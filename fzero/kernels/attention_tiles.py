@@ -240,7 +240,8 @@ def each_build(
             "UPCAST": False,
         } | extra
         types = signature(pointers, dtype, at) | dict.fromkeys(extra, "constexpr")
-        allowed = spills * (dim > 128)
+        # At positions a few scalars more live through the loops: the bounds of the tile, and of those that it meets.
+        allowed = max(spills * (dim > 128), 32 * at * (dim >= 128))
         wide = not documents and not at
         return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, allowed, wide_since)
 

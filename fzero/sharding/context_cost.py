@@ -79,8 +79,12 @@ class Heads(NamedTuple):
         >>> [Heads(queries=8, keys=2, size=64).held(form, 4) for form in ("gather", "ulysses", "ring")]
         [512.0, 384.0, 384.0]
         """
+        return 2 * self.queries / ranks * self.size + self.keys_held(form, ranks)
+
+    def keys_held(self, form: str, ranks: int) -> float:
+        """The elements of keys and values alone that a rank of cp holds for attention by a form."""
         keys = {"gather": self.keys * ranks, "ulysses": math.lcm(self.keys, ranks)}.get(form, 2 * self.keys)
-        return (2 * self.queries + 2 * keys) / ranks * self.size
+        return 2 * keys / ranks * self.size
 
     def cost(self, form: str, ranks: int, inner: int = 0, itemsize: int = 2) -> Cost:
         """The Cost of a form, of activations of `itemsize` bytes.
