@@ -364,7 +364,10 @@ def test_which_form_serves():
     assert registry.explain("attention", q[:, 39:], k, v).chosen == "reference"
     assert registry.explain("attention", q[:, :1], k[:, :1], v[:, :1]).chosen == "reference"
     with pytest.raises(ValueError, match="there are 20 queries of 40 positions"):
-        attention(q[:, 20:], k, v, impl="blocked")
+        attention(q[:, 20:], k, v, impl="fused")
+    with pytest.raises(ValueError, match="there are 40 queries of 20 positions; it takes at most as many"):
+        attention(q, k[:, 20:], v[:, 20:], impl="blocked")
+    assert registry.explain("attention", q[:, 20:], k, v).chosen == "blocked"
     with pytest.raises(ValueError, match="neither patterns nor documents"):
         attention(q, k, v, pattern=PATTERNS["fixed"], impl="fused")
     for impl in ("triton", "fused"):
