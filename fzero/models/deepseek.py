@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels import glu
-from fzero.kernels import moe as experts
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models.attend import attend
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.batch import Batch
+from fzero.models.experts import MOE_RULES, enter_routing, mean_over_positions, mixture
 from fzero.models.layers import (
     Split,
     add,
@@ -36,7 +36,6 @@ from fzero.models.layers import (
     positions_of,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
-from fzero.models.mixtral import MOE_RULES, enter_routing, mean_over_positions
 from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
 
@@ -281,7 +280,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         load, share = mean_over_positions(ctx, chosen, scores / scores.sum(-1, keepdim=True))
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = experts.dropless(p["moe"], h, ids, weights, ctx.kernels)
+        out = mixture(p["moe"], h, ids, weights, ctx)
         if c.n_shared:
             gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
             out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)

@@ -5,20 +5,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import psum, pvary
 from fzero.core.pytree import Tree
-from fzero.kernels import moe as experts
+from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Ctx, Loss, Model, token_loss
 from fzero.models.batch import Batch
-from fzero.models.layers import Attention, Split, add, enter, leave, linear, sequence_axis
+from fzero.models.experts import MOE_RULES, enter_routing, mean_over_positions, mixture
+from fzero.models.layers import Attention, Split, add, enter, leave, linear
 from fzero.models.llama import (
     LlamaConfig,
     attend,
@@ -70,38 +70,6 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"logit_cap is {self.logit_cap}; a model with experts has none, so it must be 0")
 
 
-MOE_RULES = (
-    (r"/moe/router$", "[L/pp, D, E]"),
-    (r"/moe/w_(gate|up)$", "[L/pp, E/ep, D, F/tp]"),
-    (r"/moe/w_down$", "[L/pp, E/ep, F/tp, D]"),
-)
-
-
-def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """(ids int64 [B, T, k], weights [B, T, k]) for use in a tensor-parallel region. Communicates: see
-    `layers.enter`.
-    """
-    if sequence_axis(ctx).size == 1:
-        return ids, enter(weights, ctx, "blocks/moe/router")
-    # One collective in place of two: a floating-point number represents an expert's number exactly.
-    both = enter(torch.cat((weights, ids.to(weights.dtype)), -1), ctx, "blocks/moe/router")
-    weights, ids = both.chunk(2, -1)
-    return ids.to(torch.int64), weights
-
-
-def mean_over_positions(ctx: Ctx, *values: Tensor) -> Sequence[Tensor]:
-    """The means over T [B, n] of values [B, T, n], or of this rank's tokens; the same on all ranks of tp and cp.
-
-    Communicates: with sequence parallelism, one psum over tp of all of them; with cp one over cp, forward and backward.
-    """
-    axis, cp, leaf = sequence_axis(ctx), ctx.mesh["cp"], "blocks/moe/router"
-    if axis.size == cp.size == 1:
-        return [value.mean(1) for value in values]
-    sums = psum(torch.cat(values, -1).sum(1) / (cp.size * axis.size * values[0].shape[1]), axis, leaf=leaf)
-    sums = pvary(psum(sums, cp, leaf=leaf), cp, leaf=leaf)  # which weigh it by their own tokens
-    return sums.split([value.shape[-1] for value in values], -1)
-
-
 def mixtral(config: MoEConfig) -> Model:
     """Return the Mixtral of these sizes, as a Model.
 
@@ -132,14 +100,11 @@ def mixtral(config: MoEConfig) -> Model:
     def block(how: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(c, how, p, state["x"], ctx)
         router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
-        ids, weights, probabilities = experts.route(router, c.top_k, impl=ctx.kernels["route"])
+        ids, weights, probabilities = moe_kernels.route(router, c.top_k, impl=ctx.kernels["route"])
         chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
         load, prob, z = mean_over_positions(ctx, chosen, probabilities, torch.logsumexp(router, -1, keepdim=True) ** 2)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        if c.capacity_factor:
-            out = experts.capacity(p["moe"], h, ids, weights, c.capacity_factor, ctx.kernels)
-        else:
-            out = experts.dropless(p["moe"], h, ids, weights, ctx.kernels)
+        out = mixture(p["moe"], h, ids, weights, ctx, c.capacity_factor)
         return {
             "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
             "load": state["load"] + load,
