@@ -26,7 +26,8 @@ from fzero.sharding.at_rest import (
     stage_specs,
     with_owed,
 )
-from fzero.sharding.context import Context, Heads, context_for, heads_of
+from fzero.sharding.context import Context
+from fzero.sharding.context_cost import Heads, context_for, heads_of
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
@@ -197,7 +198,7 @@ def zero_plan(
     expect_count("delayed", delayed, least=0)
     named = pytree.named_leaves(like := shapes_of(model))
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    context = context_for(sequence, model, sizes)
+    context = context_for(sequence, model, sizes, policy.compute.itemsize)
     split = context.over_tp and sizes["tp"] > 1
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
