@@ -23,7 +23,6 @@ from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints this
 WHATS = ("activations", "gradients", "layers", "outside")
-TIMES = ("a micro-batch", "a step")
 
 
 class Sent(NamedTuple):
@@ -203,7 +202,8 @@ def add_updated(sums: Sums, plan: Plan, rank: int) -> None:
 
 def sent_table(plan: Plan) -> list[str]:
     """The lines of `print(plan)` that say what each rank of pp sends."""
-    head = ("rank of pp", "activations", "gradients", *(f"{what}, {when}" for what in WHATS[2:] for when in TIMES))
+    times = "a micro-batch", "an update" if plan.delayed else "a step"
+    head = ("rank of pp", "activations", "gradients", *(f"{what}, {when}" for what in WHATS[2:] for when in times))
     rows: list[tuple[str, ...]] = [head]
     most = [0, 0]
     for rank, found in enumerate(sent_by_rank(plan)):
@@ -217,6 +217,6 @@ def sent_table(plan: Plan) -> list[str]:
         "sent by a rank: messages over its borders for each micro-batch (of a model's activations [B, T, D]), and "
         "elements of parameters and gradients",
         *lines,
-        f"beside messages a rank sends at most {most[0]:,} bytes a micro-batch and {most[1]:,} a step; sums "
+        f"beside messages a rank sends at most {most[0]:,} bytes a micro-batch and {most[1]:,} {times[1]}; sums "
         f"of gradients travel in {str(reduce_dtype(plan)).removeprefix('torch.')}",
     ]
