@@ -136,6 +136,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
         build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+    assert {x.cp for x in every} == {1}, "sequences are short"
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
     assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == x.pp == 1} == {(8, 1), (4, 2), (2, 4)}
@@ -148,6 +149,22 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.zero for x in few} == {0, 3} and {x.micro_batch for x in few} == {2} and {x.tp for x in few} == {1, 2, 4}
     with pytest.raises(ValueError, match=r"choices gives 'remat'.*; a search tries zero, train.remat, offload, train"):
         list(candidates.candidates(c, 4, 4, {"remat": ("none",)}))
+
+
+def test_long_sequences_are_split_over_cp(monkeypatch):
+    c = config_table.from_table(SMALL)
+    monkeypatch.setattr(candidates, "LEAST", c.data.seq_len // 2)  # tokens that a rank keeps
+    few = {"train.remat": ("none",), "offload": ("",), "zero": (3,), "mesh.pp": (1,), "train.micro_batch": (8,)}
+    every = list(candidates.candidates(c, 4, 4, few))
+    assert {x.cp for x in every} == {1, 2} and all(x.dp * x.rp * x.cp * x.tp == 4 for x in every)
+    found = fzero.search(SMALL, 2, choices={**few, "mesh.cp": (2,)}, top=1)
+    best = found.best[0]
+    assert best.candidate.cp == 2 and found.config.mesh == {"cp": 2}
+    assert "pieces over cp=2; bytes of a rank in attention" in str(found)
+    config = machine.resolve_auto(c, H100.target)
+    sketch = closed_forms.Sketcher(config, H100, 4).sketch(best.candidate)
+    assert sketch.bytes == pytest.approx(best.report.peak_bytes_per_rank, rel=0.4)
+    assert sketch.time["communication on cp"] > 0.0
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(("float8_product", "float8_product_of", "float8_emulated"), "gemm"),
     **dict.fromkeys(("grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
-    **dict.fromkeys(("tiled_forward_at", "tiled_backward_at", "ring_forward", "ring_backward"), "attention"),
+    **dict.fromkeys(("flash_forward_at", "flash_backward_at", "ring_forward", "ring_backward"), "attention"),
     **dict.fromkeys(("library_forward", "library_backward"), "attention"),
     **dict.fromkeys(
         ("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"
