@@ -30,6 +30,7 @@ CASES = {
     "experts": made("mixtral", mesh={"pp": 2, "dp": 2}, zero=2, parts=3),
     "tp": made("gpt2", mesh={"pp": 2, "tp": 2}, sequence=True, parts=3, model=FOUR),
     "pp4": made(mesh={"pp": 4}, zero=1, parts=6, model=FOUR),
+    "delayed": made(mesh={"pp": 2}, parts=6, model={"n_layers": 2}, train_update="delayed", train_updates=3),
     "zb-h1": made(mesh={"pp": 2}, parts=5, model={"n_layers": 2}, pipeline={"schedule": "zb-h1"}),
     "zb-v": made(mesh={"pp": 2}, policy="bf16", parts=5, model=FOUR, pipeline=ZB_V),
     "zb-h2": made("gpt2", mesh={"pp": 4}, parts=8, model={**FOUR, "dropout": 0.1}, pipeline={"schedule": "zb-h2"}),
