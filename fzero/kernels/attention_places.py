@@ -44,8 +44,8 @@ def span_of(START, DOCS, rows, count, AT: tl.constexpr, DOCUMENTS: tl.constexpr)
 def look(
     SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr
 ):
-    """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL are;
-    -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
+    """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL
+    are; -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
     """
     other = SPANS + j // N * 4
     there = j < count
