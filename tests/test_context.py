@@ -64,8 +64,8 @@ def trained(mesh, cases, steps):
 
 def equals_one_process(mesh, cases, steps=STEPS):
     """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, name of CASES, options of
-    `train`)."""
-    sizes = MESHES[mesh]
+    `train`). mesh: a name of MESHES, or the sizes of its axes."""
+    sizes = MESHES[mesh] if isinstance(mesh, str) else mesh
     data = sizes.get("dp", 1) * sizes.get("rp", 1)
     given = [((name, tx, stage, data * m), what, options) for name, tx, stage, m, what, options in cases]
     results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
@@ -107,17 +107,21 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("cases", [pytest.param(one, marks=[pytest.mark.slow] * (one != "cp2")) for one in FEW])
+TIERS = {"cp2": [], "dp2 x cp2": pytest.mark.exhaustive, "cp2 x rp2": pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(one, marks=TIERS.get(one, pytest.mark.slow)) for one in FEW])
 def test_context_parallelism_equals_one_process(cases):
     equals_one_process(cases.partition(",")[0], FEW[cases])
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("form", ["gather", "ulysses"])
-def test_every_product_equals_one_process(mesh, form):
-    product = itertools.product(("sgd", "clipped adam"), (0, 3), CASES, PIECES)
-    cases = [("llama", tx, stage, 2, what, options_of(form, pieces)) for tx, stage, what, pieces in product]
+def test_every_product_equals_one_process(mesh, form, what):
+    product = itertools.product(("sgd", "clipped adam"), (0, 3), PIECES)
+    cases = [("llama", tx, stage, 2, what, options_of(form, pieces)) for tx, stage, pieces in product]
     equals_one_process(mesh, cases)
 
 

@@ -199,6 +199,27 @@ def test_a_sketch_is_near_the_trace(c):
     assert 0.4 < sketch.step_s / exact.step_s < 2.5
 
 
+def test_a_host_that_updates_during_the_backward_pass_is_expected_to_take_less():
+    """Of an update in the memory of a GPU's host, what the last backward pass is long enough for is not seen."""
+    c, found = Candidate(4, 1, 1, 1, "none", "opt=host", 2), {}
+    for update in ("end", "speculate"):
+        config = config_table.from_table(
+            {**SMALL, "offload": "opt=host", "train": {**SMALL["train"], "update": update}}
+        )
+        for backward_s in (1e-9, 1.0):  # of a layer and a sequence
+            layer = closed_forms.Layer(0, 0, 0, 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
+            sketcher = closed_forms.Sketcher(config, H100, 4, {1: layer})
+            found[update, backward_s] = sketcher.time(c)
+            elements = sketcher.plan(4, 1, 1, 1)[1]["opt"]
+    rate = H100.host_memory_bytes_s * H100.efficiency.get("host", 1.0) / 4
+    alone, short = 28 * elements / rate, 2 * SMALL["model"]["n_layers"] * 1e-9
+    assert found["end", 1e-9]["update"] == found["end", 1.0]["update"] == pytest.approx(alone, rel=1e-9)
+    assert found["speculate", 1e-9]["update"] == pytest.approx(alone - short, rel=1e-9) and short < alone
+    assert found["speculate", 1.0]["update"] == 0.0
+    for backward_s in (1e-9, 1.0):
+        assert found["speculate", backward_s] | {"update": 0} == found["end", backward_s] | {"update": 0}
+
+
 def test_what_does_not_fit_is_said(monkeypatch):
     tight = devices.device("h100", memory_bytes=H100.reserved_bytes + 100_000)
     with pytest.raises(ValueError, match=r"nothing fits on 2 NVIDIA H100.*does not fit: .* too much.*use more devices"):

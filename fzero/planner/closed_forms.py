@@ -165,7 +165,7 @@ class Sketcher:
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
         gathered = (self.config.prefetch + 1) * self.largest_layer(parts) * policy.param.itemsize
         groups = {
-            "params": held["params"] * policy.param.itemsize,
+            "params": held["params"] * policy.param.itemsize * (1 + (self.config.train.update == "delayed")),
             "optimizer": held["opt"] * self.opt_bytes,
             "grads": sums,
         }

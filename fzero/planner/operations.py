@@ -58,9 +58,10 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(
         ("norm_forward", "add_norm_forward", "norm_backward", "native_layer_norm", "native_layer_norm_backward"), "norm"
     ),
+    **dict.fromkeys(("norm_forward_largest", "add_norm_forward_largest", "norm_backward_largest"), "norm"),
     **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), "norm"),
     "rope": "rope",
-    **dict.fromkeys(("glu_forward", "glu_backward"), "glu"),
+    **dict.fromkeys(("glu_forward", "glu_backward", "glu_forward_largest", "glu_backward_largest"), "glu"),
     **dict.fromkeys(("route_forward", "route_backward", "group_rows", "permute_rows", "unpermute_rows"), "moe"),
     **dict.fromkeys(("unpermute_rows_backward", "sort", "topk", "bincount"), "moe"),
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_", "host_step"), "optimizer"),

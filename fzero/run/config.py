@@ -89,8 +89,9 @@ class Train:
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler
     capture: str = "off"  # auto: on a GPU steps are replayed as one graph where the host issues them too slowly
-    # with offloaded states also: backward (each layer when its gradient is reduced)
+    # with offloaded states also: backward (each layer when its gradient is reduced); delayed: see docs/pipeline.md
     update: str = "end"
+    updates: int = 1  # of a step with update=delayed, each of as many of its micro-batches
     kernels: str = (
         "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     )

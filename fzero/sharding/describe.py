@@ -108,9 +108,16 @@ def describe(plan: Plan) -> str:
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
-    if any(sent):
+    if plan.delayed:
+        second = sum(rank_bytes(plan, name)["params"] for name, leaf in plan.leaves.items() if leaf.trained)
         notes.append(
-            f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step; sums of gradients travel in "
+            f"delayed updates, {plan.delayed} a step: gradients are taken at the parameters before the last update; a "
+            f"rank holds {second:,} bytes of these beside the others, as they rest"
+        )
+    if any(sent):
+        per = "an update" if plan.delayed else "a step"
+        notes.append(
+            f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} {per}; sums of gradients travel in "
             f"{dtype_name(reduce_dtype(plan))}"
         )
     return "\n".join([top, *lines, *notes])
