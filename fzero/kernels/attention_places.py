@@ -189,7 +189,7 @@ class Places(NamedTuple):
         """QDOCS, KDOCS and REACH of a kernel of which each program has a tile of M queries."""
         mine, theirs = self.query_documents, self.key_documents
         if isinstance(self.key, Tensor):
-            return self._given(dummy) + (spans(self.key, theirs, blocks["N"]),)
+            return (*self._given(dummy), spans(self.key, theirs, blocks["N"]))
         assert isinstance(self.query, int)  # both are, or neither
         return document_bounds(mine, theirs, self.query - self.key, False, blocks["M"], dummy)
 
@@ -197,7 +197,7 @@ class Places(NamedTuple):
         """The same of a kernel of which each program has a tile of N keys."""
         mine, theirs = self.query_documents, self.key_documents
         if isinstance(self.query, Tensor):
-            return self._given(dummy) + (spans(self.query, mine, blocks["M"]),)
+            return (*self._given(dummy), spans(self.query, mine, blocks["M"]))
         assert isinstance(self.key, int)  # both are, or neither
         theirs, mine, reach = document_bounds(theirs, mine, self.key - self.query, True, blocks["N"], dummy)
         return mine, theirs, reach
