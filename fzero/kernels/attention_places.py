@@ -13,7 +13,7 @@ Names and shapes are those of attention_flash.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ def span_of(START, DOCS, rows, count, AT: tl.constexpr, DOCUMENTS: tl.constexpr)
 def look(
     SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr
 ):
-    """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL are;
-    -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
+    """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL
+    are; -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
     """
     other = SPANS + j // N * 4
     there = j < count
@@ -169,7 +169,11 @@ class Places(NamedTuple):
 
     def small(self) -> Places:
         """The same as contiguous int32 tensors."""
-        return Places(*(x.to(torch.int32).contiguous() if isinstance(x, Tensor) else x for x in self))
+
+        def short(x: Any) -> Any:
+            return x.to(torch.int32).contiguous() if isinstance(x, Tensor) else x
+
+        return Places(short(self.query), short(self.key), short(self.query_documents), short(self.key_documents))
 
     @property
     def starts(self) -> tuple[int | Tensor, int | Tensor]:
@@ -184,17 +188,19 @@ class Places(NamedTuple):
     def of_queries(self, blocks: tuning.Config, dummy: Tensor) -> tuple[Tensor, ...]:
         """QDOCS, KDOCS and REACH of a kernel of which each program has a tile of M queries."""
         mine, theirs = self.query_documents, self.key_documents
-        if isinstance(self.query, int) and isinstance(self.key, int):
-            return document_bounds(mine, theirs, self.query - self.key, False, blocks["M"], dummy)
-        return self._given(dummy) + (spans(self.key, theirs, blocks["N"]),)
+        if isinstance(self.key, Tensor):
+            return (*self._given(dummy), spans(self.key, theirs, blocks["N"]))
+        assert isinstance(self.query, int)  # both are, or neither
+        return document_bounds(mine, theirs, self.query - self.key, False, blocks["M"], dummy)
 
     def of_keys(self, blocks: tuning.Config, dummy: Tensor) -> tuple[Tensor, ...]:
         """The same of a kernel of which each program has a tile of N keys."""
         mine, theirs = self.query_documents, self.key_documents
-        if isinstance(self.query, int) and isinstance(self.key, int):
-            theirs, mine, reach = document_bounds(theirs, mine, self.key - self.query, True, blocks["N"], dummy)
-            return mine, theirs, reach
-        return self._given(dummy) + (spans(self.query, mine, blocks["M"]),)
+        if isinstance(self.query, Tensor):
+            return (*self._given(dummy), spans(self.query, mine, blocks["M"]))
+        assert isinstance(self.key, int)  # both are, or neither
+        theirs, mine, reach = document_bounds(theirs, mine, self.key - self.query, True, blocks["N"], dummy)
+        return mine, theirs, reach
 
     def _given(self, dummy: Tensor) -> tuple[Tensor, ...]:
         return tuple(dummy if x is None else x for x in (self.query_documents, self.key_documents))

@@ -120,7 +120,8 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
     apart = not rest[-1] and wide != q.dtype  # else the sums are made in dk and dv
     room = q.new_empty((_threads(k) if apart else 0, 2, k.shape[1], k.shape[3]), dtype=wide)
     dtype = wide if rest[-1] else q.dtype
-    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), room
+    dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in (q, k, v))
+    return dq, dk, dv, room
 
 
 @operator(

@@ -178,7 +178,9 @@ def closed_layer(job: Job, device: Device) -> Layer:
     float8 = device.flops.get("float8_e4m3fn", peak) / peak if policy.matmul and device.kind == "cuda" else 1.0
     rate = peak * part.get("gemm", 1.0)
     if not device.measured:
-        rate *= tiled_part(device.processors, (1, rows * seq, getattr(c, "d_expert", c.d_ff) // tp, c.d_model))
+        rate *= tiled_part(
+            device.processors, (1, max(1, int(rows * seq)), getattr(c, "d_expert", c.d_ff) // tp, c.d_model)
+        )
     gemm_s = seq / (rate * tp)  # of a FLOP a token
     bytes_s = 1.0 / (device.bandwidth_bytes_s * part.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
     # A product of queries and keys takes 2 T D FLOPs a token, and half of that where it is causal.
