@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.at_rest import shard_axes
 from fzero.sharding.context import FORMS
+from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
@@ -26,12 +28,13 @@ def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tu
         for link, axis in owed
         if axis in grads.partial
     ]
-    end += [("gather", link) for link in links_of(SHARDS, sizes) if "dp" in grads.axes and "dp" not in opt.axes]
+    over = links_of(shard_axes(compute), sizes) if "dp" in grads.axes and "dp" not in opt.axes else ()
+    end += [("gather", link) for link in over]
     return tuple(now), tuple(end)
 
 
 def ranks_of(link: str, sizes: Mapping[str, int]) -> int:
-    """The number of ranks of an axis, or of the link "dp+cp"."""
+    """The number of ranks of an axis, or of a link such as "dp+cp"."""
     return math.prod(sizes[axis] for axis in link.split("+"))
 
 
@@ -105,6 +108,7 @@ def describe(plan: Plan) -> str:
         )
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     notes += [context_text(plan)] if plan.context is not None else []
+    notes += [experts_text(plan)] if plan.experts is not None else []
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
@@ -125,6 +129,17 @@ def context_text(plan: Plan) -> str:
     forms = [form for form in FORMS if form != "ulysses" or heads.queries % cp == 0]
     sent = ", ".join(f"{form} {heads.sent(form, cp, context.inner):,.0f}" for form in forms)
     return f"{text}; elements that a rank sends in a layer's forward pass, for each token of a sequence: {sent}"
+
+
+def experts_text(plan: Plan) -> str:
+    """How tokens come to experts over ep in a plan, and what forms send."""
+    experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
+    room = f", room for {experts.slack:g} times an even load" if experts.form == "exchange" else ""
+    sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
+    return (
+        f"experts: {experts.form} over ep={ep}, {routed.experts // ep} of {routed.experts} on a rank{room}; elements "
+        f"that a rank sends in a layer's forward pass, for each of its tokens: {sent}"
+    )
 
 
 def stages_text(plan: Plan) -> str:
@@ -171,7 +186,7 @@ def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
     words, sent = [], [0.0, 0.0]
-    over = "".join(links_of(SHARDS, sizes))
+    over = "".join(links_of(shard_axes(leaf.compute), sizes))
     share, width = n * missing_part(over, sizes) * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
     if over and "dp" in leaf.use.axes:
         float8 = name in plan.float8

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
@@ -22,12 +23,14 @@ from fzero.sharding.at_rest import (
     at_rest_over_pp,
     compute_specs,
     in_memory,
+    shard_axes,
     shard_over_data,
     stage_specs,
     with_owed,
 )
 from fzero.sharding.context import Context, Heads, context_for, heads_of
 from fzero.sharding.describe import describe
+from fzero.sharding.experts import Experts, Routed, experts_for, experts_of
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
@@ -88,6 +91,8 @@ class Plan:
     stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
     context: Context | None = None  # on a mesh with cp
     heads: Heads | None = None  # of attention on a rank of tp
+    experts: Experts | None = None  # on a mesh with ep
+    routed: Routed | None = None  # the experts of the model's blocks
 
     def __str__(self) -> str:
         return describe(self)
@@ -135,6 +140,11 @@ class Plan:
             return trained
         return pytree.from_named({**pytree.named_leaves(rest), **trained}, rest)
 
+    def link(self, name: str) -> Axis:
+        """The ranks among which ZeRO shards a leaf, as one axis: those of dp, ep and cp, of an expert those of dp and
+        cp."""
+        return self.mesh.link(shard_axes(self.leaves[name].compute))
+
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
@@ -151,11 +161,12 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
+    experts: Experts | str = "auto",
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
-    At rest a sharded leaf is split over dp and cp on its first dim, or the second where the first counts layers
-    (`blocks/...`), after the axes that the model's own rules put there; a leaf whose dim does not divide stays whole on
+    At rest a sharded leaf is split over dp, ep and cp (experts, which ep shards anyhow, over dp and cp) on its first
+    dim, or the second where the first counts layers (`blocks/...`), after the axes that the model's own rules put there; a leaf whose dim does not divide stays whole on
     every rank, and the printed plan says so.
 
     stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
@@ -172,6 +183,7 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
+    experts: how tokens come to the experts of other ranks of ep: "gather", "exchange", "exchange:SLACK" or "auto".
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -186,7 +198,7 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts)
     expect_regex("frozen", frozen)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
@@ -198,6 +210,9 @@ def zero_plan(
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
     owed = {"tp"} if split else set()
     compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, named, mesh).items()}
+    routed = experts_of(model, named, compute)
+    asked = Experts.parse(experts) if isinstance(experts, str) else experts
+    dispatch = experts_for(asked, model, routed, sizes)
     compute = with_layers(compute, named, model, stages)
     for name, spec in compute.items():
         check_dims(name, named[name].shape, spec, sizes)
@@ -218,17 +233,18 @@ def zero_plan(
         dtype = leaf.dtype if name in fixed else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), dispatch, routed
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
 
 
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any) -> None:
     """Raise TypeError for options of a plan that are of other kinds."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
+    expect_kind("experts", experts, (Experts, str), 'write experts="auto" or, for example, experts="exchange:3"')
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
@@ -264,19 +280,14 @@ def policy_of(policy: Policy | str) -> Policy:
 
 
 def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
-    """Raise ValueError for a stage or choice that does not exist, and for axes that this version does not shard
-    over."""
+    """Raise ValueError for a stage or choice that does not exist."""
     if type(stage) is not int or stage not in ZERO:
         raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
     if reduce not in REDUCE:
         raise ValueError(f"reduce is {reduce!r}; it must be one of {', '.join(REDUCE)}")
     if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
         raise ValueError(
-            f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"'
-        )
-    if mesh["ep"].size > 1:
-        raise ValueError(
-            f"mesh: axis ep has size {mesh['ep'].size}; this version shards over dp, rp, tp, cp and pp; make ep=1"
+            f'reduce="canonical" needs dp x rp x ep to be a power of two and it is {mesh.data_size}; use reduce="fast"'
         )
 
 
