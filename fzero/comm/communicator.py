@@ -184,6 +184,11 @@ class Communicator:
         table = counts.tolist()
         sent, arrived = table[self.rank], [row[self.rank] for row in table]
         totals = [sum(row[j] for row in table) for j in range(self.size)]
+        if max(map(sum, table)) > x.shape[0]:
+            raise ValueError(
+                f"exchange_rows over {self.axis} of {leaf}: the counts {table} are of more rows than the {x.shape[0]} "
+                "that a rank has"
+            )
         if max(totals) > room:
             j = totals.index(max(totals))
             raise ValueError(

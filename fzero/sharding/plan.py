@@ -166,8 +166,8 @@ def zero_plan(
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
     At rest a sharded leaf is split over dp, ep and cp (experts, which ep shards anyhow, over dp and cp) on its first
-    dim, or the second where the first counts layers (`blocks/...`), after the axes that the model's own rules put there; a leaf whose dim does not divide stays whole on
-    every rank, and the printed plan says so.
+    dim, or the second where the first counts layers (`blocks/...`), after the axes that the model's own rules put
+    there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
 
     stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
     model: a Model, or the parameter tree of a plain loss function.
