@@ -107,7 +107,10 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("cases", [pytest.param(one, marks=[pytest.mark.slow] * (one != "cp2")) for one in FEW])
+TIER = {"cp2": (), "cp4": pytest.mark.exhaustive, "cp2 x rp2": pytest.mark.exhaustive}  # of others: slow
+
+
+@pytest.mark.parametrize("cases", [pytest.param(one, marks=TIER.get(one, pytest.mark.slow)) for one in FEW])
 def test_context_parallelism_equals_one_process(cases):
     equals_one_process(cases.partition(",")[0], FEW[cases])
 

@@ -74,7 +74,6 @@ def equals_one_process(mesh, cases, steps=STEPS):
     assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
 
 
-# Those of ep2 are in the default tier.
 FEW = {
     "ep2": [
         ("moe dropless", "clipped adam", 3, 2, options_of("exchange:4")),
@@ -97,7 +96,10 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("cases", [pytest.param(one, marks=[pytest.mark.slow] * (one != "ep2")) for one in FEW])
+TIER = {"ep2": (), "dp2 x ep2": pytest.mark.slow, "ep2 x tp2": pytest.mark.slow, "pp2 x ep2": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(one, marks=TIER.get(one, pytest.mark.exhaustive)) for one in FEW])
 def test_expert_parallelism_equals_one_process(cases):
     equals_one_process(cases.partition(",")[0], FEW[cases])
 

@@ -280,7 +280,7 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
 
     Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
     """
-    n = way.size
+    n, what = way.size, "all_to_all" if what == "exchange_rows" else what
     if what in ONE_SIDED:
         return one_sided_s(way, what, sent_bytes)
     whole = sent_bytes * n / (n - 1) / (2 if what == "psum" else 1)

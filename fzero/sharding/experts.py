@@ -71,6 +71,18 @@ class Routed(NamedTuple):
         others = (ranks - 1) / ranks
         return 2 * others * self.width * (self.top_k if form == "exchange" else ranks)
 
+    def even_part(self, experts: Experts, ranks: int) -> float:
+        """The part of the rows that a rank has room for which hold a token, if experts are chosen evenly.
+
+        >>> routed = Routed(experts=8, top_k=2, width=64)
+        >>> routed.even_part(Experts("gather"), 4), routed.even_part(Experts("exchange", 2.5), 4)
+        (0.25, 0.4)
+        """
+        if experts.form == "gather":
+            return 1 / ranks
+        rows = 1_000_000 * self.top_k  # of many tokens, so that rounding does not show
+        return rows / experts.room(rows, ranks * rows // self.top_k * min(self.top_k, self.experts // ranks))
+
 
 def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]) -> Routed | None:
     """The experts of a model whose rules split some over ep; None for another one."""
