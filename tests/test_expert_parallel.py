@@ -96,7 +96,7 @@ FEW = {
 }
 
 
-TIER = {"ep2": (), "dp2 x ep2": pytest.mark.slow, "ep2 x tp2": pytest.mark.slow, "pp2 x ep2": pytest.mark.slow}
+TIER = {"ep2": (), "ep2 x tp2": pytest.mark.slow, "pp2 x ep2": pytest.mark.slow}
 
 
 @pytest.mark.parametrize("cases", [pytest.param(one, marks=TIER.get(one, pytest.mark.exhaustive)) for one in FEW])

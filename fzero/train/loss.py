@@ -79,9 +79,9 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY
     They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64.
     Communicates: an all_gather of a few float64 over each of dp, rp and cp.
     """
-    treedef, dtypes = pytree.flatten(losses[0])[1], [leaf.dtype for leaf in pytree.leaves(losses[0])]
-    rows = torch.stack([torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]) for loss in losses])
+    first, treedef = pytree.flatten(losses[0])
+    rows = torch.stack([torch.cat([x.to(torch.float64).reshape(-1) for x in pytree.leaves(loss)]) for loss in losses])
     with mesh.ledger.phase("metrics"):
         table = gather_rows(rows, mesh, leaf="loss", axes=axes)
-    sums = tree_sum_rows(table.transpose(0, 1).flatten(0, 1))
-    return pytree.unflatten([x.to(dtype) for x, dtype in zip(sums, dtypes)], treedef)
+    sums = tree_sum_rows(table.transpose(0, 1).flatten(0, 1)).split([leaf.numel() for leaf in first])
+    return pytree.unflatten([x.reshape(leaf.shape).to(leaf.dtype) for x, leaf in zip(sums, first)], treedef)
