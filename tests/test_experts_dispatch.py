@@ -50,7 +50,7 @@ def given(load, ep):
 
 def both_passes(f, p, x, weights, cotangent):
     """(result, gradients of p, x and weights)."""
-    out, pull = torch.func.vjp(f, p, x, weights)
+    out, pull = torch.func.vjp(f, p, x, weights)[:2]
     return out, *pull(cotangent)
 
 
@@ -132,7 +132,8 @@ def test_the_form_that_sends_less_is_chosen():
         exchange, gather = routed.sent("exchange", ep), routed.sent("gather", ep)
         assert (exchange < gather) == (ep > 3) and (exchange == gather) == (ep == 3)
     model = fzero.models.build(fzero.models.MoEConfig(n_experts=8, top_k=2, d_model=16, n_heads=2, n_kv_heads=1))
-    forms = {ep: fzero.zero_plan(0, model, fzero.fake_mesh({"ep": ep})).experts.form for ep in (2, 4, 8)}
+    plans = {ep: fzero.zero_plan(0, model, fzero.fake_mesh({"ep": ep})) for ep in (2, 4, 8)}
+    forms = {ep: plan.experts.form for ep, plan in plans.items() if plan.experts is not None}
     assert forms == {2: "gather", 4: "exchange", 8: "exchange"}
 
 

@@ -94,13 +94,13 @@ def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]
     return None
 
 
-def experts_for(experts: Experts, model: Any, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
+def experts_for(experts: Experts | str, model: Any, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
     """The Experts of a plan on a mesh of these sizes, with nothing "auto"; None without ep.
 
     Raises ValueError for a model without experts, for a number of them that ep does not divide, and for experts with a
     capacity, which takes the tokens of a sequence in their order, in an exchange.
     """
-    ranks = sizes["ep"]
+    experts, ranks = Experts.parse(experts) if isinstance(experts, str) else experts, sizes["ep"]
     if ranks == 1:
         return None
     if routed is None:

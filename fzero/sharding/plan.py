@@ -203,26 +203,19 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts)
-    expect_regex("frozen", frozen)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts, delayed)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
-    expect_count("delayed", delayed, least=0)
     named = pytree.named_leaves(like := shapes_of(model))
     sizes = {axis.name: axis.size for axis in mesh.axes}
     context = context_for(sequence, model, sizes, policy.compute.itemsize)
     split = context.over_tp and sizes["tp"] > 1
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
-    owed = {"tp"} if split else set()
-    compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, named, mesh).items()}
+    compute = specs_in_use(model, named, mesh, {"tp"} if split else set(), stages)
     routed = experts_of(model, named, compute)
-    asked = Experts.parse(experts) if isinstance(experts, str) else experts
-    dispatch = experts_for(asked, model, routed, sizes)
-    compute = with_layers(compute, named, model, stages)
-    for name, spec in compute.items():
-        check_dims(name, named[name].shape, spec, sizes)
-
+    dispatch = experts_for(experts, model, routed, sizes)
+    check_all_dims(named, compute, sizes)
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
     shards = {name: shard_over_data(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
@@ -234,24 +227,54 @@ def zero_plan(
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
     never = model.frozen if hasattr(model, "rules") else frozenset()
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    leaves = {}
-    for name, leaf in named.items():
-        places = compute[name], params[name], grads[name], opt[name], use[name]
-        dtype = leaf.dtype if name in fixed else policy.param
-        leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
+    leaves = leaves_of(named, (compute, params, grads, opt, use), fixed, out, policy)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), delayed
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, dispatch, routed)
 
 
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any) -> None:
-    """Raise TypeError for options of a plan that are of other kinds."""
+def specs_in_use(
+    model: Any, named: Mapping[str, Any], mesh: Mesh, owed: set[str], stages: Stages | None
+) -> dict[str, Spec]:
+    """The specs of the leaves as the model's code sees them: over `owed` they are used differently."""
+    compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, dict(named), mesh).items()}
+    return with_layers(compute, dict(named), model, stages)
+
+
+def check_all_dims(named: Mapping[str, Any], specs: Mapping[str, Spec], sizes: Mapping[str, int]) -> None:
+    """`check_dims` of every leaf."""
+    for name, spec in specs.items():
+        check_dims(name, named[name].shape, spec, sizes)
+
+
+def leaves_of(
+    named: Mapping[str, Any],
+    specs: tuple[dict[str, Spec], ...],
+    fixed: frozenset[str],
+    frozen: frozenset[str],
+    policy: Policy,
+) -> dict[str, LeafPlan]:
+    """The LeafPlans of leaves. specs: as they are used, of parameters, gradients and optimizer states at rest, and
+    between micro-batches. fixed: those that keep their dtype. frozen: those that are not trained."""
+    found = {}
+    for name, leaf in named.items():
+        dtype = leaf.dtype if name in fixed else policy.param
+        found[name] = LeafPlan(tuple(leaf.shape), dtype, *(one[name] for one in specs), name not in frozen)
+    return found
+
+
+def expect_kinds(
+    mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any, delayed: Any
+) -> None:
+    """Raise TypeError or ValueError for options of a plan that are of other kinds."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
     expect_kind("experts", experts, (Experts, str), 'write experts="auto" or, for example, experts="exchange:3"')
+    expect_regex("frozen", frozen)
+    expect_count("delayed", delayed, least=0)
 
 
 def expect_on_device(delayed: int, offload: Offload) -> None:
