@@ -28,6 +28,7 @@ PLACEMENT = (
     "chunks",
     "layout",
     "prefetch",
+    "resident",
     "offload",
     "nvme",
     "buffer_mb",

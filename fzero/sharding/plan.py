@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ from fzero.sharding.experts import Experts, Routed, experts_for, experts_of
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
-from fzero.sharding.pipelines import Pipeline, stages_for, with_layers
+from fzero.sharding.pipelines import Pipeline, outside_users, stages_for, with_layers
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import check_dims
 from fzero.sharding.spec import Spec
@@ -95,6 +95,8 @@ class Plan:
     delayed: int = 0  # the delayed updates of a step; 0: one that is not, after its gradient
     experts: Experts | None = None  # on a mesh with ep
     routed: Routed | None = None  # the experts of the model's blocks
+    # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
+    outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return describe(self)
@@ -147,6 +149,25 @@ class Plan:
         cp."""
         return self.mesh.link(shard_axes(self.leaves[name].compute))
 
+    def with_updates(self, updates: int) -> Plan:
+        """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
+        versions of the trained parameters, and with pp no rank waits for the pipeline to empty between the updates.
+
+        Raises ValueError for a number below 1, and for offload of anything but activations.
+
+        >>> fzero.zero_plan(0, {"w": torch.zeros(8, 2)}, fzero.one_process()).with_updates(2).delayed
+        2
+        """
+        expect_count("the number of updates", updates)
+        for name, leaf in self.leaves.items():
+            for group, spec in (("params", leaf.params), ("grads", leaf.grads), ("opt", leaf.opt)):
+                if spec.memory != "device":
+                    raise ValueError(
+                        f"delayed updates: {name} has its {group} in memory {spec.memory!r}, and both versions of the "
+                        "parameters and all that updates them must be on the device; offload acts alone"
+                    )
+        return replace(self, delayed=updates)
+
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
@@ -163,7 +184,6 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
-    delayed: int = 0,
     experts: Experts | str = "auto",
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
@@ -186,8 +206,6 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
-    delayed: the updates of a step with update="delayed" (see make_train_step). The state then has two versions of the
-    trained parameters, and with pp no rank waits for the pipeline to empty between the updates. 0: one update a step.
     experts: how tokens come to the experts of other ranks of ep: "gather", "exchange", "exchange:SLACK" or "auto".
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
@@ -203,7 +221,7 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts, delayed)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
@@ -221,7 +239,6 @@ def zero_plan(
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
-    expect_on_device(delayed, offload)
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
@@ -229,8 +246,9 @@ def zero_plan(
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
     leaves = leaves_of(named, (compute, params, grads, opt, use), fixed, out, policy)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), delayed
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, dispatch, routed)
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
+    users = outside_users(model, named, stages)
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside=users)
 
 
 def specs_in_use(
@@ -263,27 +281,15 @@ def leaves_of(
     return found
 
 
-def expect_kinds(
-    mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any, delayed: Any
-) -> None:
-    """Raise TypeError or ValueError for options of a plan that are of other kinds."""
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any) -> None:
+    """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_regex("frozen", frozen)
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
     expect_kind("experts", experts, (Experts, str), 'write experts="auto" or, for example, experts="exchange:3"')
-    expect_regex("frozen", frozen)
-    expect_count("delayed", delayed, least=0)
-
-
-def expect_on_device(delayed: int, offload: Offload) -> None:
-    """Raise ValueError for delayed updates of a state that is not on the device."""
-    if delayed and {tier.memory for tier in (offload.params, offload.grads, offload.opt)} != {"device"}:
-        raise ValueError(
-            f"delayed is {delayed} and offload is {str(offload)!r}: both versions of the parameters and all that "
-            "updates them must be on the device; leave one out, or use acts alone"
-        )
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
