@@ -107,7 +107,12 @@ FEW = {
 }
 
 
-TIERS = {"cp2": [], "dp2 x cp2": pytest.mark.exhaustive, "cp2 x rp2": pytest.mark.exhaustive}
+TIERS = {
+    "cp2": [],
+    "dp2 x cp2": pytest.mark.exhaustive,
+    "cp4": pytest.mark.exhaustive,
+    "cp2 x rp2": pytest.mark.exhaustive,
+}
 
 
 @pytest.mark.parametrize("cases", [pytest.param(one, marks=TIERS.get(one, pytest.mark.slow)) for one in FEW])

@@ -49,8 +49,8 @@ def test_ranks_are_numbered_from_the_outermost_axis_in(sizes):
         assert {a.name: a.communicator.ranks for a in planned.axes if a.communicator} == got["ranks"] and str(
             planned
         ) == got["text"]
-    # Replicas of the dp group are outside of it: each rank has data of its own, numbered through.
-    count = sizes.get("dp", 1) * sizes.get("rp", 1)
+    # Replicas of the dp group are outside of it, ranks of ep inside: each has data of its own, numbered through.
+    count = sizes.get("dp", 1) * sizes.get("rp", 1) * sizes.get("ep", 1)
     assert [got["data"] for got in by_rank] == [
         (count, r if count == 4 else r // 2 if count == 2 else 0) for r in range(4)
     ]

@@ -97,6 +97,7 @@ PLACED = {
     "reduce": "canonical",
     "sequence": True,
     "context": "ulysses",
+    "experts": "exchange",
     "pipeline.schedule": "interleaved",
     "pipeline.chunks": 2,
     "pipeline.layout": "1,2,3,2",

@@ -20,6 +20,7 @@ MODELS = {
     "gpt2": {"tied": True},
     "llama": {"n_kv_heads": 2, "tied": False},
     "moe dropless": {"n_kv_heads": 2, "n_experts": 3},
+    "moe capacity": {"n_kv_heads": 2},
     "gemma": {"n_kv_heads": 2, "n_layers": 4},
     "deepseek": {},
     "encoder and decoder": {},

@@ -37,6 +37,7 @@ SHORTHANDS = {
     "reduce": "reduce",
     "sequence": "sequence",
     "context": "context",
+    "experts": "experts",
     "schedule": "pipeline.schedule",
     "chunks": "pipeline.chunks",
     "layout": "pipeline.layout",
@@ -109,7 +110,7 @@ VALUES = (
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
         "--mesh",
-        help="The sizes of the axes dp, rp, tp, pp, cp. For example dp=2,tp=2. Default: dp over all processes.",
+        help="The sizes of the axes dp, rp, tp, pp, cp, ep. For example dp=2,tp=2. Default: dp over all processes.",
     ),
     click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
     click.option(
@@ -121,6 +122,11 @@ VALUES = (
         "--context",
         metavar="FORM",
         help="Attention over cp: gather, ulysses, ring, hierarchical, hierarchical/2; auto: by what each sends, holds.",
+    ),
+    click.option(
+        "--experts",
+        metavar="FORM",
+        help="How tokens come to experts over ep: gather, exchange, exchange:SLACK; or auto, the default.",
     ),
     click.option(
         "--schedule",

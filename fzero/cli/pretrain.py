@@ -23,6 +23,7 @@ PLACEMENT = (
     "reduce",
     "sequence",
     "context",
+    "experts",
     "schedule",
     "chunks",
     "layout",

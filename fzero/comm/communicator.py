@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import TypeVar
@@ -36,7 +37,7 @@ SMALL_BYTES = 4 << 20
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 T = TypeVar("T")
-ONE_SIDED = ("gather_to", "scatter_from")  # whose ranks send unlike amounts
+ONE_SIDED = ("gather_to", "scatter_from", "exchange_rows")  # whose ranks send unlike amounts
 
 
 _COMMUNICATORS: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
@@ -164,6 +165,43 @@ class Communicator:
         sends, receives = {j: here[j] for j in self.others}, {j: there[j] for j in self.others}
         arriving = self.messages.exchange(call, sends, receives, lambda: out)
         there[self.rank].copy_(here[self.rank])
+        return arriving
+
+    def start_exchange_rows(
+        self, x: Tensor, counts: Tensor, room: int, leaf: str = "", otherwise: str = ""
+    ) -> Future[Tensor]:
+        """Start x [M, ...] -> [room, ...]: counts[r, j] rows of rank r go to rank j, those for rank 0 first, and what
+        a rank is sent is in the order of the senders, with zeros behind it.
+
+        counts: int64 [N, N], the same on all ranks, on which a GPU is waited for. Raises ValueError, on every rank, if
+        one is sent more than `room` rows; otherwise: what to do then.
+        """
+        out, row = x.new_empty((room, *x.shape[1:])), math.prod(x.shape[1:])
+        if self.transport == "fake":  # as many rows to each rank
+            rows = min(x.shape[0], room) * (self.size - 1) // self.size
+            call = self._begin("exchange_rows", x, leaf, rows * row)
+            return self.messages.exchange(call, {j: x for j in self.others}, {j: out for j in self.others}, lambda: out)
+        table = counts.tolist()
+        sent, arrived = table[self.rank], [row[self.rank] for row in table]
+        totals = [sum(row[j] for row in table) for j in range(self.size)]
+        if max(map(sum, table)) > x.shape[0]:
+            raise ValueError(
+                f"exchange_rows over {self.axis} of {leaf}: the counts {table} are of more rows than the {x.shape[0]} "
+                "that a rank has"
+            )
+        if max(totals) > room:
+            j = totals.index(max(totals))
+            raise ValueError(
+                f"exchange_rows over {self.axis} of {leaf}: rank {self.ranks[j]} is sent {totals[j]} rows, "
+                f"{totals[j] / max(1, x.shape[0]):.2f} times what each rank sends, and has room for {room}; {otherwise}"
+            )
+        call = self._begin("exchange_rows", x, leaf, (sum(sent) - sent[self.rank]) * row)
+        pieces = x.contiguous().split([*sent, x.shape[0] - sum(sent)])
+        places = out.split([*arrived, room - sum(arrived)])
+        sends, receives = {j: pieces[j] for j in self.others}, {j: places[j] for j in self.others}
+        arriving = self.messages.exchange(call, sends, receives, lambda: out)
+        places[self.rank].copy_(pieces[self.rank])
+        places[-1].zero_()
         return arriving
 
     def start_ppermute(self, x: Tensor, perm: Sequence[tuple[int, int]], leaf: str = "") -> Future[Tensor]:

@@ -100,4 +100,11 @@ _define(
     lambda communicator, x: x.shape,
     "int[] perm, ",
 )
+define_ordered(
+    "exchange_rows",
+    "Tensor x, Tensor counts, int communicator, int room, str leaf, str otherwise",
+    1,
+    lambda x, counts, number, *rest: communicator_of(number).start_exchange_rows(x, counts, *rest).wait(),
+    lambda x, counts, number, room, *rest: x.new_empty((room, *x.shape[1:])),
+)
 ops = torch.ops.fzero

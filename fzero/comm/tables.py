@@ -12,23 +12,36 @@ from torch import Tensor
 from fzero.comm.collectives import all_gather
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
-BY_RANK = ("pp", "rp", "dp", "cp", "ep", "tp")  # the axes in the order in which ranks are numbered, the outermost first
-BY_DATA_RANK = ("rp", "dp")
+BY_RANK = ("pp", "rp", "dp", "ep", "cp", "tp")  # the axes in the order in which ranks are numbered, the outermost first
+BY_DATA_RANK = ("rp", "dp", "ep")
 BY_TOKENS = (*BY_DATA_RANK, "cp")  # along which ranks have other tokens
-SHARDS = ("dp", "cp")  # the axes over which ZeRO shards; where both are in use, one link of all their ranks
+SHARDS = ("dp", "ep", "cp")  # the axes over which ZeRO shards; where several are in use, one link of all their ranks
 
 
 def links_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
-    """The links that communicate over `axes`: those of size above 1, and "dp+cp" in place of dp and cp, whose ranks
-    are numbered as by both, dp first.
+    """The links that communicate over `axes`: those of size above 1, and one in place of several of dp, ep and cp,
+    such as "dp+cp", whose ranks are numbered as by all of them, dp first.
 
     >>> links_of(("dp", "rp", "cp"), {"dp": 2, "rp": 2, "cp": 2}), links_of(("dp", "cp"), {"dp": 2, "cp": 1})
     (['dp+cp', 'rp'], ['dp'])
     """
     used = [axis for axis in axes if sizes[axis] > 1]
-    if not all(axis in used for axis in SHARDS):
+    joined = [axis for axis in SHARDS if axis in used]
+    if len(joined) < 2:
         return used
-    return ["+".join(SHARDS) if axis == SHARDS[0] else axis for axis in used if axis not in SHARDS[1:]]
+    return ["+".join(joined) if axis == joined[0] else axis for axis in used if axis not in joined[1:]]
+
+
+def joined_links(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The axes of each link of several on a mesh: of those over which ZeRO shards dense leaves, and experts, which ep
+    shards already.
+
+    >>> joined_links({"dp": 2, "ep": 2, "cp": 2}), joined_links({"dp": 1, "ep": 2, "cp": 2})
+    ([('dp', 'ep', 'cp'), ('dp', 'cp')], [('ep', 'cp')])
+    """
+    used = [axis for axis in SHARDS if sizes[axis] > 1]
+    found = dict.fromkeys((tuple(used), tuple(axis for axis in used if axis != "ep")))
+    return [axes for axes in found if len(axes) > 1]
 
 
 def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_RANK) -> Tensor:

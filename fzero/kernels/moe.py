@@ -32,7 +32,7 @@ from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, tri
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import AUTO, Form, Kernels, Op
 
-__all__ = ["capacity", "dropless", "group", "grouped_mm", "permute", "route", "unpermute"]
+__all__ = ["capacity", "dropless", "feed_forward", "group", "grouped_mm", "permute", "route", "unpermute"]
 
 
 HALF_CONFIGS, FLOAT_CONFIGS = chips.Table("_grouped_mm half"), chips.Table("_grouped_mm float32")
@@ -43,7 +43,7 @@ HALF_CONFIGS, FLOAT_CONFIGS = chips.Table("_grouped_mm half"), chips.Table("_gro
 
 def grouped_mm_reference(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows of x [M, D] by their group's w [E, D, F]: group e is the rows ends[e - 1] to ends[e] (int32 [E],
-    non-decreasing, last M).
+    non-decreasing, last at most M). Rows behind the last group have no product: what is there depends on the form.
 
     The definition multiplies every row by every expert and masks: E times the work.
     """
@@ -67,8 +67,11 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         w = w if 1 in w.stride()[1:] else w.contiguous()
         return torch_private.grouped_mm(x.contiguous(), w, offs=ends)
     out, sizes = x.new_empty(len(x), w.shape[2]), _sizes(ends)
-    for rows, weights, product in zip(x.split(sizes), w.unbind(), out.split(sizes)):
+    behind = len(x) - sum(sizes)
+    *products, rest = out.split([*sizes, behind])
+    for rows, weights, product in zip(x.split([*sizes, behind]), w.unbind(), products):
         torch.mm(rows, weights, out=product)
+    rest.zero_()
     return out
 
 
@@ -81,7 +84,8 @@ def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     if x.is_cuda:
         return torch_private.grouped_mm(x.contiguous().t(), g.contiguous(), offs=ends)
     out, sizes = x.new_empty(len(ends), x.shape[1], g.shape[1]), _sizes(ends)
-    for rows, grads, product in zip(x.t().split(sizes, 1), g.split(sizes), out.unbind()):
+    used = sum(sizes)
+    for rows, grads, product in zip(x[:used].t().split(sizes, 1), g[:used].split(sizes), out.unbind()):
         torch.mm(rows, grads, out=product)
     return out
 
@@ -263,36 +267,52 @@ grouped_mm = Op(
 # ---- the experts -----------------------------------------------------------------------------------------------------
 
 
+def feed_forward(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO) -> Tensor:
+    """The experts' SwiGLU of rows [M, D] that are grouped as `grouped_mm` says: [M, D]."""
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        return grouped_mm(rows, p[name].to(rows.dtype), ends, impl=kernels["grouped_mm"])
+
+    hidden = swiglu(product(rows, "w_gate"), product(rows, "w_up"), impl=kernels["swiglu"])
+    return product(hidden, "w_down")
+
+
 def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO) -> Tensor:
     """Compute every token by its k experts: group rows by expert, three grouped products, sum each token's rows with
     its weights.
     """
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
     order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
-
-    def product(rows: Tensor, name: str) -> Tensor:
-        return grouped_mm(rows, p[name].to(x.dtype), ends, impl=kernels["grouped_mm"])
-
     rows = permute(tokens, order, place, impl=kernels["permute"])
-    hidden = swiglu(product(rows, "w_gate"), product(rows, "w_up"), impl=kernels["swiglu"])
-    y = product(hidden, "w_down")
+    y = feed_forward(p, rows, ends, kernels)
     return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
 
 
-def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, kernels: Kernels = AUTO) -> Tensor:
+def capacity(
+    p: Tree,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    factor: float,
+    kernels: Kernels = AUTO,
+    own: tuple[int, int] | None = None,
+) -> Tensor:
     """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert: first choices first, then in order
     of position.
 
     A token beyond the capacity gets 0 from that expert (the residual stream still carries it). Capacity is counted per
-    sequence, so the result does not depend on how a batch is split.
+    sequence, so the result does not depend on how a batch is split. own: (the number of the first expert of `p`, that
+    of all experts) where `p` has some of them, whose part of the result is returned.
     """
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
-    room = math.ceil(factor * t * k / experts)
+    first, count = own or (0, experts)
+    room = math.ceil(factor * t * k / count)
     choice = ids.transpose(1, 2).reshape(b, k * t)  # all first choices, then all second ones
+    choice = choice - first
     taken = (choice[..., None] == torch.arange(experts, device=x.device)).to(torch.int64)
     place = ((taken.cumsum(1) - 1) * taken).sum(-1)
-    kept = place < room
+    kept = (place < room) & (choice >= 0) & (choice < experts)
     slot = torch.where(kept, choice * room + place, experts * room)  # dropped tokens go to an additional last slot
     sent = x.repeat(1, k, 1)
     inbox = torch.zeros(b, experts * room + 1, d, dtype=x.dtype, device=x.device)

@@ -26,6 +26,7 @@ from fzero.models.place import balanced_positions, patterns_of
 from fzero.models.stack_over_pp import stack_over_pp
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.context import Context, Pieces
+from fzero.sharding.experts import Experts
 from fzero.sharding.slices import is_stacked
 from fzero.sharding.unshard import unshard_block, unshard_tree
 
@@ -83,6 +84,7 @@ class Ctx(NamedTuple):
     matmul: str = ""  # how the linear layers of the blocks multiply, see core.precision.Policy
     sequence: bool = False  # under tp: activations outside the tensor-parallel regions are split along T too
     context: Context | tuple[()] = ()  # how attention works over cp; () without
+    experts: Experts | tuple[()] = ()  # how tokens come to experts over ep; () without
     pieces: Pieces | tuple[()] = ()  # the tokens of each rank of cp; () for whole sequences, and chosen by the batch
     positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
     placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
@@ -352,6 +354,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     """
     if plan is not None and plan.context is not None:
         ctx = ctx._replace(context=plan.context)
+    if plan is not None and plan.experts is not None:
+        ctx = ctx._replace(experts=plan.experts)
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
     batch = own_part(batch, ctx)

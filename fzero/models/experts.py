@@ -1,7 +1,10 @@
 """The experts of a block: how its tokens come to them and back, for every model that routes.
 
 A block chooses (ids, weights) of its tokens as its model says, enters the tensor-parallel region with them
-(`enter_routing`), and calls `mixture`.
+(`enter_routing`), and calls `mixture`. Over ep, each of whose N ranks has E / N of the experts and n tokens of its own,
+there are two forms, both linear maps there and their transposes back. `gathered` gives every rank the tokens of all;
+`exchanged` sends a token to the ranks of its k experts alone, in rows of which no rank has room for more than slack
+n k. Shapes are the same whatever is chosen, so that blocks compile.
 """
 
 from __future__ import annotations
@@ -11,11 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import psum, pvary
+from fzero.comm.collectives import Axis, all_gather, exchange_rows, psum, psum_scatter, pvary
 from fzero.core.pytree import Tree
 from fzero.kernels import moe
+from fzero.kernels.registry import Kernels
 from fzero.models.base import Ctx
 from fzero.models.layers import enter, sequence_axis
+from fzero.sharding.experts import Experts
 
 MOE_RULES = (
     (r"/moe/router$", "[L/pp, D, E]"),
@@ -31,9 +36,95 @@ def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, capacity
     p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them. capacity_factor: 0 for
     dropless; see `kernels.moe.capacity`.
     """
+    if ctx.mesh["ep"].size > 1:
+        return over_ep(p, x, ids, weights, ctx, capacity_factor)
     if capacity_factor:
         return moe.capacity(p, x, ids, weights, capacity_factor, ctx.kernels)
     return moe.dropless(p, x, ids, weights, ctx.kernels)
+
+
+LEAF = "blocks/moe"
+
+
+def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, capacity_factor: float) -> Tensor:
+    """`mixture` on a mesh with ep, p being this rank's experts.
+
+    Communicates: see `gathered` and `exchanged`. Raises ValueError for a ctx that does not say which.
+    """
+    ep = ctx.mesh["ep"]
+    if not isinstance(ctx.experts, Experts):
+        raise ValueError(
+            f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(experts=plan.experts), or give "
+            "loss the plan"
+        )
+    if capacity_factor:
+        x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
+        own = ep.rank * p["w_gate"].shape[0], ep.size * p["w_gate"].shape[0]
+        out = moe.capacity(p, x, ids, weights, capacity_factor, ctx.kernels, own)
+        return psum_scatter(out, ep, leaf=LEAF)
+    k = ids.shape[-1]
+    tokens = x.reshape(-1, x.shape[-1]), ids.reshape(-1, k), weights.reshape(-1, k)
+    if ctx.experts.form == "gather":
+        return gathered(p, *tokens, ep, ctx.kernels).reshape(x.shape)
+    return exchanged(p, *tokens, ep, ctx.experts, ctx.kernels).reshape(x.shape)
+
+
+def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tensor]:
+    """The ids and weights of the tokens of all ranks of ep, along the first dim, by one collective."""
+    both = all_gather(torch.cat((weights, ids.to(weights.dtype)), -1), ep, leaf=f"{LEAF}/router")
+    weights, ids = both.chunk(2, -1)
+    return ids.to(torch.int64), weights
+
+
+def gathered(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ep: Axis, kernels: Kernels) -> Tensor:
+    """The mixture of x [n, D], ids and weights [n, k], where each rank computes its experts for the tokens of all.
+
+    Communicates: an all_gather over ep of tokens, and one of ids and weights; a psum_scatter of the results. Backward
+    their transposes.
+    """
+    x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
+    count = p["w_gate"].shape[0]
+    own = (ids >= ep.rank * count) & (ids < (ep.rank + 1) * count)
+    # Rows for the experts of other ranks are a last group, behind those that are multiplied.
+    order, place, ends = moe.group(torch.where(own, ids - ep.rank * count, count), count + 1, impl=kernels["group"])
+    rows = moe.permute(x, order, place, impl=kernels["permute"])
+    y = feed_forward_before(p, rows, ends[:count], kernels)
+    out = moe.unpermute(y, torch.where(own, weights, 0.0), order, place, impl=kernels["unpermute"])
+    return psum_scatter(out, ep, leaf=LEAF)
+
+
+def exchanged(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ep: Axis, how: Experts, kernels: Kernels) -> Tensor:
+    """The mixture of x [n, D], ids and weights [n, k], where each row of a token is sent to the rank of its expert, and
+    its result back.
+
+    Communicates: an all_gather over ep of E counts of rows; the rows by `exchange_rows`, and back. Backward as many.
+    Raises ValueError, on every rank of ep, if one is sent more rows than it has room for.
+    """
+    count, (n, k) = p["w_gate"].shape[0], ids.shape
+    order, place, ends = moe.group(ids, ep.size * count, impl=kernels["group"])
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
+    table = all_gather(sizes[None], ep, leaf=f"{LEAF}/counts").unflatten(1, (ep.size, count))  # [sender, rank, expert]
+    to_ranks, room = table.sum(-1), how.room(n * k, ep.size * n * min(k, count))
+    otherwise = f"use a larger slack than exchange:{how.slack:g}, or gather"
+    rows = moe.permute(x, order, place, impl=kernels["permute"])
+    rows = exchange_rows(rows, to_ranks, ep, room, leaf=LEAF, otherwise=otherwise)
+    # What arrives is in the order of senders, and of experts in what each sends; with no expert behind it all.
+    mine = table[:, ep.rank].reshape(-1)
+    sender_expert = torch.searchsorted(mine.cumsum(0), torch.arange(room, device=x.device), right=True)
+    expert = torch.where(sender_expert < len(mine), sender_expert % count, count)
+    order_here, place_here, ends = moe.group(expert[:, None], count + 1, impl=kernels["group"])
+    rows = moe.permute(rows, order_here, place_here, impl=kernels["permute"])
+    y = feed_forward_before(p, rows, ends[:count], kernels)
+    y = moe.permute(y, place_here, order_here, impl=kernels["permute"])
+    y = exchange_rows(y, to_ranks.t(), ep, n * k, leaf=LEAF)
+    return moe.unpermute(y, weights, order, place, impl=kernels["unpermute"])
+
+
+def feed_forward_before(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
+    """`moe.feed_forward` of the rows before the last of `ends`, and zeros behind them. What products leave there, in
+    both passes, is thrown away."""
+    used = (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
+    return torch.where(used, moe.feed_forward(p, torch.where(used, rows, 0.0), ends, kernels), 0.0)
 
 
 def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

@@ -289,7 +289,7 @@ class Sketcher:
         layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize
         sums = self.policy.reduce.itemsize
         ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})
-        links = links_of(SHARDS, {"dp": c.dp, "cp": c.cp})  # of the ranks that share the states, at most one
+        links = links_of(SHARDS, {"dp": c.dp, "ep": 1, "cp": c.cp})  # of the ranks that share the states, at most one
         out: dict[str, float] = {}
 
         def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fzero.comm.communicator import ONE_SIDED, SMALL_BYTES
-from fzero.comm.tables import SHARDS
+from fzero.comm.tables import joined_links
 from fzero.planner.devices import Curve, Device, Level, Products, Rates
 from fzero.planner.operations import Op
 from fzero.sharding.mesh import ORDER
@@ -207,7 +207,7 @@ class Way(NamedTuple):
 
 
 def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
-    """The Way of each axis of a mesh that has more than one rank, and of dp and cp as one link.
+    """The Way of each axis of a mesh that has more than one rank, and of several of dp, ep and cp as one link.
 
     Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units in order: so a group whose
     ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks.
@@ -216,13 +216,13 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
     for name in reversed(ORDER):
         strides[name] = stride
         stride *= sizes.get(name, 1)
-    dp, cp = (sizes.get(name, 1) for name in SHARDS)
-    both = {"+".join(SHARDS): (dp * cp, strides[SHARDS[-1]])} if dp > 1 and cp > 1 else {}  # neighbours
-    for name, (size, stride) in ({name: (sizes.get(name, 1), at) for name, at in strides.items()} | both).items():
+    joined = joined_links({name: sizes.get(name, 1) for name in ORDER})
+    for names in (*((name,) for name in strides), *joined):
+        name, size = "+".join(names), math.prod(sizes.get(axis, 1) for axis in names)
         if size > 1:
             hops, inside = [], 1
             for level in device.links:
-                reach = size if level.ranks is None else min(size, max(1, level.ranks // stride))
+                reach = size if level.ranks is None else reached(level.ranks, [(sizes[a], strides[a]) for a in names])
                 if reach > inside:
                     hops.append((_reached(device, level), -(-reach // inside)))
                     inside = reach
@@ -232,6 +232,22 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
                 key.partition("/")[0]: curve for key, curve in device.collectives.items() if key.endswith(f"/{size}")
             }
             found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
+    return found
+
+
+def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
+    """How many of a link's ranks are in a unit of `ranks` ranks. axes: (size, ranks from one to the next) of each of
+    its axes, the outermost first.
+
+    >>> reached(8, [(4, 2)]), reached(8, [(4, 8), (2, 1)]), reached(8, [(4, 2), (2, 1)])
+    (4, 2, 8)
+    """
+    found = 1
+    for size, stride in reversed(axes):
+        inside = min(size, max(1, ranks // stride))
+        found *= inside
+        if inside < size:
+            break
     return found
 
 
@@ -264,7 +280,7 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
 
     Ref: Thakur et al. 2005, "Optimization of collective communication operations in MPICH", section 4.
     """
-    n = way.size
+    n, what = way.size, "all_to_all" if what == "exchange_rows" else what
     if what in ONE_SIDED:
         return one_sided_s(way, what, sent_bytes)
     whole = sent_bytes * n / (n - 1) / (2 if what == "psum" else 1)

@@ -35,7 +35,7 @@ from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
 from fzero.run.measure.moments import Moment, Stay, Visit, alive, moments
-from fzero.sharding import Mesh, fake_mesh
+from fzero.sharding import Mesh, Plan, fake_mesh
 from fzero.sharding.memory import Offload
 from fzero.train.state_on_disk import leaves_on_disk
 
@@ -153,7 +153,10 @@ def run_step(
         if job.plan.stages is not None:
             parts = run_build.local_micro_batches(config, mesh)
             known.update(stage_shapes(config, job.plan, shared_model(config.model), batch, parts, mode))
-        tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
+        tracer, device = (
+            Tracer(target.kind == "cuda", even_part(job.plan)),
+            None if target.kind == "cpu" else mode.device,
+        )
         record = ShortRecord(
             state, batch, device=device, buffers=nvme.buffers if nvme else None, note=tracer.note, told=tracer.told
         )
@@ -178,11 +181,20 @@ def shared_model(config: models.ModelConfig) -> models.Model:
     return models.build(config)
 
 
+def even_part(plan: Plan) -> float:
+    """The part of the rows of grouped products that hold a token, if experts are chosen evenly: over ep there is room
+    for more."""
+    if plan.experts is None or plan.routed is None:
+        return 1.0
+    return plan.routed.even_part(plan.experts, plan.sizes["ep"])
+
+
 class Tracer:
     """Records the events of a step: operators with their costs, and transfers."""
 
-    def __init__(self, cuda: bool = False) -> None:
+    def __init__(self, cuda: bool = False, even: float = 1.0) -> None:
         self.cuda = cuda  # whether the device has memory of its own
+        self.even = even  # see `even_part`
         self.started: dict[int, tuple[str, str, int]] = {}  # number -> (what, axis, bytes)
         # storage being copied to -> ([(number, first byte, end)] of the copies, a reference whose callback reports its
         # end)
@@ -204,6 +216,8 @@ class Tracer:
             self.copied(record, func, args, out)
             return out
         op = describe_op(func, args, kwargs, out, here.phase, here.layer)
+        if op is not None and "grouped_mm" in op.name:
+            op = op._replace(flop=int(op.flop * self.even))
         if op is not None and self.cuda and on_host(args, kwargs, out):
             record.event(op._replace(host=True))
         elif op is not None:

@@ -108,6 +108,7 @@ def build(
         sequence=Context.parse(config.context, over_tp=config.sequence),
         offload=config.offload,
         pipeline=config.pipeline,
+        experts=config.experts,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     plan = plan.with_updates(delayed_updates(config, micro_batches)) if config.train.update == "delayed" else plan

@@ -23,6 +23,7 @@ from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
 from fzero.sharding.context import Context
+from fzero.sharding.experts import Experts
 from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
@@ -121,6 +122,8 @@ def check_leaf(name: str, value: Any) -> None:
         check_loggers(value)
     if name == "context":
         Context.parse(value)
+    if name == "experts":
+        Experts.parse(value)
     if name in BOUNDS:
         check_bounds(name, value, BOUNDS[name])
     elif isinstance(value, float) and not math.isfinite(value):

@@ -45,7 +45,7 @@ from fzero.run.resume.saver import CheckpointSaver
 from fzero.run.rows import Rows, due_after
 from fzero.run.stages import stage_at
 from fzero.run.waiting import sleep_while_shared
-from fzero.sharding.describe import context_text
+from fzero.sharding.describe import context_text, experts_text
 from fzero.sharding.digests import digest_text
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.capture import take_news
@@ -239,6 +239,8 @@ def announce(attempt: Attempt) -> None:
         say(str(job.plan).splitlines()[0])
     if job.plan.context is not None:
         say(context_text(job.plan))
+    if job.plan.experts is not None:
+        say(experts_text(job.plan))
     for line in offload_summary(job):
         say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"

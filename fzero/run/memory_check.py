@@ -71,7 +71,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     sums = terms * numel(plan, plan.grads, ("device", "host"))
     grads = sums * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
-    moved = plan.mesh.shards.size > 1 and any("dp" in spec.axes for spec in at_rest)
+    moved = plan.mesh.link().size > 1 and any("dp" in spec.axes for spec in at_rest)
     moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
     whole = job.config.prefetch + 1 + layers_resident(job)
     gathered = whole * part * policy.param.itemsize if moved else 0

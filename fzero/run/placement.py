@@ -20,6 +20,7 @@ FLAGS = {
     "reduce": "--reduce",
     "sequence": "--sequence",
     "context": "--context",
+    "experts": "--experts",
     "pipeline.schedule": "--schedule",
     "pipeline.chunks": "--chunks",
     "pipeline.layout": "--layout",

@@ -3,6 +3,7 @@
 from fzero.comm.collectives import Axis
 from fzero.sharding.at_rest import ZERO
 from fzero.sharding.context import Context
+from fzero.sharding.experts import Experts
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
 from fzero.sharding.pipelines import Pipeline
 from fzero.sharding.plan import LeafPlan, Plan, zero_plan
@@ -16,6 +17,7 @@ __all__ = [
     "ZERO",
     "Axis",
     "Context",
+    "Experts",
     "LeafPlan",
     "Mesh",
     "Pipeline",

@@ -17,7 +17,7 @@ from fzero.sharding.rules import match_rules
 from fzero.sharding.slices import is_stacked, local_numel, shard_dim
 from fzero.sharding.spec import Spec
 
-#        params  grads  optimizer        True = sharded over dp and cp when at rest
+#        params  grads  optimizer        True = sharded over dp, ep and cp when at rest
 ZERO = {
     0: (False, False, False),
     1: (False, False, True),
@@ -44,7 +44,7 @@ def stage_specs(
 ) -> tuple[dict[str, Spec], dict[str, Spec], dict[str, Spec]]:
     """The specs by leaf of parameters, gradients and optimizer states at rest under a stage.
 
-    compute, shards: the specs of each leaf as products use it, and sharded over dp and cp as well. reduce: see
+    compute, shards: the specs of each leaf as products use it, and sharded over dp, ep and cp as well. reduce: see
     `zero_plan`.
     """
 
@@ -60,10 +60,16 @@ def stage_specs(
     return params, grads, opt
 
 
+def shard_axes(spec: Spec) -> list[str]:
+    """The axes over which ZeRO shards a leaf that is used in the layout of `spec`: those that do not shard it there."""
+    return [axis for axis in SHARDS if axis not in spec.axes]
+
+
 def shard_over_data(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
-    """The spec with dp, and behind it cp if that is in use, on the leaf's first dim, or the second if the first counts
-    layers; as it is if that dim does not divide."""
-    dim, dims, axes = shard_dim(name), list(spec.dims), SHARDS if sizes["cp"] > 1 else SHARDS[:1]
+    """The spec with dp, and behind it ep and cp if they are in use and do not shard the leaf anyhow, on the leaf's
+    first dim, or the second if the first counts layers; as it is if that dim does not divide."""
+    dim, dims = shard_dim(name), list(spec.dims)
+    axes = [axis for axis in shard_axes(spec) if axis == SHARDS[0] or sizes[axis] > 1]
     if dim < len(shape) and shape[dim] % math.prod(sizes[a] for a in (*axes, *dims[dim])) == 0:
         dims[dim] = (*dims[dim], *axes)
     return replace(spec, dims=tuple(dims), partial=frozenset())

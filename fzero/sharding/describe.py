@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.at_rest import shard_axes
+from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.moves import moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
 from fzero.sharding.slices import is_stacked, local_numel
@@ -83,6 +85,7 @@ def describe(plan: Plan) -> str:
         )
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     notes += [context_text(plan)] if plan.context is not None else []
+    notes += [experts_text(plan)] if plan.experts is not None else []
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
@@ -113,6 +116,17 @@ def context_text(plan: Plan) -> str:
     forms = "; ".join(f"{form} {cost}" for form, cost in costs.items())
     return (
         f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: {forms}"
+    )
+
+
+def experts_text(plan: Plan) -> str:
+    """How tokens come to experts over ep in a plan, and what forms send."""
+    experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
+    room = f", room for {experts.slack:g} times an even load" if experts.form == "exchange" else ""
+    sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
+    return (
+        f"experts: {experts.form} over ep={ep}, {routed.experts // ep} of {routed.experts} on a rank{room}; elements "
+        f"that a rank sends in a layer's forward pass, for each of its tokens: {sent}"
     )
 
 
@@ -155,7 +169,7 @@ def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
     words, sent = [], [0.0, 0.0]
-    over = "".join(links_of(SHARDS, sizes))
+    over = "".join(links_of(shard_axes(leaf.compute), sizes))
     share, width = n * missing_part(over, sizes) * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
     if over and "dp" in leaf.use.axes:
         float8 = name in plan.float8

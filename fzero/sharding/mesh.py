@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from fzero.comm.agreement import Agreement
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
-from fzero.comm.tables import BY_RANK, SHARDS
+from fzero.comm.tables import BY_DATA_RANK, BY_RANK, SHARDS, joined_links, links_of
 from fzero.core import gpu
 from fzero.core.arguments import checked, expect_kind
 from fzero.core.foreign import environment_number
@@ -71,10 +71,11 @@ class Mesh:
     store: dist.Store | None = field(default=None, compare=False, repr=False)
     agreement: Agreement | None = field(default=None, compare=False, repr=False)
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
-    both: Axis | None = field(default=None, compare=False, repr=False)  # dp and cp as one, where both are in use
+    # Several of dp, ep and cp as one, where they are in use: see comm.tables.joined_links.
+    links: tuple[Axis, ...] = field(default=(), compare=False, repr=False)
 
     def __getitem__(self, name: str) -> Axis:
-        for axis in self.axes if self.both is None else (*self.axes, self.both):
+        for axis in (*self.axes, *self.links):
             if axis.name == name:
                 return axis
         raise ValueError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}{nearest(name, AXES)}")
@@ -92,25 +93,29 @@ class Mesh:
             rank = rank * self[name].size + self[name].rank
         return rank
 
-    @property
-    def shards(self) -> Axis:
-        """The ranks over which ZeRO shards: those of dp, of cp, or of both as one axis "dp+cp".
+    def link(self, axes: Sequence[str] = SHARDS) -> Axis:
+        """The ranks of those of dp, ep and cp that are among `axes`, as one axis: those over which ZeRO shards a leaf.
 
         >>> from fzero.sharding import fake_mesh
-        >>> fake_mesh({"dp": 2, "cp": 2}, rank=3).shards[:3]
-        ('dp+cp', 4, 3)
+        >>> mesh = fake_mesh({"dp": 2, "ep": 2, "cp": 2}, rank=5)
+        >>> mesh.link()[:3], mesh.link(("dp", "cp"))[:3]
+        (('dp+ep+cp', 8, 5), ('dp+cp', 4, 3))
         """
-        return self.both or (self["cp"] if self["dp"].size == 1 and self["cp"].size > 1 else self["dp"])
+        names = links_of([axis for axis in SHARDS if axis in axes], {axis.name: axis.size for axis in self.axes})
+        return self[names[0]] if names else self[SHARDS[0]]
 
     @property
     def data_size(self) -> int:
-        """The number of ranks with data of their own: dp times rp."""
-        return self["dp"].size * self["rp"].size
+        """The number of ranks with data of their own: rp times dp times ep."""
+        return math.prod(self[name].size for name in BY_DATA_RANK)
 
     @property
     def data_rank(self) -> int:
         """This process's number among those."""
-        return self["rp"].rank * self["dp"].size + self["dp"].rank
+        rank = 0
+        for name in BY_DATA_RANK:
+            rank = rank * self[name].size + self[name].rank
+        return rank
 
     def checked(self) -> contextlib.AbstractContextManager[None]:
         """A context in which each collective first makes sure that all ranks of its axis are at the same one (see
@@ -142,8 +147,7 @@ class Mesh:
             dist.destroy_process_group()
 
     def _communicators(self) -> list[Communicator]:
-        axes = self.axes if self.both is None else (*self.axes, self.both)
-        return [axis.communicator for axis in axes if axis.communicator is not None]
+        return [axis.communicator for axis in (*self.axes, *self.links) if axis.communicator is not None]
 
     def __str__(self) -> str:
         return f"Mesh({_sizes_text({a.name: a.size for a in self.axes}).removeprefix('of ')})"
@@ -183,7 +187,7 @@ def make_mesh(
 
     Under torchrun it initialises torch.distributed, if that was not done before: gloo for tensors in the host's memory,
     NCCL for those on a GPU, of which each process takes its own.
-    Ranks are numbered with pp outermost, then rp, dp, cp, ep, and tp innermost.
+    Ranks are numbered with pp outermost, then rp, dp, ep, cp, and tp innermost.
 
     sizes: {axis: number of ranks}, e.g. {"dp": 2, "tp": 2}; None: one process.
     timeout_s: seconds that a rank waits for another one.
@@ -226,9 +230,9 @@ def make_mesh(
     store = dist.PrefixStore(f"fzero/{next(_MESHES)}", dist.distributed_c10d._get_default_store())
     ledger, agreement = Ledger(), Agreement(store, dist.get_rank(), timeout_s)
     at, communicators = _coordinates(sizes, dist.get_rank()), {}
-    flat = _flat_name(sizes)
-    for name in [*used, *([flat] if flat else [])]:
-        group = device_mesh[SHARDS]._flatten().get_group() if name == flat else device_mesh.get_group(name)
+    joined = {"+".join(axes): axes for axes in joined_links(sizes)}
+    for name in (*used, *joined):
+        group = device_mesh[joined[name]]._flatten().get_group() if name in joined else device_mesh.get_group(name)
         communicators[name] = Communicator(
             name,
             dist.get_process_group_ranks(group),
@@ -239,18 +243,12 @@ def make_mesh(
             ordered=ordered,
         )
     axes = tuple(Axis(name, sizes[name], at[name], communicators.get(name)) for name in AXES)
-    both = _both(sizes, at, communicators[flat]) if flat else None
-    return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started, both=both)
-
-
-def _flat_name(sizes: Mapping[str, int]) -> str:
-    """The name of dp and cp as one axis, "" if not both are in use."""
-    return "+".join(SHARDS) if all(sizes[name] > 1 for name in SHARDS) else ""
-
-
-def _both(sizes: Mapping[str, int], at: Mapping[str, int], communicator: Communicator) -> Axis:
-    dp, cp = SHARDS
-    return Axis(_flat_name(sizes), sizes[dp] * sizes[cp], at[dp] * sizes[cp] + at[cp], communicator)
+    links = tuple(
+        Axis(name, math.prod(sizes[a] for a in joined[name]), found.rank, found)
+        for name, found in communicators.items()
+        if name in joined
+    )
+    return Mesh(axes, device_mesh, ledger, store, agreement, owned=not started, links=links)
 
 
 def start_processes(device: torch.device, timeout_s: float, **where: Any) -> None:
@@ -314,16 +312,18 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Mesh:
         raise ValueError(f"fake_mesh: rank is {rank} and mesh {_sizes_text(sizes)} has ranks 0 to {world - 1}")
     at, ledger, agreement, axes = _coordinates(sizes, rank), Ledger(), Agreement(None, rank, 0.0), []
 
-    def communicator(name: str, size: int, number: int, innermost: str) -> Communicator:
-        stride = math.prod(sizes[inner] for inner in ORDER[ORDER.index(innermost) + 1 :])
-        ranks = [rank + (k - number) * stride for k in range(size)]
-        return Communicator(name, ranks, transport="fake", ledger=ledger, agreement=agreement)
+    def stride(name: str) -> int:
+        return math.prod(sizes[inner] for inner in ORDER[ORDER.index(name) + 1 :])
+
+    def communicator(names: Sequence[str]) -> Communicator:
+        first = rank - sum(at[name] * stride(name) for name in names)
+        places = itertools.product(*(range(sizes[name]) for name in names))
+        ranks = [first + sum(i * stride(name) for i, name in zip(place, names)) for place in places]
+        return Communicator("+".join(names), ranks, transport="fake", ledger=ledger, agreement=agreement)
 
     for name in AXES:
-        size, number = sizes[name], at[name]
-        axes.append(Axis(name, size, number, communicator(name, size, number, name) if size > 1 else None))
-    both = None
-    if flat := _flat_name(sizes):  # dp and cp are neighbours in ORDER
-        number = at["dp"] * sizes["cp"] + at["cp"]
-        both = _both(sizes, at, communicator(flat, sizes["dp"] * sizes["cp"], number, "cp"))
-    return Mesh(tuple(axes), ledger=ledger, agreement=agreement, both=both)
+        size = sizes[name]
+        axes.append(Axis(name, size, at[name], communicator((name,)) if size > 1 else None))
+    found = [communicator(names) for names in joined_links(sizes)]
+    links = tuple(Axis(one.axis, one.size, one.rank, one) for one in found)
+    return Mesh(tuple(axes), ledger=ledger, agreement=agreement, links=links)

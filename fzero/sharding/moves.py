@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fzero.comm.tables import SHARDS, links_of
+from fzero.comm.tables import links_of
+from fzero.sharding.at_rest import shard_axes
 from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints them
@@ -25,12 +26,13 @@ def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tu
         for link, axis in owed
         if axis in grads.partial
     ]
-    end += [("gather", link) for link in links_of(SHARDS, sizes) if "dp" in grads.axes and "dp" not in opt.axes]
+    over = links_of(shard_axes(compute), sizes) if "dp" in grads.axes and "dp" not in opt.axes else ()
+    end += [("gather", link) for link in over]
     return tuple(now), tuple(end)
 
 
 def ranks_of(link: str, sizes: Mapping[str, int]) -> int:
-    """The number of ranks of an axis, or of the link "dp+cp"."""
+    """The number of ranks of an axis, or of a link such as "dp+cp"."""
     return math.prod(sizes[axis] for axis in link.split("+"))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.core.arguments import PLAN, checked, expect_count, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
@@ -22,6 +23,7 @@ from fzero.sharding.at_rest import (
     at_rest_over_pp,
     compute_specs,
     in_memory,
+    shard_axes,
     shard_over_data,
     stage_specs,
     with_owed,
@@ -29,6 +31,7 @@ from fzero.sharding.at_rest import (
 from fzero.sharding.context import Context
 from fzero.sharding.context_cost import Heads, context_for, heads_of
 from fzero.sharding.describe import describe
+from fzero.sharding.experts import Experts, Routed, experts_for, experts_of
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
@@ -90,6 +93,8 @@ class Plan:
     context: Context | None = None  # on a mesh with cp
     heads: Heads | None = None  # of attention on a rank of tp
     delayed: int = 0  # the delayed updates of a step; 0: one that is not, after its gradient
+    experts: Experts | None = None  # on a mesh with ep
+    routed: Routed | None = None  # the experts of the model's blocks
     # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
     outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
@@ -139,6 +144,11 @@ class Plan:
             return trained
         return pytree.from_named({**pytree.named_leaves(rest), **trained}, rest)
 
+    def link(self, name: str) -> Axis:
+        """The ranks among which ZeRO shards a leaf, as one axis: those of dp, ep and cp, of an expert those of dp and
+        cp."""
+        return self.mesh.link(shard_axes(self.leaves[name].compute))
+
     def with_updates(self, updates: int) -> Plan:
         """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
         versions of the trained parameters, and with pp no rank waits for the pipeline to empty between the updates.
@@ -174,12 +184,13 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
+    experts: Experts | str = "auto",
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
-    At rest a sharded leaf is split over dp and cp on its first dim, or the second where the first counts layers
-    (`blocks/...`), after the axes that the model's own rules put there; a leaf whose dim does not divide stays whole on
-    every rank, and the printed plan says so.
+    At rest a sharded leaf is split over dp, ep and cp (experts, which ep shards anyhow, over dp and cp) on its first
+    dim, or the second where the first counts layers (`blocks/...`), after the axes that the model's own rules put
+    there; a leaf whose dim does not divide stays whole on every rank, and the printed plan says so.
 
     stage: 0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters.
     model: a Model, or the parameter tree of a plain loss function.
@@ -195,6 +206,7 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
+    experts: how tokens come to the experts of other ranks of ep: "gather", "exchange", "exchange:SLACK" or "auto".
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -209,7 +221,7 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
@@ -218,12 +230,10 @@ def zero_plan(
     split = context.over_tp and sizes["tp"] > 1
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
-    owed = {"tp"} if split else set()
-    compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, named, mesh).items()}
-    compute = with_layers(compute, named, model, stages)
-    for name, spec in compute.items():
-        check_dims(name, named[name].shape, spec, sizes)
-
+    compute = specs_in_use(model, named, mesh, {"tp"} if split else set(), stages)
+    routed = experts_of(model, named, compute)
+    dispatch = experts_for(experts, model, routed, sizes)
+    check_all_dims(named, compute, sizes)
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
     shards = {name: shard_over_data(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
@@ -234,18 +244,44 @@ def zero_plan(
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
     never = model.frozen if hasattr(model, "rules") else frozenset()
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    leaves = {}
-    for name, leaf in named.items():
-        places = compute[name], params[name], grads[name], opt[name], use[name]
-        dtype = leaf.dtype if name in fixed else policy.param
-        leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
+    leaves = leaves_of(named, (compute, params, grads, opt, use), fixed, out, policy)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
     users = outside_users(model, named, stages)
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside=users)
 
 
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
+def specs_in_use(
+    model: Any, named: Mapping[str, Any], mesh: Mesh, owed: set[str], stages: Stages | None
+) -> dict[str, Spec]:
+    """The specs of the leaves as the model's code sees them: over `owed` they are used differently."""
+    compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, dict(named), mesh).items()}
+    return with_layers(compute, dict(named), model, stages)
+
+
+def check_all_dims(named: Mapping[str, Any], specs: Mapping[str, Spec], sizes: Mapping[str, int]) -> None:
+    """`check_dims` of every leaf."""
+    for name, spec in specs.items():
+        check_dims(name, named[name].shape, spec, sizes)
+
+
+def leaves_of(
+    named: Mapping[str, Any],
+    specs: tuple[dict[str, Spec], ...],
+    fixed: frozenset[str],
+    frozen: frozenset[str],
+    policy: Policy,
+) -> dict[str, LeafPlan]:
+    """The LeafPlans of leaves. specs: as they are used, of parameters, gradients and optimizer states at rest, and
+    between micro-batches. fixed: those that keep their dtype. frozen: those that are not trained."""
+    found = {}
+    for name, leaf in named.items():
+        dtype = leaf.dtype if name in fixed else policy.param
+        found[name] = LeafPlan(tuple(leaf.shape), dtype, *(one[name] for one in specs), name not in frozen)
+    return found
+
+
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any) -> None:
     """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
@@ -253,6 +289,7 @@ def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: 
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
+    expect_kind("experts", experts, (Experts, str), 'write experts="auto" or, for example, experts="exchange:3"')
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
@@ -288,19 +325,14 @@ def policy_of(policy: Policy | str) -> Policy:
 
 
 def check_choices(stage: int, mesh: Mesh, reduce: str) -> None:
-    """Raise ValueError for a stage or choice that does not exist, and for axes that this version does not shard
-    over."""
+    """Raise ValueError for a stage or choice that does not exist."""
     if type(stage) is not int or stage not in ZERO:
         raise ValueError(f"zero stage is {stage!r}; it must be 0, 1, 2 or 3")
     if reduce not in REDUCE:
         raise ValueError(f"reduce is {reduce!r}; it must be one of {', '.join(REDUCE)}")
     if reduce == "canonical" and mesh.data_size & (mesh.data_size - 1):
         raise ValueError(
-            f'reduce="canonical" needs dp x rp to be a power of two and it is {mesh.data_size}; use reduce="fast"'
-        )
-    if mesh["ep"].size > 1:
-        raise ValueError(
-            f"mesh: axis ep has size {mesh['ep'].size}; this version shards over dp, rp, tp, cp and pp; make ep=1"
+            f'reduce="canonical" needs dp x rp x ep to be a power of two and it is {mesh.data_size}; use reduce="fast"'
         )
 
 

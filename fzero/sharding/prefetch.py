@@ -56,14 +56,15 @@ class ParamFetcher:
     `read(group)` starts the reads from host memory or a disk, `start` the gathers. A leaf that is on the device and not
     sharded is a view of the leaf at rest.
     coding: how leaves of plan.float8 travel; None: as they are.
-    Communicates: an all_gather over dp and cp for each large leaf, and one for all small leaves of a group; with a
-    coding, one before them for the largest magnitudes of all its leaves.
+    Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) for each large leaf, and one for all
+    small leaves of a group; with a coding, one before them for the largest magnitudes of all its leaves.
     """
 
     def __init__(self, params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
-        self.axis, self.ledger, self.device = plan.mesh.shards, plan.mesh.ledger, device
-        self.sharded = {name for name in self.leaves if self.axis.size > 1 and "dp" in plan.leaves[name].use.axes}
+        self.ledger, self.device = plan.mesh.ledger, device
+        links = {name: plan.link(name) for name in self.leaves if "dp" in plan.leaves[name].use.axes}
+        self.sharded = {name: link for name, link in links.items() if link.size > 1}  # and what each is gathered over
         # What has no memory of its own, or not on the device. A leaf on a disk has `read(layer)`, whose result has
         # `copy_to(device)`.
         self.away = {
@@ -86,7 +87,7 @@ class ParamFetcher:
         own = [torch.linalg.vector_norm(self.leaves[n], torch.inf, list(range(1, self.leaves[n].dim()))) for n in names]
         with self.ledger.phase("forward"):
             row = torch.cat([found.to(torch.float32) for found in own])[None]
-            every = start_all_gather(row, self.axis, leaf="largest of " + " ".join(names)).wait()
+            every = start_all_gather(row, self.sharded[names[0]], leaf="largest of " + " ".join(names)).wait()
         return dict(zip(names, every.amax(0).split([len(found) for found in own])))
 
     def needed(self, group: Group) -> bool:
@@ -107,7 +108,7 @@ class ParamFetcher:
             return layer_of(leaf, name, layer)
         shape = leaf.shape[1:] if layer is not None and is_stacked(name) else leaf.shape
         if name in self.sharded:
-            shape = (self.axis.size * shape[0], *shape[1:])
+            shape = (self.sharded[name].size * shape[0], *shape[1:])
         return torch.empty(shape, dtype=leaf.dtype, device=self.device)
 
     def read(self, group: Group) -> list[Future[Tensor]]:
@@ -137,10 +138,11 @@ class ParamFetcher:
         out: dict[int, Tensor] = {}
         flying = []
         with self.ledger.phase(phase):
-            for bucket in bucket_groups(shards, [()] * len(shards)):
+            links = [self.sharded[group.leaves[i]] for i in moving]
+            for bucket in bucket_groups(shards, [link.name for link in links]):
                 packed = pack([shards[i] for i in bucket], 1, shards[bucket[0]].dtype)
                 label = " ".join(group.leaves[moving[i]] for i in bucket)
-                flying.append((bucket, start_all_gather(packed, self.axis, leaf=label)))
+                flying.append((bucket, start_all_gather(packed, links[bucket[0]], leaf=label)))
         shapes = [shard.shape for shard in shards]
         shards.clear()
         waiting = [(i, leaf) for i, leaf in enumerate(read) if i not in moving]
@@ -149,7 +151,7 @@ class ParamFetcher:
         def finish() -> list[Tensor]:
             while flying:
                 bucket, pending = flying.pop()
-                whole_shapes = [(self.axis.size * shapes[i][0], *shapes[i][1:]) for i in bucket]
+                whole_shapes = [(links[i].size * shapes[i][0], *shapes[i][1:]) for i in bucket]
                 for i, whole in zip((moving[i] for i in bucket), unpack(pending.wait(), whole_shapes)):
                     out[i] = self.coding.widen(whole, most[i]) if self.coding is not None and i in most else whole
             for i, leaf in waiting:

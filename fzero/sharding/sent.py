@@ -15,7 +15,8 @@ import torch
 
 from fzero.comm.bucket import bucket_groups
 from fzero.comm.ledger import sent_elements
-from fzero.comm.tables import SHARDS, links_of
+from fzero.comm.tables import links_of
+from fzero.sharding.at_rest import shard_axes
 from fzero.sharding.moves import COLLECTIVES, Moves, moves, ranks_of, reduce_dtype, without_pp
 from fzero.sharding.pipelines import users_of
 from fzero.sharding.slices import is_stacked, local_numel
@@ -144,14 +145,15 @@ def add_group(
 
     again: leaves for which a part before it on the rank gives a gradient too.
     """
-    over, sizes = "".join(links_of(SHARDS, plan.sizes)), plan.sizes
+    over, sizes = {name: link_of(plan, name) for name in names}, plan.sizes
     numels = {name: layer_numel(plan, name, plan.leaves[name].use) for name in names}
-    shards = [name for name in names if over and "dp" in plan.leaves[name].use.axes]
+    shards = [name for name in names if over[name] and "dp" in plan.leaves[name].use.axes]
     dtypes = [torch.uint8 if name in plan.float8 else plan.leaves[name].dtype for name in shards]
     like = [torch.empty(numels[name], dtype=dtype, device="meta") for name, dtype in zip(shards, dtypes)]
-    for bucket in bucket_groups(like, [()] * len(like)):
-        gathered = sum(numels[shards[i]] for i in bucket) * ranks_of(over, sizes)
-        sums.gather(what, over, dtypes[bucket[0]].itemsize, gathered, part=times * passes)
+    for bucket in bucket_groups(like, [over[name] for name in shards]):
+        link = over[shards[bucket[0]]]
+        gathered = sum(numels[shards[i]] for i in bucket) * ranks_of(link, sizes)
+        sums.gather(what, link, dtypes[bucket[0]].itemsize, gathered, part=times * passes)
     trained = [name for name in names if plan.leaves[name].trained]
     paths = {name: without_pp(path_of(plan, name)) for name in trained}
     whole = {name: layer_numel(plan, name, plan.leaves[name].compute) for name in trained}
@@ -166,6 +168,11 @@ def add_group(
             sums.walk(what, end, width, elements, (0, times))
 
 
+def link_of(plan: Plan, name: str) -> str:
+    """The link over which ZeRO shards a leaf of a plan; "" for none."""
+    return "".join(links_of(shard_axes(plan.leaves[name].compute), plan.sizes))
+
+
 def path_of(plan: Plan, name: str) -> tuple[Moves, Moves]:
     """The `moves` of a leaf of a plan."""
     leaf = plan.leaves[name]
@@ -174,8 +181,9 @@ def path_of(plan: Plan, name: str) -> tuple[Moves, Moves]:
 
 def add_over_pp(sums: Sums, plan: Plan, rank: int) -> None:
     """Add the leaves outside the layers that pp shards: to the ranks that use them, and their sums from there."""
-    p, over = plan.sizes["pp"], "".join(links_of(SHARDS, plan.sizes))
+    p = plan.sizes["pp"]
     for name, users in users_of(plan).items():
+        over = link_of(plan, name)
         leaf, of = plan.leaves[name], {one for _, one in users}
         size = leaf.dtype.itemsize
         if leaf.params.dims != leaf.use.dims:
@@ -191,8 +199,8 @@ def add_over_pp(sums: Sums, plan: Plan, rank: int) -> None:
 
 def add_updated(sums: Sums, plan: Plan, rank: int) -> None:
     """Add the gathers over data ranks of what is updated in shards and used whole."""
-    over = "".join(links_of(SHARDS, plan.sizes))
     for name, leaf in plan.leaves.items():
+        over = link_of(plan, name)
         if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
             layers = len(leaf.params.rows[rank]) if is_stacked(name) else 1
             whole = layer_numel(plan, name, leaf.params) * layers

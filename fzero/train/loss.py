@@ -56,6 +56,7 @@ def context_of(plan: Plan, how: Execution) -> base.Ctx:
         kernels=how.kernels,
         sequence=plan.sequence,
         context=plan.context or (),
+        experts=plan.experts or (),
     )
 
 

@@ -52,7 +52,7 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
         if found is None:
             return leaf
         if "dp" in rest.axes and "dp" not in use.axes:
-            found = start_all_gather(found, plan.mesh.shards, leaf=name).wait()
+            found = start_all_gather(found, plan.link(name), leaf=name).wait()
         return found
 
     with plan.mesh.ledger.phase("gather"):

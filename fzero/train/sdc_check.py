@@ -110,7 +110,7 @@ def make_check(
     def check(state: TrainState, part: Callable[[int], Any]) -> list[str]:
         expect_alive(state)
         with torch.no_grad(), mesh.ledger.phase("check"):
-            before = (mesh.data_rank - 1) % mesh.data_size
+            before = (mesh.data_rank - mesh["ep"].size) % mesh.data_size  # ranks of ep compute together
             own, again = (computed(state, m, part(m)) for m in (mesh.data_rank, before))
             leaves = pytree.named_leaves(state)
             held = {name: [start_digest(leaves[name])] for name in shared if isinstance(leaves[name], Tensor)}
@@ -182,9 +182,9 @@ def disagreeing(names: list[str], own: list[list[int]], again: list[list[int]], 
     """A line for each rank whose micro-batch the next rank computes differently; a rank that differs from both
     neighbours is to blame."""
     ranks = {tuple(where.values()): rank for rank, where in enumerate(coordinates(mesh))}
-    found = []
+    found, others = [], mesh["rp"].size * mesh["dp"].size  # of ranks with other micro-batches and the same experts
     for rank, where in enumerate(coordinates(mesh)):
-        number = (where["rp"] * mesh["dp"].size + where["dp"] + 1) % mesh.data_size
+        number = (where["rp"] * mesh["dp"].size + where["dp"] + 1) % others
         after = ranks[tuple((where | {"rp": number // mesh["dp"].size, "dp": number % mesh["dp"].size}).values())]
         first = next((name for name, a, b in zip(names, own[rank], again[after]) if a != b), None)
         if first is not None:
@@ -195,7 +195,7 @@ def disagreeing(names: list[str], own: list[list[int]], again: list[list[int]], 
         if rank == after:
             lines.append(f"rank {rank} computes one micro-batch twice and differs from itself, first in {first}")
             continue
-        odd = [r for r in (rank, after) if times[r] > 1] if mesh.data_size > 2 else []
+        odd = [r for r in (rank, after) if times[r] > 1] if others > 2 else []
         blame = f"; rank {odd[0]} differs from another one too" if len(odd) == 1 else ""
         lines.append(f"rank {rank} and rank {after} compute one micro-batch and differ, first in {first}{blame}")
     return lines

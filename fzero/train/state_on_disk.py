@@ -232,7 +232,7 @@ def reopen_state(
         assert of is not None  # `missing_leaves` finds the others
         part = DiskTensor(store, f"master/{of}").tensor().to(plan.policy.param)
         if part.shape != shapes[name].shape:
-            part = all_gather(part.to(device), plan.mesh.shards, shard_dim(of), leaf=of)
+            part = all_gather(part.to(device), plan.link(of), shard_dim(of), leaf=of)
         held[name] = part
     named, where = pytree.named_leaves(specs), torch.device(device)
     held = {name: put_on(where, leaf, named[name]) for name, leaf in held.items()}

@@ -33,19 +33,18 @@ class Gradients(NamedTuple):
 
 def split_names(plan: Plan) -> set[str]:
     """The trained leaves that are whole at rest and updated in shards."""
-    if plan.mesh.shards.size == 1:
-        return set()
-    leaves = plan.leaves.items()
+    leaves = [(name, leaf) for name, leaf in plan.leaves.items() if plan.link(name).size > 1]
     return {name for name, leaf in leaves if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes}
 
 
 def own(plan: Plan, params: Tree) -> Tree:
     """The part of the trained parameters (at rest) that this rank updates: views."""
-    names, axis = split_names(plan), plan.mesh.shards
+    names = split_names(plan)
 
     def part(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
             return leaf
+        axis = plan.link(name)
         return narrow_part(leaf, axis.rank, axis.size, shard_dim(name))
 
     return pytree.map_named(part, plan.trained(params))
@@ -69,14 +68,15 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
 
     done: leaves that have been written already.
 
-    Communicates: an all_gather over dp and cp of each leaf that is updated in shards (of each layer of a large one).
+    Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) of each leaf that is updated in shards
+    (of each layer of a large one).
     """
-    names, axis = split_names(plan), plan.mesh.shards
+    names = split_names(plan)
     pending: list[tuple[Future[Tensor], Tensor | None]] = []  # and where the gathered leaf is copied to, dp leading
 
     def gather(part: Tensor, name: str, where: Tensor) -> None:
         into = where if where.is_contiguous() else None  # a state made by hand may have any strides
-        started = start_all_gather(part.to(where.dtype).contiguous(), axis, leaf=name, out=into)
+        started = start_all_gather(part.to(where.dtype).contiguous(), plan.link(name), leaf=name, out=into)
         pending.append((started, where if into is None else None))
 
     values, leaves = pytree.named_leaves(target), pytree.named_leaves(plan.trained(params))
@@ -92,7 +92,7 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                     gather(value[i], name, leaf[i])
             elif dim:
                 part = value.to(leaf.dtype).transpose(0, 1).contiguous()
-                pending.append((start_all_gather(part, axis, leaf=name), leaf.transpose(0, 1)))
+                pending.append((start_all_gather(part, plan.link(name), leaf=name), leaf.transpose(0, 1)))
             else:
                 gather(value, name, leaf)
         for gathering, where in pending:
@@ -153,11 +153,11 @@ def update_pure(
     before = state.master if plan.policy.has_master else own(plan, state.params)
     updates, opt_state = tx.update(pytree.map(lambda g: g * grads.factor, grads.sums), state.opt_state, before)
     target = apply_updates(before, updates)
-    names, axis = split_names(plan), plan.mesh.shards
+    names = split_names(plan)
 
     def rest(name: str, leaf: Tensor) -> Tensor:
         leaf = leaf.to(plan.policy.param)
-        return all_gather(leaf, axis, shard_dim(name), leaf=name) if name in names else leaf
+        return all_gather(leaf, plan.link(name), shard_dim(name), leaf=name) if name in names else leaf
 
     with plan.mesh.ledger.phase("update"):
         params = plan.whole(pytree.map_named(rest, target), state.params)

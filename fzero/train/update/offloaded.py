@@ -307,7 +307,7 @@ class Update:
         """This rank's part of a target."""
         if self.master or name not in self.how.split:
             return target
-        axis = self.how.plan.mesh.shards
+        axis = self.how.plan.link(name)
         return narrow_part(target, axis.rank, axis.size, shard_dim(name)).contiguous()
 
     def put(
@@ -334,7 +334,7 @@ class Update:
                 leaf = self.columns[column] if column != "target" else self.master[name] if self.master else rest
                 self.write(leaf, part, buffer, copied)
         if name in self.how.split:
-            axis, dim = self.how.plan.mesh.shards, shard_dim(name)
+            axis, dim = self.how.plan.link(name), shard_dim(name)
             mine = to_device(target, self.state.step.device, rest.dtype)
             gathered = all_gather(mine.contiguous(), axis, dim, leaf=name)
             buffer, view = self.room(part)

@@ -1,0 +1,123 @@
+"""How the tokens of a block come to the experts of other ranks of ep, and what that sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fzero.core.pytree import nearest
+from fzero.sharding.spec import Spec
+
+FORMS = ("gather", "exchange")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How tokens come to the experts of other ranks of ep, and back.
+
+    form: "gather": every rank has the tokens of all ranks, and sums of its experts' results are scattered; "exchange":
+        each token is sent to the ranks of its experts alone; "auto": the one that sends less.
+    slack: of an exchange, the rows that a rank has room for, over those that it sends: it is sent as many if experts
+        are chosen evenly. If a rank is sent more, the step raises before it changes anything; no token is dropped.
+
+    >>> Experts.parse("exchange:3")
+    Experts(form='exchange', slack=3.0)
+    """
+
+    form: str = "auto"
+    slack: float = 2.0
+
+    def __post_init__(self) -> None:
+        known = (*FORMS, "auto")
+        if self.form not in known:
+            near = nearest(self.form, known)
+            raise ValueError(f"experts: form is {self.form!r}{near}; use one of {', '.join(known)}")
+        if not 1.0 <= self.slack < math.inf:
+            raise ValueError(f"experts: slack is {self.slack:g}; it is at least 1, the room for an even load")
+
+    @classmethod
+    def parse(cls, text: str) -> Experts:
+        """The Experts of a form, or of a form and a slack: "gather", "exchange:3"; raises ValueError for others."""
+        form, _, slack = text.partition(":")
+        try:
+            return cls(form, float(slack)) if slack else cls(form)
+        except ValueError as error:
+            if str(error).startswith("experts:"):
+                raise
+            raise ValueError(f"experts: slack is {slack!r}; write a number, such as exchange:3") from None
+
+    def room(self, rows: int, most: int) -> int:
+        """The rows that a rank has room for in an exchange in which each rank sends `rows`, and can be sent `most`."""
+        return min(math.ceil(self.slack * rows), most)
+
+
+class Routed(NamedTuple):
+    """The experts of a model's blocks: how many there are, of which a token uses top_k, and the size of a token."""
+
+    experts: int
+    top_k: int
+    width: int
+
+    def sent(self, form: str, ranks: int) -> float:
+        """The elements of tokens that a rank of ep sends in a layer's forward pass by a form, there and back, for each
+        of its tokens, if experts are chosen evenly; in the backward pass it sends as many.
+
+        >>> routed = Routed(experts=8, top_k=2, width=64)
+        >>> [(routed.sent("gather", n), routed.sent("exchange", n)) for n in (2, 4)]
+        [(128.0, 128.0), (384.0, 192.0)]
+        """
+        others = (ranks - 1) / ranks
+        return 2 * others * self.width * (self.top_k if form == "exchange" else ranks)
+
+    def even_part(self, experts: Experts, ranks: int) -> float:
+        """The part of the rows that a rank has room for which hold a token, if experts are chosen evenly.
+
+        >>> routed = Routed(experts=8, top_k=2, width=64)
+        >>> routed.even_part(Experts("gather"), 4), routed.even_part(Experts("exchange", 2.5), 4)
+        (0.25, 0.4)
+        """
+        if experts.form == "gather":
+            return 1 / ranks
+        rows = 1_000_000 * self.top_k  # of many tokens, so that rounding does not show
+        return rows / experts.room(rows, ranks * rows // self.top_k * min(self.top_k, self.experts // ranks))
+
+
+def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]) -> Routed | None:
+    """The experts of a model whose rules split some over ep; None for another one."""
+    for name, spec in compute.items():
+        for dim, axes in enumerate(spec.dims):
+            if "ep" in axes:
+                config = model.config
+                return Routed(named[name].shape[dim], config.top_k, config.d_model)
+    return None
+
+
+def experts_for(experts: Experts | str, model: Any, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
+    """The Experts of a plan on a mesh of these sizes, with nothing "auto"; None without ep.
+
+    Raises ValueError for a model without experts, for a number of them that ep does not divide, and for experts with a
+    capacity, which takes the tokens of a sequence in their order, in an exchange.
+    """
+    experts, ranks = Experts.parse(experts) if isinstance(experts, str) else experts, sizes["ep"]
+    if ranks == 1:
+        return None
+    if routed is None:
+        raise ValueError(
+            f"ep={ranks}: ep splits the experts of mixtral and deepseek; this is another model, or a plain function; "
+            "use dp"
+        )
+    if routed.experts % ranks:
+        fits = ", ".join(str(n) for n in range(1, routed.experts + 1) if routed.experts % n == 0)
+        raise ValueError(f"ep={ranks} does not divide the {routed.experts} experts; use ep in {{{fits}}}")
+    capacity = bool(getattr(model.config, "capacity_factor", 0.0))
+    if capacity and experts.form == "exchange":
+        raise ValueError(
+            "experts exchange: the model has a capacity_factor, by which experts take the tokens of a sequence in "
+            "order; use gather, or capacity_factor=0"
+        )
+    if experts.form != "auto":
+        return experts
+    less = routed.sent("exchange", ranks) < routed.sent("gather", ranks)
+    return replace(experts, form="exchange" if less and not capacity else "gather")

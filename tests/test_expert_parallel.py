@@ -1,0 +1,189 @@
+"""Steps on a mesh with ep: equal to one process whatever the form, the stage, the mesh and the loads of experts."""
+
+import functools
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import ranks
+from close import assert_close, assert_same
+from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
+
+import fzero
+from fzero import checkpoint
+from fzero.sharding.spec import VARYING
+from fzero.train.batch import local_batch
+from fzero.train.state import state_specs
+
+STEPS = 5
+FORMS = ("gather", "exchange:4")
+MESHES = {
+    "ep2": {"ep": 2},
+    "ep4": {"ep": 4},
+    "dp2 x ep2": {"dp": 2, "ep": 2},
+    "ep2 x tp2": {"ep": 2, "tp": 2},
+    "pp2 x ep2": {"pp": 2, "ep": 2},
+    "cp2 x ep2": {"cp": 2, "ep": 2},
+    "rp2 x ep2": {"rp": 2, "ep": 2},
+    "dp2 x ep2 x cp2": {"dp": 2, "ep": 2, "cp": 2},
+}
+SIZES = {
+    "moe dropless": {"n_experts": 4},
+    "moe capacity": {"n_experts": 4},
+    "deepseek": {"n_experts": 4, "n_groups": 2},
+}
+
+
+def options_of(form, **more):
+    return {"plan_options": {"experts": form, **more}}
+
+
+@functools.cache
+def serial(name, optimizer, micro_batches, steps, dropout):
+    state, _, log = train(
+        fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, sizes=SIZES[name], dropout=dropout
+    )
+    return state, log
+
+
+def trained(mesh, cases, steps):
+    out = []
+    for case, options in cases:
+        state, specs, log = train(mesh, *case, steps=steps, sizes=SIZES[case[0]], **options)
+        out.append((whole(state, specs, mesh), log))
+    return out
+
+
+def equals_one_process(mesh, cases, steps=STEPS):
+    """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, options of `train`)."""
+    sizes = MESHES[mesh]
+    data = math.prod(sizes.get(axis, 1) for axis in ("dp", "rp", "ep"))
+    given = [((name, tx, stage, data * m), options) for name, tx, stage, m, options in cases]
+    results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
+    for (case, options), (state, log) in zip(given, results[0]):
+        name, tx, _, m = case
+        expected, expected_log = serial(name, tx, m, steps, options.get("dropout", 0.0))
+        try:
+            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
+            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
+        except AssertionError as error:
+            error.add_note(f"{mesh}, {case}, {options}")
+            raise
+    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
+
+
+FEW = {
+    "ep2": [
+        ("moe dropless", "clipped adam", 3, 2, options_of("exchange:4")),
+        ("deepseek", "sgd", 0, 1, {**options_of("gather"), "dropout": 0.1}),
+    ],
+    "ep4": [("moe dropless", "adam", 2, 1, options_of("exchange:4")), ("deepseek", "sgd", 3, 1, options_of("gather"))],
+    "dp2 x ep2": [
+        ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:4"), "remat": "full"}),
+        ("moe dropless", "sgd", 2, 1, options_of("gather", reduce="once")),
+        ("deepseek", "adam", 1, 2, options_of("exchange:4")),
+        ("moe capacity", "adam", 3, 1, options_of("auto")),
+    ],
+    "ep2 x tp2": [
+        ("moe dropless", "adam", 3, 1, options_of("exchange:4", sequence=True)),
+        ("deepseek", "sgd", 1, 2, options_of("gather", sequence=True)),
+    ],
+    "pp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:4"))],
+    "cp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:4"))],
+    "rp2 x ep2": [("deepseek", "adam", 3, 2, options_of("gather"))],
+}
+
+
+TIER = {"ep2": (), "ep2 x tp2": pytest.mark.slow, "pp2 x ep2": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(one, marks=TIER.get(one, pytest.mark.exhaustive)) for one in FEW])
+def test_expert_parallelism_equals_one_process(cases):
+    equals_one_process(cases.partition(",")[0], FEW[cases])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_product_equals_one_process(mesh, form):
+    more = {"sequence": True} if "tp" in MESHES[mesh] else {}
+    cases = itertools.product(("moe dropless", "deepseek"), (0, 1, 2, 3))
+    equals_one_process(mesh, [(name, "clipped adam", stage, 2, options_of(form, **more)) for name, stage in cases])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("offload", ["params=host,opt=host", "params=nvme,opt=nvme"])
+def test_experts_in_other_memories(offload):
+    cases = [("moe dropless", "adam", stage, 2, options_of("exchange:4", offload=offload)) for stage in (1, 3)]
+    equals_one_process("dp2 x ep2", cases)
+
+
+@pytest.mark.slow
+def test_canonical_sums():
+    """They are those of one process within rounding: an expert adds the rows of all ranks of ep in one product, whose
+    order is not that of micro-batches."""
+    equals_one_process("ep2", [("moe dropless", "adam", 3, 2, options_of("gather", reduce="canonical"))], steps=2)
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks():
+    cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "compiled": True})]
+    equals_one_process("ep2", cases, steps=2)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def planned(mesh):
+    model = model_of("moe dropless", **SIZES["moe dropless"])
+    return fzero.zero_plan(3, model, mesh, policy=FP64), model
+
+
+def saved(mesh, home):
+    plan, model = planned(mesh)
+    tx = OPTIMIZERS["adam"]
+    state = fzero.init_state(model, tx, plan, seed=3)
+    step = fzero.make_train_step(model, tx, plan)
+    state, _ = step(state, local_batch(batch_for(0, 8), mesh))
+    specs = state_specs(plan, tx)
+    checkpoint.save(home, state, step=1, specs=specs, mesh=mesh)
+    return whole(state, specs, mesh)
+
+
+def restored(mesh, home):
+    plan, model = planned(mesh)
+    tx = OPTIMIZERS["adam"]
+    state, specs = fzero.init_state(model, tx, plan, seed=4), state_specs(plan, tx)
+    found = checkpoint.restore(checkpoint.step_folder(home, 1), state, specs=specs, mesh=mesh)
+    return whole(found, specs, mesh)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_read_at_another_ep(tmp_path):
+    state = ranks.run(2, saved, tmp_path, mesh={"ep": 2})[0]
+    for sizes in ({"ep": 4}, {"dp": 2}, {"dp": 2, "ep": 2}):
+        for found in ranks.run(math.prod(sizes.values()), restored, tmp_path, mesh=sizes):
+            assert_same(found, state)
+    assert_same(restored(fzero.one_process(), tmp_path), state)
+
+
+# ---- a planted mistake -----------------------------------------------------------------------------------------------
+
+
+def owes_ep(spec):
+    return (*(axis for axis in VARYING if axis not in spec.axes or axis == "ep"), *sorted(spec.partial))
+
+
+def mistaken(mesh, case, options):
+    with mock.patch.object(fzero.Spec, "owed", property(owes_ep)):
+        return trained(mesh, [(case, options)], 1)
+
+
+def test_a_gradient_of_experts_that_is_summed_over_ep_as_well_is_noticed():
+    case = ("moe dropless", "sgd", 0, 2)
+    ((state, _),) = ranks.run(2, mistaken, case, options_of("gather"), mesh={"ep": 2})[0]
+    expected, _ = serial("moe dropless", "sgd", 2, 1, 0.0)
+    with pytest.raises(AssertionError, match="blocks/moe"):
+        assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
