@@ -279,6 +279,11 @@ def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels 
     return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
 
 
+def room_of(factor: float, tokens: int, k: int, experts: int) -> int:
+    """The tokens of a sequence that an expert takes at this capacity factor."""
+    return math.ceil(factor * tokens * k / experts)
+
+
 def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, kernels: Kernels = AUTO) -> Tensor:
     """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert: first choices first, then in order
     of position.
@@ -288,7 +293,7 @@ def capacity(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, factor: float, ke
     """
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
-    room = math.ceil(factor * t * k / experts)
+    room = room_of(factor, t, k, experts)
     choice = ids.transpose(1, 2).reshape(b, k * t)  # all first choices, then all second ones
     taken = (choice[..., None] == torch.arange(experts, device=x.device)).to(torch.int64)
     place = ((taken.cumsum(1) - 1) * taken).sum(-1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +61,7 @@ class LeafPlan:
     opt: Spec  # of the optimizer's per-parameter state, and of the update
     use: Spec  # between the micro-batches of a step: at rest, but for a leaf that pp shards until it is used
     trained: bool = True  # False: no gradient, no optimizer state, no update; leaves that are not floating never are
+    moved: bool = False  # by a rule of the model once a step, see models.base.Model.after
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,11 @@ class Plan:
     def frozen(self) -> frozenset[str]:
         """The names of the leaves that are not trained."""
         return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
+
+    @cached_property
+    def moved(self) -> frozenset[str]:
+        """The names of the leaves that a rule of the model moves."""
+        return frozenset(name for name, leaf in self.leaves.items() if leaf.moved)
 
     def trained(self, tree: Tree) -> Tree:
         """The part of a tree like the parameters that is trained: the tree itself, or {name: leaf} if some leaves
@@ -210,13 +216,17 @@ def zero_plan(
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
-    never = model.frozen if hasattr(model, "rules") else frozenset()
+    moved = frozenset(model.after) if hasattr(model, "rules") else frozenset()  # by a rule, on every rank of dp and cp
+    for name in moved:
+        params[name] = use[name] = replace(compute[name], partial=frozenset())
+    never = moved | model.frozen if hasattr(model, "rules") else frozenset()
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
     leaves = {}
     for name, leaf in named.items():
         places = compute[name], params[name], grads[name], opt[name], use[name]
-        dtype = leaf.dtype if name in fixed else policy.param
-        leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out)
+        wide = torch.promote_types(policy.param, torch.float32) if name in moved else policy.param
+        dtype = leaf.dtype if name in fixed else wide
+        leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out, name in moved)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
