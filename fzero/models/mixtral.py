@@ -100,13 +100,10 @@ def mixtral(config: MoEConfig) -> Model:
     def moe(w: Callable[..., Any], out_std: float) -> Tree:
         e, d, f = c.n_experts, c.d_model, c.d_ff
         bias = {"bias": w("moe/bias", e, std=0.0)} if by_bias else {}
-        leaves = {
-            "router": w("moe/router", d, e),
-            **bias,
-            "w_gate": w("moe/w_gate", e, d, f),
-            "w_up": w("moe/w_up", e, d, f),
+        into = {name: w(f"moe/{name}", e, d, f) for name in ("w_gate", "w_up")}
+        return {
+            "moe": {"router": w("moe/router", d, e), **bias, **into, "w_down": w("moe/w_down", e, f, d, std=out_std)}
         }
-        return {"moe": {**leaves, "w_down": w("moe/w_down", e, f, d, std=out_std)}}
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
