@@ -51,9 +51,9 @@ class DeepSeekConfig:
     units for every token, and `n_experts` of which a token uses the `top_k` with the highest scores in its `top_groups`
     of `n_groups` groups.
 
-    A bias moves the choice of experts and not their weights, by `bias_rate` once a step towards equal loads of a layer's
-    experts (0: it stays). The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the layers with experts: load_e counts
-    e's tokens per position and score_e is e's mean share of the scores.
+    A bias moves the choice of experts and not their weights, by `bias_rate` once a step towards equal loads of the
+    experts of a layer (0: it stays). The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the
+    layers with experts: load_e counts e's tokens per position and score_e is e's mean share of the scores.
 
     Raises ValueError for experts that cannot be chosen so, and sizes out of bounds.
 
@@ -251,7 +251,8 @@ def deepseek(config: DeepSeekConfig) -> Model:
 
     The activations are a tree: x, and the balance loss and the routing counts of each sequence. The loss reports
     cross_entropy and balance in `extra`. The bias of the router is a leaf that no gradient moves, but the counts of a
-    step (see `routing.balance_by_bias`). Predicting more than one token is not there. Heads, units and vocabulary are split over tp, experts over ep, layers over pp.
+    step (see `routing.balance_by_bias`). Predicting more than one token is not there. Heads, units and vocabulary are
+    split over tp, experts over ep, layers over pp.
 
     >>> sizes = {"d_model": 16, "n_layers": 2, "n_dense": 1, "n_heads": 2, "q_rank": 8, "kv_rank": 4, "d_ff": 32}
     >>> more = {"n_experts": 4, "n_groups": 2, "top_groups": 1, "top_k": 2, "d_expert": 8}

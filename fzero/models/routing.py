@@ -1,5 +1,5 @@
-"""How a model's tokens are spread over its experts: the counts of a step by layer and expert, and the bias that balances
-them without a loss.
+"""How a model's tokens are spread over its experts: the counts of a step by layer and expert, and the bias that
+balances them without a loss.
 
 The counts of each sequence travel with the activations, so that they are those of the forward pass, once, however it is
 recomputed, split into micro-batches or cut into stages.
@@ -18,9 +18,8 @@ from fzero.models.batch import Batch
 from fzero.models.experts import mean_over_positions
 from fzero.models.layers import sequence_axis
 
-Counts = dict[
-    str, Tensor
-]  # "load" [B, L, E]: the tokens of each expert; "entropy" [B, L]: its sum over tokens, in nats
+# "load" [B, L, E]: the tokens of each expert; "entropy" [B, L]: of the shares, summed over tokens, in nats
+Counts = dict[str, Tensor]
 LOAD, ENTROPY, DROPPED, BIAS = "load", "entropy", "dropped", "bias"
 
 
@@ -38,6 +37,7 @@ def count(counts: Counts, ids: Tensor, shares: Tensor, first: int, ctx: Ctx, *mo
     the scores, which sum to 1. first: the number of the first layer with experts. more: further values [B, T, n].
     Communicates: see `mean_over_positions`.
     """
+    assert isinstance(ctx.layer, Tensor)  # a block is called by a stack, with its number
     layers, experts = counts[LOAD].shape[1:]
     chosen = (ids[..., None] == torch.arange(experts, device=ids.device)).sum(-2).to(shares.dtype)
     known = shares.detach()
