@@ -1,4 +1,4 @@
-"""Balance of experts by a bias: moved once a step, by the counts of the whole batch, on every mesh; saved, untrained."""
+"""Balance of experts by a bias: moved once a step, by the counts of the whole batch, on every mesh; saved."""
 
 import math
 

@@ -40,6 +40,7 @@ BALANCE = ("loss", "bias")
 class MoEConfig(LlamaConfig):
     """The sizes of a Mixtral: a Llama with `n_experts` SwiGLUs of d_ff units each, of which a token uses `top_k`.
 
+    norm_top_k: whether the weights of a token's experts are divided by their sum; else they are their probabilities.
     balance: "loss" adds the balance loss, weighted by balance_coef, to the objective; "bias" does not, and a bias moves
     the choice of experts and not their weights, by `bias_rate` once a step towards equal loads (Wang et al. 2024,
     "Auxiliary-loss-free load balancing strategy for mixture-of-experts"). The balance loss is reported with both.
@@ -63,6 +64,7 @@ class MoEConfig(LlamaConfig):
     z_coef: float = 0.001
     balance: str = "loss"  # or "bias"
     bias_rate: float = 0.001
+    norm_top_k: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,6 +117,7 @@ def mixtral(config: MoEConfig) -> Model:
         router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
         bias = (p["moe"]["bias"],) if by_bias else ()
         ids, weights, probabilities = moe_kernels.route(router, c.top_k, *bias, impl=ctx.kernels["route"])
+        weights = weights if c.norm_top_k else torch.gather(probabilities, -1, ids)
         z = torch.logsumexp(router, -1, keepdim=True) ** 2
         counts, (_, prob, z) = count(state, ids, probabilities, 0, ctx, z)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
