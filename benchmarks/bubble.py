@@ -7,7 +7,6 @@ nothing, so ranks need no core of their own. All ranks make a step of each sched
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import statistics
 import time
@@ -17,8 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from spawned import answer_of_ranks
 from torch import Tensor
-from turns import free_port
 
 import fzero
 from fzero import models, optim
@@ -176,21 +175,7 @@ def bubbles(
     """The figures of each schedule on so many ranks: `measured_by_played` is the quotient of the median step and of
     what `play` says for layers of the measured sleep and messages of the measured time."""
     order = {"ranks": ranks, "parts": parts, "layer_s": layer_s, "repeats": repeats, "schedules": schedules}
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    ends = [context.Pipe(duplex=False) for _ in range(ranks)]
-    processes = [context.Process(target=work, args=(rank, order, port, ends[rank][1])) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for _, there in ends:
-        there.close()  # so that a rank that ends is seen
-    try:
-        return [here.recv() for here, _ in ends][-1]
-    except EOFError as error:
-        raise ValueError("a rank of the sleeping pipeline ended; its error is above") from error
-    finally:
-        for process in processes:
-            process.join(10.0)
-            process.kill()
+    return answer_of_ranks(work, order)
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import statistics
 import time
@@ -24,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from turns import free_port, machine
+from spawned import answer_of_ranks
+from turns import machine
 
 import fzero
 from fzero.kernels.attention_pattern import FULL, pairs_by_query
@@ -86,20 +86,7 @@ def work(rank: int, order: dict[str, Any], port: int, answer: Connection) -> Non
 
 def measure(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each distribution and choice."""
-    order = {"ranks": ranks, "tokens": tokens, "repeats": repeats}
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    ends = [context.Pipe(duplex=False) for _ in range(ranks)]
-    processes = [context.Process(target=work, args=(rank, order, port, ends[rank][1])) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    for _, there in ends:
-        there.close()  # so that a rank that ends is seen
-    try:
-        found = [here.recv() for here, _ in ends][-1]
-    finally:
-        for process in processes:
-            process.join(10.0)
-            process.kill()
+    found = answer_of_ranks(work, {"ranks": ranks, "tokens": tokens, "repeats": repeats})
     return [row for name in found for row in figures(name, found[name], choices(documents_of(tokens)[name], ranks))]
 
 

@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from fzero import checkpoint
+from fzero.cli import main
 from fzero.run import run_folder
 
 SIZES = {"n_layers": 2, "d_model": 16, "d_ff": 32, "n_heads": 4, "n_kv_heads": 2}
@@ -44,6 +47,18 @@ STANDALONE = ("--standalone",)
 def write_text(folder):
     """The corpus that TINY names."""
     (folder / "text.txt").write_text("\n".join(f"line {i}: {i * i} is the square of {i}" for i in range(400)))
+
+
+def folder_with_run(tmp_path_factory, name, run, *args):
+    """A folder with a text and the run of one process on it, in this one, that `args` of pretrain make."""
+    path = tmp_path_factory.mktemp(name)
+    write_text(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        with pytest.raises(SystemExit) as ended:
+            main.main(["pretrain", *map(str, args), "--out", run, "--prompt", ""])
+        assert ended.value.code == 0
+    return path
 
 
 def start(folder, n, *args, command=("-m", "fzero"), how=STANDALONE, log="", verb="pretrain"):

@@ -21,6 +21,7 @@ from launched import (
     STANDALONE,
     TINY,
     ended,
+    folder_with_run,
     ranks_of,
     rows,
     said_in,
@@ -50,14 +51,7 @@ STEPS = ("--steps", 12)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a text and `whole`, the run of one process that nothing happens to."""
-    path = tmp_path_factory.mktemp("fault")
-    write_text(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        with pytest.raises(SystemExit) as code:
-            main.main(["pretrain", *KEEP, *map(str, STEPS), "--out", "whole", "--prompt", ""])
-        assert code.value.code == 0
-    return path
+    return folder_with_run(tmp_path_factory, "fault", "whole", *KEEP, *STEPS)
 
 
 # ---- finding each other, where others were before -------------------------------------------------------------------

@@ -8,9 +8,8 @@ import signal
 import time
 
 import pytest
-from launched import LONG, SHORT, TINY, ended, ranks_of, rows, start, steps_of, torchrun, until, write_text
+from launched import LONG, SHORT, TINY, ended, folder_with_run, ranks_of, rows, start, steps_of, torchrun, until
 
-from fzero.cli import main
 from fzero.sharding import pipeline
 
 LAYERS = 8  # one for each stage of 4 ranks with 2 chunks
@@ -21,14 +20,7 @@ MODEL += ["--set", "train.measure_every=2"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a text and `alone`, a run of one process on it."""
-    path = tmp_path_factory.mktemp("pipelined")
-    write_text(path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(path)
-        with pytest.raises(SystemExit) as ended:
-            main.main(["pretrain", *MODEL, *map(str, SHORT), "--out", "alone", "--prompt", ""])
-        assert ended.value.code == 0
-    return path
+    return folder_with_run(tmp_path_factory, "pipelined", "alone", *MODEL, *SHORT)
 
 
 RUNS = {  # ranks, its mesh and schedule, and what it goes on with
