@@ -1,132 +1,84 @@
-"""Balance of experts by a bias: moved once a step, by the counts of the whole batch, on every mesh; saved."""
+"""Which blocks the ranks of cp have: every token once, work counted exactly, and balanced where the others are not."""
 
-import math
-
+import numpy as np
 import pytest
-import ranks
 import torch
-from balance_cases import RATE, SIZES, STEPS, biases, equals_written_out, written_out
-from close import assert_close, assert_same
-from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, trained_whole
 
-import fzero
-from fzero import checkpoint, models
-from fzero.core import precision, pytree
-from fzero.offload import Nvme
-from fzero.sharding.pipelines import Pipeline
-from fzero.train.state_on_disk import reopen_state
+from fzero.kernels.attention_pattern import FULL, Pattern, pairs_by_query, visible_mask
+from fzero.sharding.balance import balanced, blocks_of, imbalance, in_blocks
+from fzero.sharding.context import contiguous, expect_pieces, zigzag
 
-slow = pytest.mark.slow
-NAMES = tuple(SIZES)
-ADAM = OPTIMIZERS["adam"]
+TOKENS = 65536
+PATTERNS = (FULL, Pattern("window", 9), Pattern("local", 8), Pattern("strided", 7), Pattern("fixed", 8, 3))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_what_is_written_out_whatever_the_micro_batches(name):
-    written, loads = written_out(name)
-    assert len({tuple(load.flatten().tolist()) for load in loads}) > 1
-    (bias,) = biases(written).values()
-    assert (bias.abs() > 1.5 * RATE).any() and torch.isfinite(bias).all()
-    equals_written_out(name, 1)
-    equals_written_out(name, 4, remat="full")
+def documents_of(lengths):
+    return np.repeat(np.arange(len(lengths)), lengths)[:TOKENS]
 
 
-MESHES = {
-    "dp2": ({"dp": 2}, 3, {}),
-    "pp2": ({"pp": 2}, 0, {}),
-    "cp2": ({"cp": 2}, 2, {"sequence": fzero.Context("gather")}),
-    "dp2 x tp2 sequence": ({"dp": 2, "tp": 2}, 3, {"sequence": True}),
-    "pp2 x dp2": ({"pp": 2, "dp": 2}, 1, {"pipeline": Pipeline("1f1b")}),
+DISTRIBUTIONS = {
+    "one document": documents_of([TOKENS]),
+    "lognormal": documents_of(np.exp(np.random.default_rng(0).normal(np.log(1000), 1.5, 4000)).astype(int) + 1),
+    "one long, then short": documents_of([TOKENS // 2, *[256] * (TOKENS // 512)]),
+    "equal short": documents_of([512] * (TOKENS // 512)),
 }
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(m, marks=() if m in ("dp2", "pp2") else slow) for m in MESHES])
-def test_it_is_what_is_written_out_on_a_mesh(mesh):
-    sizes, stage, plan_options = MESHES[mesh]
-    data = sizes.get("dp", 1)
-    cases = [
-        (
-            (name, "small sgd", stage, 4 * data),
-            {"plan_options": plan_options, "steps": STEPS, "sizes": SIZES[name], "remat": "full"},
-        )
-        for name in NAMES
-    ]
-    for name, (state, _) in zip(NAMES, ranks.run(math.prod(sizes.values()), trained_whole, cases, mesh=sizes)[0]):
-        assert_close(state.params, written_out(name)[0], rtol=1e-10, atol=1e-10)
+def shares(documents, ranks):
+    """max / mean of the ranks' work: contiguous, zigzag, balanced."""
+    work = pairs_by_query(FULL, documents[None])[0]
+    ways = [(contiguous(ranks), ranks), (zigzag(ranks), 2 * ranks)]
+    found = [imbalance(in_blocks(work, count), pieces) for pieces, count in ways]
+    blocks = in_blocks(work, blocks_of(TOKENS, ranks))
+    return [*found, imbalance(blocks, balanced(blocks, ranks))]
 
 
-def steps_of(name, policy, *, offload="", nvme=None, **options):
-    """(the step, a state before it) of a plan on one process."""
-    model = model_of(name, **SIZES[name])
-    plan = fzero.zero_plan(0, model, fzero.one_process(), policy=policy, offload=offload)
-    state = fzero.init_state(model, ADAM, plan, seed=3, nvme=nvme)
-    return fzero.make_train_step(model, ADAM, plan, nvme=nvme, **options), state
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_balanced_work_is_within_one_percent_of_the_mean(name):
+    for ranks in (2, 4, 8):
+        even, mirrored, chosen = shares(DISTRIBUTIONS[name], ranks)
+        assert chosen <= 1.01, (name, ranks)
+        assert chosen <= min(even, mirrored) + 1e-9
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_saved_in_float32_and_no_optimizer_has_it(name, tmp_path):
-    step, state = steps_of(name, precision.bf16())
-    for i in range(2):
-        state, metrics = step(state, batch_for(i, 8))
-    ((leaf, bias),) = biases(state.params).items()
-    assert bias.dtype == torch.float32 and {x.dtype for x in pytree.leaves(state.params)} == {
-        bias.dtype,
-        torch.bfloat16,
+def test_the_others_are_not():
+    """At cp=8, and with one document zigzag is."""
+    found = {name: [round(x, 2) for x in shares(documents, 8)[:2]] for name, documents in DISTRIBUTIONS.items()}
+    assert found == {
+        "one document": [1.87, 1.0],
+        "lognormal": [1.93, 1.54],
+        "one long, then short": [3.47, 1.87],
+        "equal short": [1.0, 1.0],
     }
-    assert not [n for part in (state.opt_state, state.master) for n in pytree.names(part) if n.endswith("moe/bias")]
-    assert set((bias / RATE).round().flatten().tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0} and bias.abs().max() > 0
-    assert float(metrics.tables[leaf.replace("bias", "load")].sum(-1)[0]) == 8 * 8 * 2  # rows, positions, choices
-    path = checkpoint.save(tmp_path, state, step=2)
-    restored = checkpoint.restore(path, like=steps_of(name, precision.bf16())[1])
-    assert_same(restored.params, state.params)
 
 
-def test_a_skipped_step_does_not_move_it():
-    step, state = steps_of("moe dropless", FP64)
-    before = {name: leaf.clone() for name, leaf in biases(state.params).items()}
-    state.params["head"]["norm"]["scale"][0] = torch.nan
-    state, metrics = step(state, batch_for(0, 8))
-    assert metrics.skipped
-    assert_same(biases(state.params), before)
-    state.params["head"]["norm"]["scale"][0] = 1.0
-    state, _ = step(state, batch_for(0, 8))
-    assert any((leaf != before[name]).any() for name, leaf in biases(state.params).items())
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_work_is_the_number_of_pairs_that_the_mask_has(pattern):
+    """Also of documents that come again later in the row."""
+    rng = np.random.default_rng(1)
+    rows = [np.repeat(rng.integers(0, 4, 30), rng.integers(1, 6, 30))[:60] for _ in range(5)]
+    documents = np.stack([np.zeros(60, int), *rows])
+    line = torch.arange(60)
+    mask = visible_mask(pattern, line, line, torch.from_numpy(documents))
+    assert (pairs_by_query(pattern, documents) == mask.sum(-1).numpy()).all()
+    for start, queries, end in ((0, 60, 60), (13, 20, 25), (30, 10, 7)):
+        assert pattern.pairs(start, queries, end) == int(mask[0, start : start + queries, :end].sum())
 
 
-def test_a_pure_step_moves_it_in_the_new_state_alone():
-    (pure, first), (donated, second) = (steps_of("deepseek", FP64, donate=flag) for flag in (False, True))
-    for i in range(2):
-        before = first
-        first, second = pure(first, batch_for(i, 8))[0], donated(second, batch_for(i, 8))[0]
-        assert any((leaf != biases(before.params)[name]).any() for name, leaf in biases(first.params).items())
-    assert_close(first.params, second.params, rtol=1e-10, atol=1e-10)
+def test_no_token_is_lost_or_counted_twice():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        ranks, own = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+        tokens = ranks * own * int(rng.integers(1, 4))
+        work = rng.integers(0, 50, ranks * own).tolist()
+        pieces = balanced(work, ranks)
+        expect_pieces(pieces)
+        held = torch.cat([pieces.positions(rank, tokens) for rank in range(ranks)])
+        assert held.sort().values.tolist() == list(range(tokens))
+        assert pieces == balanced(work, ranks)  # the same on every rank
 
 
-@slow
-@pytest.mark.parametrize("update", ("end", "speculate"))
-def test_a_state_on_a_disk_is_reopened_with_it(update, tmp_path):
-    step, state = steps_of("deepseek", precision.bf16())
-    nvme = Nvme(tmp_path / "store")
-    everything = "params=nvme,opt=nvme"
-    on_disk, other = steps_of("deepseek", precision.bf16(), offload=everything, nvme=nvme, update=update)
-    for i in range(2):
-        state, other = step(state, batch_for(i, 8))[0], on_disk(other, batch_for(i, 8))[0]
-    nvme.close()
-    model = model_of("deepseek", **SIZES["deepseek"])
-    plan = fzero.zero_plan(0, model, fzero.one_process(), policy=precision.bf16(), offload=everything)
-    again = Nvme(tmp_path / "store")
-    assert_same(biases(reopen_state(ADAM, plan, again).params), biases(state.params))
-    again.close()
-
-
-def test_another_loss_leaves_it_as_it_is():
-    model = models.dpo(model_of("moe dropless", **SIZES["moe dropless"]))
-    plan = fzero.zero_plan(0, model, fzero.one_process())
-    (name,) = biases(plan.like)
-    assert model.after == {name: None} and not plan.leaves[name].trained and plan.leaves[name].dtype == torch.float32
-
-
-def test_bad_choices_are_refused():
-    for changes, said in (({"balance": "biass"}, "must be loss or bias"), ({"bias_rate": -1.0}, "bias_rate is -1")):
-        with pytest.raises(ValueError, match=said):
-            models.MoEConfig(**changes)
+def test_blocks_that_cannot_be_dealt_are_refused():
+    with pytest.raises(ValueError, match="there are 3 blocks, which cp=2 does not divide"):
+        balanced([1, 2, 3], 2)
+    assert [blocks_of(tokens, 4) // 4 for tokens in (4, 8, 4 * 17, 4 * 34, 4096)] == [1, 2, 1, 2, 16]

@@ -193,7 +193,6 @@ def zero_plan(
     arXiv:1910.02054, section 5.
     """
     expect_kinds(mesh, sequence, frozen, offload, pipeline)
-    expect_regex("frozen", frozen)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
@@ -216,26 +215,42 @@ def zero_plan(
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
-    moved = frozenset(model.after) if hasattr(model, "rules") else frozenset()  # by a rule, on every rank of dp and cp
-    for name in moved:
-        params[name] = use[name] = replace(compute[name], partial=frozenset())
-    never = moved | model.frozen if hasattr(model, "rules") else frozenset()
+    moved, never = moved_and_frozen(model)
+    params, use = ({**specs, **whole_over_data(moved, compute)} for specs in (params, use))
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
     leaves = {}
     for name, leaf in named.items():
         places = compute[name], params[name], grads[name], opt[name], use[name]
-        wide = torch.promote_types(policy.param, torch.float32) if name in moved else policy.param
-        dtype = leaf.dtype if name in fixed else wide
+        dtype = leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out, name in moved)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
 
 
+def moved_and_frozen(model: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The leaves that a rule of a Model moves, and those and the others that no gradient does."""
+    if not hasattr(model, "rules"):
+        return frozenset(), frozenset()
+    moved = frozenset(model.after)
+    return moved, moved | model.frozen
+
+
+def whole_over_data(names: frozenset[str], compute: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The specs of leaves that are whole on the ranks of dp and cp, which all move them alike."""
+    return {name: replace(compute[name], partial=frozenset()) for name in names}
+
+
+def wide_dtype(policy: Policy) -> torch.dtype:
+    """That of leaves that a rule moves, by steps which a narrow one would round away."""
+    return torch.promote_types(policy.state, torch.float32)
+
+
 def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
     """Raise TypeError for options of a plan that are of other kinds."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
+    expect_regex("frozen", frozen)
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')

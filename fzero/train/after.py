@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding import Plan, Spec
 from fzero.sharding.slices import is_stacked, narrow_to
+from fzero.train.state import TrainState
 
 
 def move_leaves(
-    model: Any, plan: Plan, params: Tree, tables: Mapping[str, Tensor], skipped: Tensor | None, *, donate: bool
-) -> Tree:
-    """The parameters at rest with the leaves of `Model.after` moved by their rules; as they are if the step is skipped.
+    model: Any, plan: Plan, state: TrainState, tables: Mapping[str, Tensor], skipped: Tensor | None, *, donate: bool
+) -> TrainState:
+    """The state with the leaves of `Model.after` moved by their rules; as they are if the step is skipped.
 
     tables: the sums of a step over all of its micro-batches and ranks, so that every rank moves its layers alike.
     donate: write into the leaves. Raises KeyError for a rule whose table the loss does not give.
     """
     rules = {name: rule for name, rule in model.after.items() if rule} if isinstance(model, base.Model) else {}
     if not rules:
-        return params
-    leaves = pytree.named_leaves(params)
+        return state
+    leaves = pytree.named_leaves(state.params)
     for name, rule in rules.items():
         spec, stack = plan.leaves[name].params, name.split("/")[0]
         here = {of: own_layers(of, x, spec, plan) for of, x in tables.items() if of.split("/")[0] == stack}
@@ -35,7 +35,7 @@ def move_leaves(
         moved = rule(leaf, here).to(leaf.dtype)
         moved = moved if skipped is None else torch.where(skipped, leaf, moved)
         leaves[name] = leaf.copy_(moved) if donate else moved
-    return params if donate else pytree.from_named(leaves, params)
+    return state if donate else state._replace(params=pytree.from_named(leaves, state.params))
 
 
 def own_layers(name: str, table: Tensor, spec: Spec, plan: Plan) -> Tensor:

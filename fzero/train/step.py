@@ -108,7 +108,6 @@ def make_train_step(
     divide, or the state was donated, or was made for another plan or optimizer; FloatingPointError at the floor of the
     loss scale (see LossScale).
 
-    >>> import fzero, torch
     >>> model, tx = fzero.models.mlp(fzero.models.MLPConfig(4, 8, 1, 2)), fzero.optim.sgd(0.1)
     >>> plan = fzero.zero_plan(0, model, fzero.one_process())
     >>> step = fzero.make_train_step(model, tx, plan)
@@ -123,9 +122,9 @@ def make_train_step(
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
+    move = partial(move_leaves, model, plan, donate=donate)
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
-    # A mesh for planning has nobody to compare with.
-    unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]
+    unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)
@@ -151,8 +150,7 @@ def make_train_step(
             gpu.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 skipped = metrics.skipped if skips else None
-                new = (finish if early is None else early.finish)(sums, moved, skipped)
-                new = new._replace(params=move_leaves(model, plan, new.params, total.tables, skipped, donate=donate))
+                new = move((finish if early is None else early.finish)(sums, moved, skipped), total.tables, skipped)
                 commit(nvme, new, plan)
             return hand_over(state, new) if donate else new, count_layers(metrics, early)
 
