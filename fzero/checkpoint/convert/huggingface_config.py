@@ -47,7 +47,7 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     kinds = {field.name: field.type for field in dataclasses.fields(family.config)}
     for field in family.fields:
         value = hf.get(field.theirs, hf.get(field.also, field.default))
-        if hf.get(field.also, value) != value:
+        if field.also in hf and hf[field.also] != value:
             raise ValueError(
                 f"{where}: {field.theirs} is {short(value)} and {field.also} {short(hf[field.also])}; they must agree"
             )
