@@ -91,12 +91,19 @@ def message_s(mesh: Mesh, repeats: int = 50) -> float:
     return float(mine)
 
 
-def make_step(mesh: Mesh, name: str, parts: int, layer_s: float) -> tuple[Any, Callable[[], None]]:
-    """(the schedule, a step by it)."""
-    model, tx = sleeping_model(mesh["pp"].size, layer_s), optim.sgd(0.0)
-    chunks = FAMILIES[name].chunks or CHUNKS
-    plan = fzero.zero_plan(0, model, mesh, pipeline=fzero.Pipeline(name, chunks=chunks))
-    train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts)
+def updates_of(text: str) -> tuple[str, int]:
+    """(the schedule, its delayed updates a step) of a text such as 1f1b/4; 0 of 1f1b, whose updates are not delayed."""
+    name, _, updates = text.partition("/")
+    return name, int(updates or 0)
+
+
+def make_step(mesh: Mesh, text: str, parts: int, layer_s: float) -> tuple[Any, Callable[[], None]]:
+    """(the schedule, a step by it), of so many micro-batches an update."""
+    model, tx, (name, updates) = sleeping_model(mesh["pp"].size, layer_s), optim.sgd(0.0), updates_of(text)
+    chunks, parts = FAMILIES[name].chunks or CHUNKS, parts * max(1, updates)
+    plan = fzero.zero_plan(0, model, mesh, pipeline=fzero.Pipeline(name, chunks=chunks), delayed=updates)
+    update = "delayed" if updates else "end"
+    train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts, update=update)
     state = fzero.init_state(model, tx, plan, seed=0)
     tokens = torch.zeros(ROWS * parts, LENGTH, dtype=torch.int64)
     batch = fzero.local_batch({"tokens": tokens, "targets": tokens}, mesh, parts)
@@ -149,7 +156,7 @@ def figures(
         one = slept * layers
         cost = {"F": one, "I": one, "W": one, "B": 2 * one}
         played = play(schedule, cost, wire).step
-        work_s = order["parts"] * 3 * slept * CHUNKS
+        work_s = order["parts"] * max(1, updates_of(name)[1]) * 3 * slept * CHUNKS
         median = statistics.median(seconds[name])
         out.append(
             {

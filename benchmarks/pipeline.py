@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import json
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -88,10 +89,10 @@ def table(run: dict[str, Any]) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="comma list")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), help="comma list; 1f1b/4: of 4 delayed updates")
     parser.add_argument("--sections", default="bubble,steps", help="comma list of bubble, steps")
     parser.add_argument("--config", default="middle", choices=problem.CONFIGS, help="the model of the steps")
-    parser.add_argument("--parts", type=int, default=8, help="micro-batches of a step, a multiple of 4")
+    parser.add_argument("--parts", type=int, default=8, help="micro-batches of an update, a multiple of 4")
     parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch")
     parser.add_argument("--layer-ms", type=float, default=30.0, help="the sleep of a layer in each of its three passes")
     parser.add_argument("--cores", type=int, default=2, help="cores that all ranks share in the steps")
@@ -106,6 +107,8 @@ def parse() -> argparse.Namespace:
         ("sections", args.sections, ("bubble", "steps")),
     ):
         for one in given:
+            if what == "schedules" and re.fullmatch(r"[^/]+/[1-9]\d{0,2}", one):
+                one = one.partition("/")[0]
             if one not in allowed:
                 parser.error(f"--{what}: {one!r} is not one of {', '.join(allowed)}")
     if args.parts < RANKS or args.parts % RANKS:

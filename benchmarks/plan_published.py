@@ -195,7 +195,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         mesh = " ".join(f"{axis}={size}" for axis, size in r["mesh"].items())
         order = f", {r['settings'].get('pipeline.schedule', '1f1b')}" if "pp" in r["mesh"] else ""
         what = f"{r['model']}, {mesh}{order}, stage {r['zero']}, {r['gpu']}, remat {r['remat']}"
-        what += ", compiled" * r["compiled"]
+        what += ", compiled" * r["compiled"] + ", float8" * ("float8" in r["settings"].get("precision.policy", ""))
         cells = [
             what,
             r["source"],
@@ -221,14 +221,22 @@ def main() -> None:
         "--rows", help=f"comma list of {', '.join(run.name for run in (*runs(), *pipelines()))}; all without it"
     )
     parser.add_argument("--pipelines", action="store_true", help="the runs with pp, and none else")
-    parser.add_argument("--out", type=Path, help="JSON file to write; its tables go beside it as .md")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file to write; with --rows its other rows stay; its tables go beside it as .md",
+    )
     args = parser.parse_args()
     known = pipelines() if args.pipelines else runs()
     wanted = args.rows.split(",") if args.rows else [run.name for run in known]
+    before = json.loads(args.out.read_text()) if args.rows and args.out and args.out.exists() else {"runs": []}
+    kept = {row["name"]: row for row in before["runs"]}
     if unknown := set(wanted) - {run.name for run in known}:
         parser.error(f"--rows: {', '.join(unknown)} is none of {', '.join(run.name for run in known)}")
     table, rows = [] if args.pipelines else zero_rows(), []
     for run in known:
+        if run.name not in wanted and run.name in kept:
+            rows.append(kept[run.name])
         if run.name in wanted:
             rows.append(run_row(run))
             e = {name: f"{error:+.1%}" for name, error in rows[-1]["errors"].items()}
@@ -248,6 +256,9 @@ def main() -> None:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"fzero": fzero.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
+        if kept:  # a command, with its date and versions, of the rows that are not in `later`
+            later = [*before.get("later", []), {**head, "rows": wanted}]
+            head = {name: before[name] for name in head} | {"later": later}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(
             json.dumps({**head, "zero_table": table, "runs": rows, "left_out": LEFT_OUT}, indent=1) + "\n"

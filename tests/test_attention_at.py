@@ -9,11 +9,12 @@ import torch
 from close import assert_close
 
 from fzero.core.compile import have_compiler
-from fzero.kernels import attention
+from fzero.kernels import attention, attention_flash, attention_flash_backward
 from fzero.kernels.attention_at import PARTS, How, Where, attention_at, blocked_forward_at, reference
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_ring import join
 
+# ring's parts and `attention_at` alike; triton in its interpreter, in float32
 FORMS = [
     "blocked",
     pytest.param("tiled", marks=pytest.mark.skipif(not have_compiler(), reason="there is no C++ compiler")),
@@ -56,6 +57,53 @@ def test_every_form_is_the_definition_at_any_positions(form, pattern):
             want = laws.both_passes(functools.partial(reference, **at), tensors)
             got = laws.both_passes(functools.partial(attention_at, impl=form, **at), tensors)
             assert_close(list(got), list(want), rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    for configs in (
+        attention_flash.CONFIGS,
+        attention_flash_backward.QUERY_CONFIGS,
+        attention_flash_backward.KEY_CONFIGS,
+    ):
+        for width in configs:
+            monkeypatch.setitem(configs, width, [{"M": 32, "N": 16}])
+
+
+def on_device(*tensors):
+    return [x.to(laws.DEVICE) for x in tensors]
+
+
+def of_triton(b, t, s, length=20, **options):
+    """(a function of impl, q, k, v; tensors): positions of which some are in order, as a rank of cp has them."""
+    query, key, mine, theirs = places(b, t, s, length)
+    whole = torch.arange(max(t, s)) + 40  # some tiles see all keys of some
+    query[0], key[0] = whole[:t] + s // 2, torch.roll(whole[:s], s // 2)
+    mine[0], theirs[0] = query[0] // length, key[0] // length
+    if s > 1:
+        key[0, 0] = 10**6  # which no query sees
+    query, key, mine, theirs = on_device(query, key, mine, theirs)
+    if options.pop("documents", False):
+        options |= {"query_documents": mine, "key_documents": theirs}
+    tensors = on_device(*draw(b, t, s, k=16))
+    return lambda impl, *x: attention_at(*x, query, key, impl=impl, **options), tensors
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [pytest.param(p, marks=[pytest.mark.exhaustive] * (p.kind != "fixed")) for p in (*PATTERNS, Pattern("window", 9))],
+    ids=str,
+)
+def test_tritons_numbers(small_tiles, pattern):
+    laws.numbers(*of_triton(2, 40, 70, pattern=pattern, documents=True, scale=0.3), torch.float32)
+    for shape in ((1, 33, 5), (1, 1, 40)):
+        laws.numbers(*of_triton(*shape, pattern=pattern), torch.bfloat16)
+
+
+@pytest.mark.exhaustive
+def test_laws_of_triton(small_tiles):
+    for law in (laws.repeats, laws.strides, laws.adjoint, laws.transforms):
+        law(*of_triton(1, 40, 50, documents=True))
 
 
 @pytest.mark.exhaustive

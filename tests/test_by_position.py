@@ -75,10 +75,19 @@ CASES = {
     ),
     "cp2 x tp2": ({"cp": 2, "tp": 2}, [("gpt2", 3, "documents", {"sequence": Context(over_tp=True)})]),
     "dp2 x cp2": ({"dp": 2, "cp": 2}, [("llama", 3, "documents", {})]),
+    "cp4": (
+        {"cp": 4},
+        [
+            (name, 3, "documents", {"sequence": Context(*form)})
+            for name in ("gpt2", "moe dropless")
+            for form in (("ring",), ("hierarchical",), ("gather", "balanced"), ("ulysses", "zigzag"))
+        ],
+    ),
 }
+LATER = {"cp2": [], "cp4": pytest.mark.exhaustive}
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(one, marks=[pytest.mark.slow] * (one != "cp2")) for one in CASES])
+@pytest.mark.parametrize("mesh", [pytest.param(one, marks=LATER.get(one, pytest.mark.slow)) for one in CASES])
 def test_sums_are_the_same_on_every_mesh(mesh):
     sizes, cases = CASES[mesh]
     alone = sums_on(fzero.one_process(), [(name, 0, what, {}) for name, _, what, _ in cases])

@@ -94,19 +94,21 @@ def test_captured_steps_have_the_bits_of_issued_ones(case):
     assert not seen.races and not seen.freed
 
 
-# ---- two ranks
+# ---- several ranks
 
 
-def two_ranks(mesh):
-    """Of this rank: (the results on the CPU and on the pretend GPU; the bytes that both sent; replays; races)."""
+def of_ranks(mesh):
+    """Of this rank: (whether captured steps have the bits of the CPU's; whether both sent the same bytes; replays;
+    races; what is said). Of four ranks those of issued steps: a collective library adds four in an order of its own.
+    """
     model = models.build(models.LlamaConfig(**SIZES, n_kv_heads=2))
 
-    def train(mesh, device):
+    def train(mesh, device, how="auto"):
         plan = fzero.zero_plan(3, model, mesh)
         tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, impl="reference"))
-        execution = fzero.Execution(kernels="reference", capture="auto")
+        execution = fzero.Execution(kernels="reference", capture=how)
         step = fzero.make_train_step(model, tx, plan, execution=execution)
-        given = [pytree.map(lambda x: x.chunk(2)[mesh.data_rank], batch) for batch in batches(device, 4)]
+        given = [pytree.map(lambda x: x.chunk(mesh.data_size)[mesh.data_rank], batch) for batch in batches(device, 4)]
         found = run(init_state(model, tx, plan, seed=0, device=device), step, given)
         sent = [row for row in mesh.ledger.rows() if row.phase in ("forward", "backward", "reduce", "update")]
         mesh.ledger.clear()
@@ -114,6 +116,9 @@ def two_ranks(mesh):
 
     capture.WARM_UP = 1  # of this rank's process
     expected, messages, _ = train(mesh, "cpu")
+    if mesh.data_size > 2:
+        with pretend(), pretend_nccl.nccl():
+            expected, messages, _ = train(pretend_nccl.on_gpus(mesh), "cuda", "off")
     with pretend() as seen, pretend_nccl.nccl():
         found, again, step = train(pretend_nccl.on_gpus(mesh), "cuda")
         (recorded,) = step.recorded.values()
@@ -121,9 +126,11 @@ def two_ranks(mesh):
     return same(found, expected), messages == again and len(messages) > 5, replays, dict(seen.races), step.news
 
 
-@pytest.mark.slow
-def test_two_ranks_capture_their_messages():
-    for right, sent, replays, races, news in ranks.run(2, two_ranks, mesh={"dp": 2}):
+@pytest.mark.parametrize(
+    "number", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
+def test_ranks_capture_their_messages(number):
+    for right, sent, replays, races, news in ranks.run(number, of_ranks, mesh={"dp": number}):
         assert right and sent and replays == 2 and not races and "steps are captured" in news[0]
 
 

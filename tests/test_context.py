@@ -64,8 +64,8 @@ def trained(mesh, cases, steps):
 
 def equals_one_process(mesh, cases, steps=STEPS):
     """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, name of CASES, options of
-    `train`)."""
-    sizes = MESHES[mesh]
+    `train`). mesh: a name of MESHES, or the sizes of its axes."""
+    sizes = MESHES[mesh] if isinstance(mesh, str) else mesh
     data = sizes.get("dp", 1) * sizes.get("rp", 1)
     given = [((name, tx, stage, data * m), what, options) for name, tx, stage, m, what, options in cases]
     results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
@@ -107,17 +107,21 @@ FEW = {
 }
 
 
-@pytest.mark.parametrize("cases", [pytest.param(one, marks=[pytest.mark.slow] * (one != "cp2")) for one in FEW])
+TIERS = {"cp2": [], "dp2 x cp2": pytest.mark.exhaustive, "cp2 x rp2": pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(one, marks=TIERS.get(one, pytest.mark.slow)) for one in FEW])
 def test_context_parallelism_equals_one_process(cases):
     equals_one_process(cases.partition(",")[0], FEW[cases])
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("form", ["gather", "ulysses"])
-def test_every_product_equals_one_process(mesh, form):
-    product = itertools.product(("sgd", "clipped adam"), (0, 3), CASES, PIECES)
-    cases = [("llama", tx, stage, 2, what, options_of(form, pieces)) for tx, stage, what, pieces in product]
+def test_every_product_equals_one_process(mesh, form, what):
+    product = itertools.product(("sgd", "clipped adam"), (0, 3), PIECES)
+    cases = [("llama", tx, stage, 2, what, options_of(form, pieces)) for tx, stage, pieces in product]
     equals_one_process(mesh, cases)
 
 
@@ -181,7 +185,7 @@ def test_a_form_sends_what_its_formula_says(form):
 # ---- what is chosen, and refused -------------------------------------------------------------------------------------
 
 
-def test_the_form_that_sends_less_is_chosen():
+def test_the_form_that_sends_less_is_chosen_of_those_that_do_not_hold_twice_as_much():
     llama, gpt2 = model_of("llama"), model_of("gpt2")  # 4 heads of 2 key/value heads, and of 4
     chosen = {
         (model, cp): fzero.zero_plan(0, m, fzero.fake_mesh({"cp": cp})).context.form
@@ -196,6 +200,34 @@ def test_the_form_that_sends_less_is_chosen():
         ("gpt2", 3): "gather",
         ("gpt2", 4): "ulysses",
     }
+    wide, one = (
+        model_of("llama", n_heads=32, n_kv_heads=8, d_model=64),
+        model_of("llama", n_heads=6, n_kv_heads=1, d_model=12),
+    )
+    chosen = {
+        (heads, cp, str(given)): str(fzero.zero_plan(0, m, fzero.fake_mesh({"cp": cp}), sequence=given).context)
+        for heads, m, cp, given in (
+            (32, wide, 8, Context()),
+            (32, wide, 64, Context()),  # more ranks than heads: gathered keys would be all that a rank holds
+            (32, wide, 16, Context(pieces="balanced")),  # which ulysses has not
+            (6, one, 16, Context()),  # one key head: no groups exchange heads
+        )
+    }
+    assert chosen == {
+        (32, 8, "auto"): "ulysses:contiguous",
+        (32, 64, "auto"): "hierarchical/8:balanced",
+        (32, 16, "auto:balanced"): "hierarchical/8:balanced",
+        (6, 16, "auto"): "ring:balanced",
+    }
+
+
+def test_a_plan_prints_what_each_form_sends_and_holds():
+    said = str(fzero.zero_plan(0, model_of("llama"), fzero.fake_mesh({"cp": 4}), policy=FP64))
+    assert (
+        "context: ulysses of contiguous pieces over cp=4; bytes of a rank in attention of a layer, forward and "
+        "backward, for each token of a sequence: gather sends 96 and holds 96; ulysses sends 96 and holds 64; "
+        "ring sends 160 and holds 64; hierarchical/2 sends 112 and holds 64\n"
+    ) in said
 
 
 def test_what_cannot_be_split_is_refused_in_one_line():
@@ -208,6 +240,12 @@ def test_what_cannot_be_split_is_refused_in_one_line():
         (lambda: Context("gater"), r"context: form is 'gater'"),
         (lambda: Context("gather", "zig"), r"context: pieces is 'zig'"),
         (lambda: Context.parse("gather:contigous"), r"context: pieces is 'contigous'"),
+        (lambda: Context.parse("hierarchical/two"), r"'hierarchical/two' has /two; write .* such as hierarchical/2"),
+        (lambda: Context.parse("ring/2"), r"the form is ring; only hierarchical has groups: write hierarchical/2, or"),
+        (
+            lambda: fzero.zero_plan(0, llama, fzero.fake_mesh({"cp": 4}), sequence=Context.parse("hierarchical/4")),
+            r"hierarchical/4: groups of 4 must divide cp=4 and the 2 key/value heads of a rank; use hierarchical/2",
+        ),
         (lambda: fzero.zero_plan(0, {"w": torch.zeros(2)}, cp2), r"cp=2: cp splits the sequences of gpt2, llama"),
         (
             lambda: fzero.zero_plan(0, model_of("moe dropless", capacity_factor=1.0), cp2),

@@ -133,6 +133,19 @@ def test_rows_longer_than_a_program_holds(columns, monkeypatch):
         laws.repeats(f, given)
 
 
+@pytest.mark.parametrize(
+    ("form", "columns"),
+    [
+        ("triton", 128256),
+        ("native", 128256),
+        *(pytest.param(form, 131075, marks=pytest.mark.exhaustive) for form in ("triton", "native")),
+    ],
+)
+def test_a_vocabulary_of_128k(form, columns):
+    """By the blocks that a GPU would take, also where a row begins off their alignment."""
+    laws.numbers(of_logits(form, 2, columns, **TERMS["all"]), laws.draw((2, columns)), torch.bfloat16, impl=impl(form))
+
+
 @pytest.mark.parametrize("columns", (2048, 4099))
 def test_rows_longer_than_the_first_level_cache(columns):
     for terms in (TERMS["plain"], TERMS["all"]):

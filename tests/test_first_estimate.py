@@ -37,6 +37,12 @@ CASES = {
         "h100",
         {"train.batch": 16, "train.micro_batch": 8, "train.compiled": False},
     ),
+    "llama-8b, cp": (
+        "llama-8b",
+        {"cp": 4, "tp": 2},
+        "h100",
+        {"zero": 3, "train.batch": 2, "train.micro_batch": 1, "data.seq_len": 65536, "model.max_len": 65536, **FULL},
+    ),
     "qwen3-8b": ("qwen3-8b", {"dp": 16}, "h100", {"zero": 3, "train.batch": 16}),
     "qwen2.5-7b, every:4": (
         "qwen2.5-7b",
@@ -72,7 +78,7 @@ def both(model, mesh, gpu, settings):
 # What others have as well: recomputation, tensor parallelism without sequences, a dense model, LoRA, another size,
 # states of fewer bits.
 RARE = {"llama-8b, full", "llama-8b, tp", "gpt2-1.5b", "qwen3-8b", "llama-8b, LoRA"}
-RARE |= {"llama-1b, stage 1", "llama-70b", "llama-8b, 8bit"}
+RARE |= {"llama-8b, cp", "llama-1b, stage 1", "llama-70b", "llama-8b, 8bit"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import triton.language as tl
 from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_flash, attention_flash_backward, attention_tiles, registry
+from fzero.kernels import attention_flash, attention_flash_backward, attention_places, attention_tiles, registry
 from fzero.kernels.attention import FULL, Pattern, attention, attention_with_lse
 
 PATTERNS = {
@@ -36,7 +36,7 @@ def small_tiles(monkeypatch):
     for configs in CONFIGS:
         for width in configs:
             monkeypatch.setitem(configs, width, [{"M": 32, "N": 32}])
-    monkeypatch.setattr(attention_tiles, "CHUNK", 32)
+    monkeypatch.setattr(attention_places, "CHUNK", 32)
 
 
 def documents_of(b, t):
@@ -364,7 +364,10 @@ def test_which_form_serves():
     assert registry.explain("attention", q[:, 39:], k, v).chosen == "reference"
     assert registry.explain("attention", q[:, :1], k[:, :1], v[:, :1]).chosen == "reference"
     with pytest.raises(ValueError, match="there are 20 queries of 40 positions"):
-        attention(q[:, 20:], k, v, impl="blocked")
+        attention(q[:, 20:], k, v, impl="fused")
+    with pytest.raises(ValueError, match="there are 40 queries of 20 positions; it takes at most as many"):
+        attention(q, k[:, 20:], v[:, 20:], impl="blocked")
+    assert registry.explain("attention", q[:, 20:], k, v).chosen == "blocked"
     with pytest.raises(ValueError, match="neither patterns nor documents"):
         attention(q, k, v, pattern=PATTERNS["fixed"], impl="fused")
     for impl in ("triton", "fused"):

@@ -11,7 +11,7 @@ from fzero import optim
 from fzero.core import precision, prng, pytree
 from fzero.models import base
 from fzero.train import step as train
-from fzero.train.gradient import make_gradient
+from fzero.train.gradient import StepGradient
 
 every_case = pytest.mark.parametrize("case", CASES)
 every_model = pytest.mark.parametrize("model", MODELS)
@@ -229,7 +229,7 @@ def gradients(reduce, count):
     case = case_of("mlp")
     plan = fzero.zero_plan(0, case.source, MESH, reduce=reduce)
     state = fzero.init_state(case.source, optim.sgd(0.1), plan, seed=3)
-    gradient, parts = make_gradient(case.loss_fn, plan, fzero.Execution()), [batch_of(i, 2) for i in range(count)]
+    gradient, parts = StepGradient(case.loss_fn, plan, fzero.Execution()), [batch_of(i, 2) for i in range(count)]
     return lambda params: gradient(state._replace(params=params), parts, 2, (), torch.ones(()))[0], state.params
 
 

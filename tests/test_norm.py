@@ -74,6 +74,17 @@ def test_rows_in_chunks(name, shape, in_chunks):
         laws.numbers(form(name), tensors, dtype)
 
 
+@pytest.mark.parametrize("name", ["add_rms_norm", pytest.param("add_layer_norm", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("n", [32768, pytest.param(20001, marks=pytest.mark.exhaustive)])
+def test_rows_too_long_for_registers(name, n, monkeypatch):
+    """In the chunks that a GPU would take them in: both passes read a row twice, and a program's second tile adds to
+    what its first one has written."""
+    monkeypatch.setattr(norm_triton, "_programs", lambda device, warps: 1)
+    config = norm_triton._config("_norm_backward", n)
+    assert config == {"ROWS": 1, "BLOCK": norm_triton.CHUNK, "num_warps": 8} and n > max(norm_triton.WHOLE.values())
+    laws.numbers(form(name), inputs(name, 2, n), torch.bfloat16)
+
+
 @every_op
 def test_several_tiles_to_a_program(name, monkeypatch):
     monkeypatch.setattr(norm_triton, "_programs", lambda device, warps: 2)

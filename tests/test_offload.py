@@ -21,6 +21,7 @@ from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
+from fzero.sharding.context import Context
 from fzero.sharding.pipelines import Pipeline
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopen_state
@@ -81,7 +82,7 @@ class Case(NamedTuple):
     ema: bool = False
     reduce: str = "fast"
     frozen: str | None = None
-    sequence: bool = False
+    sequence: bool | Context = False
     on_host: bool = False  # the one-pass form of the update
     slots: int = 2
     pipeline: Pipeline | None = None
@@ -361,6 +362,29 @@ def test_any_optimizer_has_the_same_bits(case, folder):
     ]
 )
 def test_any_model_has_the_same_bits(case, folder):
+    check(case, folder)
+
+
+CP2, FORMS = (("cp", 2),), ("gather", "ulysses", "ring", "hierarchical")
+
+
+@pytest.mark.exhaustive
+@each(
+    [
+        *(
+            single(tier, group, 3 if group != "grads" else 1, CP2, "fp32", sequence=Context("ring"))
+            for tier, group in itertools.product(TIERS, GROUPS)
+        ),
+        *(
+            few._replace(offload=where, mesh=CP2, stage=3, policy="bf16", micro=2, sequence=Context(form))
+            for form, where in itertools.product(FORMS, (ALL, HOST))
+        ),
+        few._replace(mesh=(*DP2, *CP2), stage=2, micro=2, sequence=Context("gather", "balanced")),
+        few._replace(mesh=CP2, stage=3, reduce="canonical", sequence=Context("gather")),
+    ]
+)
+def test_split_sequences_have_the_same_bits(case, folder):
+    """Bitwise the run over cp without offload."""
     check(case, folder)
 
 

@@ -293,7 +293,7 @@ def test_a_table_may_be_written_in_several_ways():
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("1B0 1F1", "1B0 1H1", "line 5: rank 1: '1H1' is no act; write stage, kind (F, B, I, W, G, D) and micro-batch"),
+        ("1B0 1F1", "1B0 1H1", "line 5: rank 1: '1H1' is no act; write stage, kind (F, B, I, W, G, D, U) and "),
         ("1B0 1F1", "1B0 F1", "line 5: rank 1: 'F1' is no act"),
         ("1B0 1F1", "1B0 &1F1", "line 5: rank 1: '' is no act"),
         ("1B0 1F1", "1B0 1F²", "line 5: rank 1: '1F²' is no act"),

@@ -179,10 +179,12 @@ def test_the_zero_papers_table(stage, expected):
 @pytest.mark.each_value
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("micro_batch", [4, 2])
-def test_model_states_are_those_of_a_traced_step(plan, stage, micro_batch):
-    found = plan(SMALL, {"dp": 2}, settings={"zero": stage, "train.micro_batch": micro_batch})
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_model_states_are_those_of_a_traced_step(plan, stage, micro_batch, axis):
+    rows = micro_batch * (2 if axis == "cp" else 1)  # of a rank: with cp each has all rows
+    found = plan(SMALL, {axis: 2}, settings={"zero": stage, "train.micro_batch": rows})
     said = estimate.estimate_model_states(
-        config_table.from_table(SMALL).model, {"dp": 2}, zero=stage, accumulate=micro_batch == 2
+        config_table.from_table(SMALL).model, {axis: 2}, zero=stage, accumulate=micro_batch == 2
     )
     traced = found.state_bytes
     assert (said.params, said.grads, said.master) == (traced["params"], traced["grads"], traced["master"])

@@ -136,6 +136,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert not any(x.offload == "acts=host" and x.remat == "none" for x in every)
     for x in every[:: len(every) // 20]:
         build(machine.resolve_auto(x.of(c), H100.target), fzero.fake_mesh(x.mesh))
+    assert {x.cp for x in every} == {1}, "sequences are short"
     assert {x.tp for x in candidates.candidates(c, 8, 2)} == {1, 2}, "tp stays within a node"
     assert candidates.sizes_of_tp(c, 4, 6) == [1, 2], "a group of tp is never on two nodes"
     assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == x.pp == 1} == {(8, 1), (4, 2), (2, 4)}
@@ -148,6 +149,22 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {x.zero for x in few} == {0, 3} and {x.micro_batch for x in few} == {2} and {x.tp for x in few} == {1, 2, 4}
     with pytest.raises(ValueError, match=r"choices gives 'remat'.*; a search tries zero, train.remat, offload, train"):
         list(candidates.candidates(c, 4, 4, {"remat": ("none",)}))
+
+
+def test_long_sequences_are_split_over_cp(monkeypatch):
+    c = config_table.from_table(SMALL)
+    monkeypatch.setattr(candidates, "LEAST", c.data.seq_len // 2)  # tokens that a rank keeps
+    few = {"train.remat": ("none",), "offload": ("",), "zero": (3,), "mesh.pp": (1,), "train.micro_batch": (8,)}
+    every = list(candidates.candidates(c, 4, 4, few))
+    assert {x.cp for x in every} == {1, 2} and all(x.dp * x.rp * x.cp * x.tp == 4 for x in every)
+    found = fzero.search(SMALL, 2, choices={**few, "mesh.cp": (2,)}, top=1)
+    best = found.best[0]
+    assert best.candidate.cp == 2 and found.config.mesh == {"cp": 2}
+    assert "pieces over cp=2; bytes of a rank in attention" in str(found)
+    config = machine.resolve_auto(c, H100.target)
+    sketch = closed_forms.Sketcher(config, H100, 4).sketch(best.candidate)
+    assert sketch.bytes == pytest.approx(best.report.peak_bytes_per_rank, rel=0.4)
+    assert sketch.time["communication on cp"] > 0.0
 
 
 @pytest.mark.parametrize(
@@ -180,6 +197,27 @@ def test_a_sketch_is_near_the_trace(c):
     exact = fzero.plan(c.of(big), c.mesh)
     assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
     assert 0.4 < sketch.step_s / exact.step_s < 2.5
+
+
+def test_a_host_that_updates_during_the_backward_pass_is_expected_to_take_less():
+    """Of an update in the memory of a GPU's host, what the last backward pass is long enough for is not seen."""
+    c, found = Candidate(4, 1, 1, 1, "none", "opt=host", 2), {}
+    for update in ("end", "speculate"):
+        config = config_table.from_table(
+            {**SMALL, "offload": "opt=host", "train": {**SMALL["train"], "update": update}}
+        )
+        for backward_s in (1e-9, 1.0):  # of a layer and a sequence
+            layer = closed_forms.Layer(0, 0, 0, 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
+            sketcher = closed_forms.Sketcher(config, H100, 4, {1: layer})
+            found[update, backward_s] = sketcher.time(c)
+            elements = sketcher.plan(4, 1, 1, 1)[1]["opt"]
+    rate = H100.host_memory_bytes_s * H100.efficiency.get("host", 1.0) / 4
+    alone, short = 28 * elements / rate, 2 * SMALL["model"]["n_layers"] * 1e-9
+    assert found["end", 1e-9]["update"] == found["end", 1.0]["update"] == pytest.approx(alone, rel=1e-9)
+    assert found["speculate", 1e-9]["update"] == pytest.approx(alone - short, rel=1e-9) and short < alone
+    assert found["speculate", 1.0]["update"] == 0.0
+    for backward_s in (1e-9, 1.0):
+        assert found["speculate", backward_s] | {"update": 0} == found["end", backward_s] | {"update": 0}
 
 
 def test_what_does_not_fit_is_said(monkeypatch):

@@ -24,6 +24,7 @@ from fzero.data.tokens import open_tokens
 from fzero.models.base import Ctx
 from fzero.models.preference import answer_log_probs, log_probs_of
 from fzero.run import run_folder, weights
+from fzero.sharding.context import Context
 from fzero.sharding.redistribute import gather_on_first
 
 EOS = {"eos_token": "<|im_end|>"}
@@ -143,11 +144,12 @@ def test_a_model_that_is_its_own_reference_has_the_loss_ln_2():
 OPTIMIZERS = {"sgd": optim.sgd(0.3), "adam": optim.adamw(1e-2)}
 
 
-def steps(mesh, kind, optimizer, stage, micro_batches, lora=False):
+def steps(mesh, kind, optimizer, stage, micro_batches, sequence=False, lora=False):
     """(parameters, log) of three steps."""
     model = models.build(config_of(kind, dropout=0.0, vocab_size=V + 1))
     model = models.lora(model, 2, targets="/w_") if lora else model
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=r"^(?!.*_lora_)" if lora else None)
+    frozen = r"^(?!.*_lora_)" if lora else None
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, frozen=frozen, sequence=sequence)
     tx = OPTIMIZERS[optimizer]
     state = fzero.init_state(model, tx, plan, seed=0)
     step = fzero.make_train_step(models.dpo(model, 0.7), tx, plan, micro_batches=micro_batches)
@@ -161,16 +163,24 @@ def steps(mesh, kind, optimizer, stage, micro_batches, lora=False):
 MESHES = [
     ("llama", "adam", {"dp": 2}, 3, 2),
     ("gemma", "sgd", {"tp": 2}, 0, 1),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (
         ("llama", "sgd", {"dp": 2}, 3, 1), ("gpt2", "sgd", {"tp": 2}, 2, 2),
         ("llama", "adam", {"dp": 2, "tp": 2}, 3, 2))),
+    ("llama", "adam", {"cp": 2}, 3, 2, Context("gather", "contiguous")),
+    *(pytest.param(case, marks=pytest.mark.exhaustive) for case in (
+        ("gemma", "sgd", {"cp": 2}, 0, 1, Context("ring")),
+        ("gpt2", "sgd", {"dp": 2, "cp": 2}, 3, 2, Context("ulysses")),
+        ("llama", "sgd", {"pp": 2, "cp": 2}, 3, 2, Context("hierarchical")),
+        ("llama", "sgd", {"cp": 3}, 1, 1, Context("gather", "zigzag")),
+        ("deepseek", "adam", {"cp": 2, "tp": 2}, 1, 1, Context("gather", "balanced")))),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, optimizer, sizes, stage, micro_batches", MESHES)
-def test_a_mesh_trains_as_one_process(kind, optimizer, sizes, stage, micro_batches):
+@pytest.mark.parametrize("case", MESHES)
+def test_a_mesh_trains_as_one_process(case):
+    kind, optimizer, sizes, *how = case
     expected, log = steps(fzero.one_process(), kind, optimizer, 0, 1)
-    got = ranks.run(int(np.prod(list(sizes.values()))), steps, kind, optimizer, stage, micro_batches, mesh=sizes)
+    got = ranks.run(int(np.prod(list(sizes.values()))), steps, kind, optimizer, *how, mesh=sizes)
     assert_close(got[0][1], log, rtol=1e-10, atol=1e-12)
     assert_close(got[0][0], expected, rtol=1e-10, atol=1e-11)
 

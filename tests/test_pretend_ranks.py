@@ -3,6 +3,7 @@ streams make, and have the bits of two ranks on the CPU. And a wait that is left
 
 import contextlib
 import gc
+import math
 import os
 
 import pretend_nccl
@@ -115,6 +116,9 @@ CASES = {
     "pp2 all host": ({"pp": 2}, {"stage": 3, "plan": ALL_ON_HOST, "policy": "bf16", "remat": "full"}),
     "pp2 acts=nvme": ({"pp": 2}, {"stage": 0, "plan": {"offload": "acts=nvme"}, "remat": "full"}),
     "pp2 nvme": ({"pp": 2}, {"stage": 1, "plan": {"offload": "params=nvme,grads=nvme,opt=nvme"}}),
+    "dp2 rp2 all host": ({"dp": 2, "rp": 2}, {"stage": 3, "plan": ALL_ON_HOST, "policy": "bf16", "remat": "full"}),
+    "dp2 tp2 speculate": ({"dp": 2, "tp": 2}, {"stage": 3, "plan": {"offload": "opt=host"}, "update": "speculate"}),
+    "dp2 pp2": ({"dp": 2, "pp": 2}, {"stage": 3, "ema": True}),
 }
 # As on one rank: a wait is for the GPU, never for another rank.
 WAITS = {
@@ -126,6 +130,8 @@ WAITS = {
     "tp2 all host": {REDUCE: 1, UPDATE: 1},
     "pp2 all host": {REDUCE: 1, UPDATE: 1},
     "pp2 nvme": {UPDATE: 1, COMMIT: 1},
+    "dp2 rp2 all host": {REDUCE: 1, UPDATE: 1},
+    "dp2 tp2 speculate": {UPDATE: 2, UNITS: 2 + 3},
 }
 
 
@@ -136,9 +142,10 @@ OFTEN = ("dp2", "dp2 stage 3", "tp2", "dp2 stage 3 all host", "pp2 interleaved",
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive) for name in CASES],
 )
-def test_two_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cpu(name, tmp_path):
+def test_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cpu(name, tmp_path):
     sizes, case = CASES[name]
-    for expected, found, waits, unpinned, races, freed in ranks.run(2, both, case, tmp_path, mesh=sizes):
+    number = math.prod(sizes.values())
+    for expected, found, waits, unpinned, races, freed in ranks.run(number, both, case, tmp_path, mesh=sizes):
         assert by_file(waits) == WAITS.get(name, {}), waits
         assert not unpinned and not races and not freed
         assert found == expected and len(found) == 4

@@ -10,7 +10,8 @@ from fzero.kernels import attention, attention_ring
 from fzero.kernels.attention_at import attention_at
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_ring import ring_attention
-from fzero.sharding.context import Pieces, contiguous, largest_inner, zigzag
+from fzero.sharding.context import Pieces, contiguous, zigzag
+from fzero.sharding.context_cost import largest_inner
 
 F64 = torch.float64
 H, G, K = 8, 4, 6

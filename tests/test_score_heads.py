@@ -16,6 +16,7 @@ from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.models.base import Ctx
 from fzero.models.lora import FROZEN
+from fzero.sharding.context import Context
 from fzero.sharding.redistribute import gather_on_first
 
 LABELS = ("bad", "fair", "good")
@@ -115,6 +116,12 @@ MESHES = [
         ({"tp": 2}, "llama", "classify", "adam", 0, 1), ({"dp": 2}, "gpt2", "reward", "sgd", 2, 2),
         ({"dp": 2}, "llama", "reward", "adam", 1, 1, True), ({"dp": 2, "tp": 2}, "llama", "classify", "adam", 3, 2),
         ({"pp": 2}, "llama", "reward", "adam", 0, 1))),
+    ({"cp": 2}, "llama", "reward", "adam", 3, 2, False, Context("ring")),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+        ({"cp": 2}, "llama", "classify", "sgd", 0, 1, True, Context("ulysses")),
+        ({"dp": 2, "cp": 2}, "gemma", "classify", "adam", 3, 2, False, Context("hierarchical")),
+        ({"cp": 3}, "gpt2", "reward", "sgd", 1, 1, False, Context("gather", "zigzag")),
+        ({"cp": 2, "pp": 2}, "llama", "reward", "adam", 3, 2, False, Context("gather", "balanced")))),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from launched import hashes, rows, torchrun
 
 from fzero import checkpoint, data
 from fzero.data import packing
-from fzero.run import corpus, run_folder
+from fzero.run import attempt, corpus, pretrain, run_folder
 from fzero.run.build import build
 from fzero.run.config_table import from_table
 from fzero.run.debug.replay import replay
@@ -110,6 +110,65 @@ def test_a_run_goes_on_in_its_stages_from_any_checkpoint(extended, fz):
                 shutil.rmtree(path)
         assert fz("pretrain", "--resume", "--out", name, "--prompt", "")[0] == 0
         assert rows(Path(name)) == rows(extended) and hashes(Path(name)) == hashes(extended)
+
+
+def spoiled(monkeypatch, wrong):
+    """A number of the parameters is none in the steps for whose (state, batch) `wrong` is true."""
+    for module in (pretrain, attempt):  # the first stage's job, and another stage's
+
+        def planted(*args, build=module.build, **named):
+            job = build(*args, **named)
+
+            def step(state, batch):
+                weight = state.params["blocks"]["attn"]["w_q"].view(-1)
+                kept, bad = weight[3].clone(), wrong(state, batch)
+                if bad:
+                    weight[3] = float("nan")
+                state, metrics = job.train_step(state, batch)
+                if bad:
+                    state.params["blocks"]["attn"]["w_q"].view(-1)[3] = kept
+                return state, metrics
+
+            return job._replace(train_step=step)
+
+        monkeypatch.setattr(module, "build", planted)
+
+
+BACK = ("--set", "guard.nonfinite=rollback", "--set", "guard.rollback_steps=3")
+
+
+def test_a_rollback_goes_back_into_an_earlier_stage(extended, fz, monkeypatch):
+    """And through both again: with the bits of the run without it, losses by position too."""
+    left = [5]
+    spoiled(monkeypatch, lambda state, batch: int(state.step) in left and not left.remove(int(state.step)))
+    code, out, err = fz("pretrain", "--config", "extended/config.json", "--out", "back", "--prompt", "", *BACK)
+    assert (code, err) == (0, "") and "step 6: the gradient is not finite; back to step 2" in out
+    assert "after step 2 in another stage: 8 x 64 a step" in out
+    assert out.count("after step 4 in another stage: 4 x 256 a step") == 2
+    assert rows(Path("back")) == rows(extended) and hashes(Path("back")) == hashes(extended)
+    assert [list(row.get("val_loss_by_position", "")) for row in rows(Path("back"))[3::4]] == [
+        *(list(row["val_loss_by_position"]) for row in rows(extended)[3::4]),
+    ]
+
+
+@pytest.mark.exhaustive
+def test_a_batch_of_a_later_stage_is_left_out_behind_a_rollback_into_an_earlier_one(extended, fz, monkeypatch):
+    """The steps before it have the bits of the run without it, and those behind it the batches that follow."""
+    read = corpus.open_micro_batches(config_of(extended), Path("corpus"))
+    batches = [torch.cat([read(32 + 4 * i, m)["tokens"] for m in range(4)]) for i in range(5)]
+    seen = []
+
+    def wrong(state, batch):
+        seen.append(batch["tokens"].reshape(-1, batch["tokens"].shape[-1]).clone())
+        return seen[-1].shape == batches[1].shape and torch.equal(seen[-1], batches[1])
+
+    spoiled(monkeypatch, wrong)
+    code, out, err = fz("pretrain", "--config", "extended/config.json", "--out", "out", "--prompt", "", *BACK)
+    assert (code, err) == (0, "") and "samples 36 to 39 are left out" in out
+    assert rows(Path("out"))[:5] == rows(extended)[:5]
+    for batch, expected in zip(seen[-4:], (0, 2, 3, 4)):
+        assert torch.equal(batch, batches[expected])
+    assert [row["tokens"] for row in rows(Path("out"))] == [row["tokens"] for row in rows(extended)]
 
 
 def test_what_one_stage_leaves_the_next_one_reads_once_on_every_mesh(extended):

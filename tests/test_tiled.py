@@ -11,6 +11,7 @@ from close import assert_close, assert_same
 from fzero.core.compile import have_compiler
 from fzero.kernels import attention_tiled as module
 from fzero.kernels.attention import reference
+from fzero.kernels.attention_blocked import blocked_attention
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_tiled import prefers, supports, tiled_attention
 
@@ -177,6 +178,21 @@ def test_large_scores_stay_finite_and_nan_is_not_lost(dtype):
         assert all(bool(g[0, 70].isnan().any()) for g in grads[:2])
 
 
+@pytest.mark.parametrize(
+    "pattern", [PATTERNS["full"], *(pytest.param(p, marks=pytest.mark.exhaustive) for p in PATTERNS.values())], ids=str
+)
+def test_queries_may_be_the_last_of_the_keys(pattern):
+    """As those of a block of a rank of cp: what the whole sequence's attention gives of them."""
+    for t, s in ((1, 5), (64, 129), (70, 331), (130, 131)):
+        whole = draw(2, s, 4, 2, 6)
+        tensors = whole[0][:, s - t :].contiguous(), *whole[1:]
+        for options in ({"cap": 0.3}, {"documents": documents_of(2, s)}):
+            expected = laws.both_passes(functools.partial(reference, pattern=pattern, **options), tensors)
+            for form in (tiled_attention, blocked_attention):
+                actual = laws.both_passes(functools.partial(form, pattern=pattern, **options), tensors)
+                assert_close(list(actual), list(expected), rtol=1e-11, atol=1e-13)
+
+
 def test_empty():
     for b, t in ((0, 5), (2, 0)):
         outs, grads = laws.both_passes(tiled_attention, draw(b, t, 2, 1, 4, torch.float32))
@@ -189,7 +205,7 @@ def test_what_it_does_not_serve():
     q, k, v = draw(1, 70, 2, 1, 4, torch.float32)
     assert supports(q, k, v) == "" and supports(q, k, v, documents=torch.zeros(1, 70, dtype=torch.int64)) == ""
     assert "float16" in supports(q.half(), k.half(), v.half())
-    assert "as many queries as keys" in supports(q[:, 1:], k, v)
+    assert supports(q[:, 1:], k, v) == "" and "at most as many queries as keys" in supports(q, k[:, 1:], v[:, 1:])
     assert supports(q, k, v, documents=torch.zeros(1, 71)) == "documents are [1, 71]; they must be [1, 70]"
     assert supports(q, k, v, scale=-1.0) == "scale is -1.0; it must be above 0"
     assert supports(*(x.to("meta") for x in (q, k, v))) == "a tensor is not on the CPU"

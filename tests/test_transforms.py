@@ -15,16 +15,17 @@ from fzero import optim
 from fzero.comm.collectives import psum
 from fzero.core import prng, pytree
 from fzero.models import base
+from fzero.sharding.context import Context
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 
 ROWS = 4
 
 
-def problem(mesh, stage, name="llama", pipeline=None):
+def problem(mesh, stage, name="llama", pipeline=None, sequence=False):
     """(model, plan, this rank's params, the mean loss of what the ranks have of a batch, this rank's rows of one)."""
     model = model_of(name, dropout=0.0)
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline, sequence=sequence)
     state = fzero.init_state(model, optim.sgd(0.1), plan, seed=3)
     ctx = base.Ctx(mesh=mesh, dtype=F64)
 
@@ -178,6 +179,11 @@ OVER_CP = {
     "hessian": (hessian_vector, {"cp": 2}, 3, "gpt2"),
     "seeds": (seeds, {"cp": 2}, 0, "moe dropless"),
     "hessian with dp": (hessian_vector, {"dp": 2, "cp": 2}, 3, "gemma"),
+    "hessian, gathered": (hessian_vector, {"cp": 2}, 3, "gpt2", None, Context("gather")),
+    "hessian, balanced": (hessian_vector, {"cp": 2}, 1, "llama", None, Context("gather", "balanced")),
+    "examples, balanced": (per_example, {"cp": 2}, 3, "llama", None, Context("gather", "balanced")),
+    "examples, exchanged": (per_example, {"cp": 2}, 0, "gemma", None, Context("ulysses", "zigzag")),
+    "seeds, gathered": (seeds, {"dp": 2, "cp": 2}, 3, "gpt2", None, Context("gather", "contiguous")),
 }
 
 

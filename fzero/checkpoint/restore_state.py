@@ -22,10 +22,10 @@ from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.slices import Window, local_windows, whole_shape
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, in_host_memory, put_on
+from fzero.train.state import PREVIOUS, TrainState, in_host_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
-PARAMS, MASTER, SCALER = "params/", "master/", "scaler/"
+PARAMS, MASTER, SCALER, BEFORE = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
 FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may be initialised afresh
 
 
@@ -42,7 +42,8 @@ def restore_state(
     like: the state to restore, with leaves on the meta device. device: where the leaves are that the plan keeps there;
     they go to a GPU one at a time, so that the host never holds all of them. A change of policy is followed: master
     weights are made from parameters, parameters from master weights, other dtypes by rounding, and a missing loss scale
-    afresh. All other leaves must be those of the checkpoint.
+    afresh; and one to delayed updates, whose version before the last update is then the parameters, or from them, which
+    leaves it out. All other leaves must be those of the checkpoint.
     Raises ValueError naming leaves that are missing, extra, or of another shape, and Damaged if a checksum does not
     match.
     """
@@ -120,13 +121,14 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
         dtype = policy.param if name.startswith(PARAMS) else None
         other = name in held.leaves and dtype is not None and held.leaves[name].dtype != dtype
         choices = [wide, name] if other else [name, wide, narrow, earlier_name(name)]
+        choices += [f"{PARAMS}{name.removeprefix(BEFORE)}"] if name.startswith(BEFORE) else []
         found = next((choice for choice in choices if choice in held.leaves), None)
         if found is not None:
             out[name] = found
             made |= {name, found}
         elif not name.startswith(FRESH):
             missing.append(name)
-    extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER, EXTRAS))]
+    extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER, EXTRAS, BEFORE))]
     problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if problems:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")

@@ -119,7 +119,7 @@ VALUES = (
     click.option(
         "--context",
         metavar="FORM",
-        help="Attention over cp: ring, hierarchical, gather, ulysses; or auto, the default: one of the last two.",
+        help="Attention over cp: gather, ulysses, ring, hierarchical, hierarchical/2; auto: by what each sends, holds.",
     ),
     click.option(
         "--schedule",

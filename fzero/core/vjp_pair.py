@@ -28,6 +28,7 @@ from fzero.core.compile import (
 )
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import hold, merge_shared
+from fzero.core.largest import take_largest
 from fzero.core.loops import compiled_together
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
@@ -326,6 +327,7 @@ def _split_programs(
     graph = trace(joint, primals, cotangents, mode, compiled)
     hold(graph)
     merge_shared(graph)
+    take_largest(graph)
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
     # would keep its result. What may be merged is named: see merge_shared.
     with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):

@@ -23,7 +23,7 @@ from fzero.kernels.optional_triton import triton
 FILES = (
     "attention_flash",
     "attention_flash_backward",
-    "attention_tiles",
+    "attention_places",
     "cross_entropy_triton",
     "dropout",
     "float8",

@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.device import kind_of
-from fzero.kernels import attention_library, attention_tiled
+from fzero.kernels import attention_flash, attention_library, attention_tiled
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
@@ -194,23 +194,14 @@ def _flash_serves(
     cap: float = 0.0,
     **options: Any,
 ) -> str:
-    (b, t, h, dim), (_, s, groups, _) = q.shape, k.shape
+    (b, t), s = q.shape[:2], k.shape[1]
     key_start = options.get("key_start", 0)
     query_start = _query_start(q, k, options.get("query_start"), key_start)
     documents = [x for x in (options.get("documents"), options.get("query_documents")) if x is not None]
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32, bfloat16 or float16"
-    if v.shape != k.shape or k.shape != (b, s, groups, dim) or h % max(1, groups) or dim > 256:
-        return (
-            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to 256, "
-            "keys and values alike"
-        )
+    if why := attention_flash.serves(q, k, v, scale, cap):
+        return why
     if any(x.shape != (b, n) for x, n in zip(documents, (s, t))):
         return f"documents are {[list(x.shape) for x in documents]}; they must be {[[b, s], [b, t]][: len(documents)]}"
-    if scale is not None and scale <= 0.0:
-        return f"scale is {scale}; it must be above 0"
-    if cap:
-        return "it does not cap scores"
     if min(query_start, key_start) < 0 or max(query_start + t, key_start + s, pattern.size) > MAX_POSITION:
         return (
             f"queries begin at {query_start} and keys at {key_start}; positions and a pattern's size must be in "
@@ -227,13 +218,10 @@ def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
     )
 
 
-def _refuse_unequal_lengths(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
-    """The reason why forms for whole sequences do not serve; "" if they do."""
-    return (
-        ""
-        if q.shape[1] == k.shape[1]
-        else f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
-    )
+def _blocked_serves(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
+    if q.shape[1] > k.shape[1]:
+        return f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes at most as many"
+    return ""
 
 
 def _fused_serves(
@@ -248,7 +236,9 @@ def _fused_serves(
 ) -> str:
     if pattern != FULL or documents is not None:
         return "it has neither patterns nor documents"
-    return "it does not cap scores" if cap else _refuse_unequal_lengths(q, k, v)
+    if q.shape[1] != k.shape[1]:
+        return f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes equal numbers"
+    return "it does not cap scores" if cap else ""
 
 
 def _fused_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
@@ -283,7 +273,7 @@ attention = Op(
     *attention_library.forms(),
     Form("tiled", attention_tiled.tiled_attention, supports=attention_tiled.supports, prefers=attention_tiled.prefers),
     Form("fused", fused_attention, supports=_fused_serves, prefers=_fused_preferred),
-    Form("blocked", blocked_attention, supports=_refuse_unequal_lengths, prefers=_blocked_preferred),
+    Form("blocked", blocked_attention, supports=_blocked_serves, prefers=_blocked_preferred),
     flops=_flops,
     bytes=_bytes,
     order=attention_library.order,

@@ -21,11 +21,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero.kernels import attention_tiled
+from fzero.kernels import attention_flash, attention_tiled
+from fzero.kernels.attention_flash import flash_forward_at
+from fzero.kernels.attention_flash_backward import flash_backward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.attention_tiled import tiled_backward_at, tiled_forward_at
+from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.cross_entropy_rows import cap_logits
-from fzero.kernels.op_function import Fused
+from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 BLOCK = 128  # queries at a time
@@ -81,10 +83,8 @@ class How(NamedTuple):
         return cls(Pattern(attention_tiled.KINDS[pattern[0]], *pattern[1:]), scale, cap)
 
 
-def reference(
+def given(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     query: Tensor,
     key: Tensor,
     *,
@@ -93,16 +93,18 @@ def reference(
     key_documents: Tensor | None = None,
     scale: float | None = None,
     cap: float = 0.0,
-) -> Tensor:
-    """The definition: compute all scores, mask them, and take the softmax in float32 or wider."""
-    where, how = Where(query, key, query_documents, key_documents), _how(q, pattern, scale, cap)
+) -> tuple[Where, How]:
+    """The arguments of a call behind q, k and v, which every form takes: (the Where, the How)."""
+    how = How(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+    return Where(query, key, query_documents, key_documents), how
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
+    """The definition: compute all scores, mask them, and take the softmax in float32 or wider. options: see `given`."""
+    where, how = given(q, query, key, **options)
     scores, some = _scores(q, k, where, how)
     p = torch.where(some, torch.softmax(torch.where(some, scores, 0.0), -1), 0.0).to(v.dtype)
     return rearrange(torch.einsum("bgrts,bsgk->btgrk", p, v), "b t g r k -> b t (g r) k")
-
-
-def _how(q: Tensor, pattern: Pattern, scale: float | None, cap: float) -> How:
-    return How(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
 
 
 def _scores(q: Tensor, k: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
@@ -167,13 +169,30 @@ def blocked_backward_at(
 
 
 def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
-    return tiled_forward_at(q, k, v, *where.rows(q.shape[0]), how.numbers, how.scale, how.cap)
+    return tiled_forward(q, k, v, *where.rows(q.shape[0]), how.numbers, how.scale, how.cap, True)
 
 
 def _tiled_backward(
     q: Tensor, k: Tensor, v: Tensor, where: Where, out: Tensor, lse: Tensor, g: Tensor, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return tiled_backward_at(q, k, v, *where.rows(q.shape[0]), out, lse, g, how.numbers, how.scale, how.cap)
+    rest = how.numbers, how.scale, how.cap, True
+    return tiled_backward(q, k, v, *where.rows(q.shape[0]), out, lse, g, *rest)[:3]
+
+
+# ---- by Triton's kernels --------------------------------------------------------------------------------------------
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
+    one = how.pattern
+    return flash_forward_at(q, k, v, *where.rows(q.shape[0]), one.kind, one.size, one.keep, how.scale)
+
+
+def _flash_backward(
+    q: Tensor, k: Tensor, v: Tensor, where: Where, out: Tensor, lse: Tensor, g: Tensor, how: How
+) -> tuple[Tensor, Tensor, Tensor]:
+    one = how.pattern
+    rest = *where.rows(q.shape[0]), one.kind, one.size, one.keep, how.scale
+    return flash_backward_at(g, q, k, v, out, lse, *rest)
 
 
 # ---- the operation --------------------------------------------------------------------------------------------------
@@ -187,6 +206,7 @@ class Parts(NamedTuple):
 
 
 PARTS = {
+    "triton": Parts(_flash_forward, _flash_backward),
     "tiled": Parts(_tiled_forward, _tiled_backward),
     "blocked": Parts(blocked_forward_at, blocked_backward_at),
 }
@@ -204,20 +224,9 @@ def parts_of(impl: str, q: Tensor, k: Tensor, v: Tensor, where: Where, how: How)
 
 
 def _by(name: str) -> Callable[..., Tensor]:
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        query: Tensor,
-        key: Tensor,
-        *,
-        pattern: Pattern = FULL,
-        query_documents: Tensor | None = None,
-        key_documents: Tensor | None = None,
-        scale: float | None = None,
-        cap: float = 0.0,
-    ) -> Tensor:
-        how, parts = _how(q, pattern, scale, cap), PARTS[name]
+    def run(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
+        (_, _, *documents), how = given(q, query, key, **options)
+        parts = PARTS[name]
 
         def forward(q: Tensor, k: Tensor, v: Tensor, *where: Tensor) -> tuple[Tensor, Tensor]:
             out, lse = parts.forward(q, k, v, Where(*where), how)
@@ -228,9 +237,8 @@ def _by(name: str) -> Callable[..., Tensor]:
             gradients = parts.backward(q, k, v, Where(*where), out, lse, *grads, how)
             return tuple(x.to(q.dtype) for x in gradients)
 
-        documents = () if query_documents is None or key_documents is None else (query_documents, key_documents)
         fused = Fused(f"{name} attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))
-        return fused(q, k, v, query, key, *documents)
+        return fused(q, k, v, query, key, *(x for x in documents if x is not None))
 
     return run
 
@@ -241,6 +249,12 @@ def _tiled_serves(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: An
 
 def _tiled_preferred(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> str:
     return attention_tiled.prefers(q)
+
+
+def _flash_serves(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> str:
+    given = (x for x in (options.get("query_documents"), options.get("key_documents")) if x is not None)
+    why = attention_flash.serves(q, k, v, options.get("scale"), options.get("cap", 0.0))
+    return why or triton_runs(q, k, v, *where, *given)
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> int:
@@ -255,6 +269,7 @@ def _bytes(q: Tensor, k: Tensor, v: Tensor, *where: Tensor, **options: Any) -> i
 attention_at = Op(
     "attention_at",
     reference,
+    Form("triton", _by("triton"), supports=_flash_serves, prefers=on_cuda),
     Form("tiled", _by("tiled"), supports=_tiled_serves, prefers=_tiled_preferred),
     Form("blocked", _by("blocked")),
     flops=_flops,

@@ -8,7 +8,7 @@ that of the outputs nothing but that is kept.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -32,7 +32,7 @@ def blocked_attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """`reference` by blocks of at least 128 queries, at most 8 of them up to T = 8192, for as many queries as
+    """`reference` by blocks of at least 128 queries, at most 8 of them up to T = 8192; at most as many queries as
     keys."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = k.shape[2]
@@ -42,43 +42,55 @@ def blocked_attention(
     return rearrange(out, "(b g) r t k -> b t (g r) k", g=groups)
 
 
-def _blocks(t: int, pattern: Pattern) -> list[tuple[int, int, int]]:
-    """(first query, end of queries = end of keys, first key) of each block."""
-    size = max(MIN_BLOCK, min(-(-t // MAX_BLOCKS), MAX_SCORES // max(1, t)))
-    return [(i, min(i + size, t), pattern.first_key(i)) for i in range(0, t, size)]
+class Block(NamedTuple):
+    """Some of the queries, the last T of S positions, and the keys that they may see."""
+
+    queries: slice
+    keys: slice
+    offset: int  # S - T
+
+    def of(self, q: Tensor) -> Tensor:
+        """The rows of these queries of q [N, R, T, ...], for all R heads: [N, R queries, ...]."""
+        return q[:, :, self.queries].flatten(1, 2)
+
+
+def _blocks(t: int, s: int, pattern: Pattern) -> list[Block]:
+    size, offset = max(MIN_BLOCK, min(-(-t // MAX_BLOCKS), MAX_SCORES // max(1, s))), s - t
+    ends = [(i, min(i + size, t)) for i in range(0, t, size)]
+    return [Block(slice(i, j), slice(pattern.first_key(i + offset), j + offset), offset) for i, j in ends]
 
 
 def _scores(
     q: Tensor,
     k: Tensor,
-    block: tuple[int, int, int],
+    block: Block,
     pattern: Pattern,
     documents: Tensor | None,
     scale: float,
     cap: float,
 ) -> Tensor:
     """Masked scores [B G, R, queries, keys] of one block, in float32 or wider."""
-    start, end, first = block
-    s = torch.matmul(q[:, :, start:end].flatten(1, 2), k[:, first:end].transpose(1, 2))
-    s = s.to(torch.promote_types(s.dtype, torch.float32)).view(q.shape[0], q.shape[1], end - start, end - first) * scale
-    s, position = cap_logits(s, cap), torch.arange(first, end, device=q.device)
-    mask = visible_mask(pattern, position[start - first :], position, documents)
+    s = torch.matmul(block.of(q), k[:, block.keys].transpose(1, 2))
+    s = s.to(torch.promote_types(s.dtype, torch.float32)).unflatten(1, (q.shape[1], -1)) * scale
+    s, keys = cap_logits(s, cap), torch.arange(block.keys.start, block.keys.stop, device=q.device)
+    query = keys[block.queries.start + block.offset - block.keys.start :]  # the last of these keys
+    mask = visible_mask(pattern, query, keys, documents)
     if documents is not None:
         mask = mask.repeat_interleave(q.shape[0] // documents.shape[0], 0)
     return s.masked_fill(~mask[:, None], float("-inf"))
 
 
 class _Blocked(torch.autograd.Function):
-    # q [N, R, T, K], k and v [N, T, K] with N = B G; returns out like q and the log-sum-exp [N, R, T].
+    # q [N, R, T, K], k and v [N, S, K] with N = B G; returns out like q and the log-sum-exp [N, R, T].
     @staticmethod
     def forward(q, k, v, documents, pattern, scale, cap):
         outs, lses = [], []
-        for block in _blocks(q.shape[2], pattern):
+        for block in _blocks(q.shape[2], k.shape[1], pattern):
             s = _scores(q, k, block, pattern, documents, scale, cap)
             m = s.amax(-1, keepdim=True)
             p = torch.exp(s - m)
             total = p.sum(-1, keepdim=True)
-            out = torch.matmul(p.to(v.dtype).flatten(1, 2), v[:, block[2] : block[1]]).view(*p.shape[:3], -1)
+            out = torch.matmul(p.to(v.dtype).flatten(1, 2), v[:, block.keys]).view(*p.shape[:3], -1)
             outs.append((out / total).to(q.dtype))
             lses.append((m + torch.log(total)).squeeze(-1))
         return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -101,19 +113,18 @@ class _Blocked(torch.autograd.Function):
 def _blocked_backward(pattern, scale, cap, q, k, v, lse, grad, documents=None):
     dqs = []
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    for block in _blocks(q.shape[2], pattern):
-        start, end, first = block
-        s = _scores(q, k, block, pattern, documents, scale, cap)
-        p = torch.exp(s - lse[:, :, start:end, None])
-        g = grad[:, :, start:end].flatten(1, 2)
-        dp = torch.matmul(g, v[:, first:end].transpose(1, 2)).view(p.shape)
+    for block in _blocks(q.shape[2], k.shape[1], pattern):
+        s, keys = _scores(q, k, block, pattern, documents, scale, cap), block.keys
+        p = torch.exp(s - lse[:, :, block.queries, None])
+        g = block.of(grad)
+        dp = torch.matmul(g, v[:, keys].transpose(1, 2)).view(p.shape)
         # From dp itself, as rows are whole, and not from out: the gradient of a query with one key is then exactly 0.
         weighed = p * dp
         ds = torch.addcmul(weighed, p, weighed.sum(-1, keepdim=True), value=-1.0) * scale
         if cap:  # the derivative of the cap, 0 where nothing is seen
             ds = ds * torch.where(s == float("-inf"), 0.0, 1.0 - (s / cap).square())
         ds = ds.to(q.dtype).flatten(1, 2)
-        dv[:, first:end] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
-        dk[:, first:end] += torch.matmul(ds.transpose(1, 2), q[:, :, start:end].flatten(1, 2))
-        dqs.append(torch.matmul(ds, k[:, first:end]).view(q.shape[0], q.shape[1], end - start, -1))
+        dv[:, keys] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
+        dk[:, keys] += torch.matmul(ds.transpose(1, 2), block.of(q))
+        dqs.append(torch.matmul(ds, k[:, keys]).unflatten(1, (q.shape[1], -1)))
     return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)

@@ -17,7 +17,8 @@ Strides are xb (batch), xt (position), xh (head) of x in q, k, v; elements of a 
 query heads share a key/value head.
 
 Shapes: q [B, T, H, K], k and v [B, S, G, K], out [B, T, H, K], lse float32 [B, H, T]. Query i is at position
-query_start + i, key j at key_start + j, both at least 0. A query that sees nothing has out 0 and lse -inf.
+query_start + i, key j at key_start + j, both at least 0; `_at`: at positions that are given. A query that sees nothing
+has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ import torch
 from torch import Tensor
 
 from fzero.kernels.aot import Build
+from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
     LN_2,
     LOG2_E,
     SIZES,
     compact_rows,
     config,
-    document_bounds,
     dot,
     each_build,
     key_tiles,
     load_documents,
+    load_positions,
     mask_of_keys,
     needs_tile,
     tables,
@@ -54,18 +56,18 @@ CONFIGS = tables("_flash_forward")
 
 @triton.jit
 def _forward_tiles(
-    o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return (o, m, l) after the tiles of keys from `lo` to `hi`. m is in units of log 2, because the hardware computes
     exp2.
     """
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
-        if (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
+        if AT or (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
             x = dot(q, tl.trans(tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             if MASKED:
-                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, N), x, float("-inf"))
+                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, AT, N), x, float("-inf"))
             higher = tl.maximum(m, tl.max(x, 1) * scale)
             # For a row that has seen no key yet m is -inf, and -inf - -inf would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
@@ -81,9 +83,8 @@ def _forward_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_forward(
     Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs are numbered row * tiles + tile, with row = b * heads + h. Tiles run in reverse: causality gives the last
     # ones the most keys, and the longest programs should start first. `row` is int64, so that b * stride cannot
@@ -93,28 +94,46 @@ def _flash_forward(
     row = (tl.program_id(0) // tiles).to(tl.int64)
     b, h, i = row // heads, row % heads, at * M
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
+    if AT:
+        query_start, key_start = query_start + b * t, key_start + b * s
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
     rows = i + tl.arange(0, M)
-    first, last = i + query_start, tl.minimum(i + M, t) - 1 + query_start
-    queries = (rows + query_start, first, last, load_documents(QDOCS + b * t, rows, t, DOCUMENTS))
+    span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
+    mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
+    queries = (load_positions(query_start, rows, t, AT), span, mine)
     pattern = (size, keep)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
-    lo, a, z, hi = key_tiles(first, last, s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
-    if KIND == "strided" or KIND == "fixed":
+    if AT:
+        SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
+        while j < s:
+            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False)
+            o, m, l = _forward_tiles(
+                o, m, l, q, j, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
+            )
+            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, DOCUMENTS, N, False)
+            o, m, l = _forward_tiles(
+                o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
+            )
+            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
+    elif KIND == "strided" or KIND == "fixed":
+        lo, _a, _z, hi = key_tiles(
+            span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
+        )
         o, m, l = _forward_tiles(
-            o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+            o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
     else:
+        lo, a, z, hi = key_tiles(span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
         if KIND != "full" or DOCUMENTS:
             o, m, l = _forward_tiles(
-                o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+                o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
             )
         o, m, l = _forward_tiles(
-            o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST
+            o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
         )
         o, m, l = _forward_tiles(
-            o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+            o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
 
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]  # a query that sees no key has l = 0: out 0, lse -inf
@@ -126,15 +145,23 @@ def _flash_forward(
     tl.store(LSE + row * t + rows, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN_2), mask=rows < t)
 
 
-def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     b, t, h, _k = q.shape
     return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
 
 
+def _wide_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out, lse = _outputs(q)
+    return out.to(torch.float32), lse
+
+
+DOCUMENTS = "Tensor? query_documents, Tensor? key_documents"
+PATTERN = "str kind, int size, int keep, float scale"
+
+
 @operator(
-    "flash_forward(Tensor q, Tensor k, Tensor v, Tensor? query_documents, Tensor? key_documents, str kind, int "
-    "size, int keep, "
-    "float scale, int query_start, int key_start) -> (Tensor, Tensor)",
+    f"flash_forward(Tensor q, Tensor k, Tensor v, {DOCUMENTS}, {PATTERN}, int query_start, int key_start) -> "
+    "(Tensor, Tensor)",
     _outputs,
 )
 def flash_forward(
@@ -153,21 +180,66 @@ def flash_forward(
     """Return (out, lse); pattern fields and positions as at the top of the file; documents int [B, T] and [B, S], or
     None.
     """
-    (b, t, h, dim), s = q.shape, k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    places = Places(query_start, key_start, query_documents, key_documents)
+    return _forward(q, k, v, places, (kind, size, keep, scale), q.dtype)
+
+
+@operator(
+    f"flash_forward_at(Tensor q, Tensor k, Tensor v, Tensor query, Tensor key, {DOCUMENTS}, {PATTERN}) -> "
+    "(Tensor, Tensor)",
+    _wide_outputs,
+)
+def flash_forward_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    kind: str,
+    size: int,
+    keep: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse), both float32, of queries at the positions `query` on keys at `key`, int [B, T] and [B, S]
+    below 2^30; documents likewise, or None.
+    """
+    places = Places(query, key, query_documents, key_documents).small()
+    return _forward(q, k, v, places, (kind, size, keep, scale), torch.float32)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, places: Places, given: tuple[str, int, int, float], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    (b, t, h, dim), s, (kind, size, keep, scale) = q.shape, k.shape[1], given
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((b, h, t), dtype=torch.float32, device=q.device)
     if b * t * h == 0:
         return out, lse
     q, k, v = compact_rows(q), compact_rows(k), compact_rows(v)
     width, blocks = config("_flash_forward", CONFIGS, q, kind)
-    ids = document_bounds(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
-        q, k, v, out, lse, *ids, t, s, h, h // k.shape[2], query_start, key_start, size, keep, scale * LOG2_E,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DOCUMENTS=query_documents is not None, DIM=dim,
-        WIDTH=width,
-        UPCAST=INTERPRETED, **blocks,
+        q, k, v, out, lse, *places.of_queries(blocks, q), t, s, h, h // k.shape[2], *places.starts, size, keep,
+        scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DIM=dim, WIDTH=width,
+        UPCAST=INTERPRETED, **places.options, **blocks,
     )  # fmt: skip
     return out, lse
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float) -> str:
+    """The reason why the kernels do not take q, k and v, wherever they are; "" if they do."""
+    (b, _, h, dim), (_, s, groups, _) = q.shape, k.shape
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
+        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of float32, bfloat16 or float16"
+    if v.shape != k.shape or k.shape != (b, s, groups, dim) or h % max(1, groups) or dim > 256:
+        return (
+            f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes head dims up to 256, "
+            "keys and values alike"
+        )
+    if scale is not None and scale <= 0.0:
+        return f"scale is {scale}; it must be above 0"
+    return "it does not cap scores" if cap else ""
 
 
 def builds(gpu: str) -> Iterator[Build]:

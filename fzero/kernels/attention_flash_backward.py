@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from fzero.kernels.aot import Build
+from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
+from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
     FAR,
     LN_2,
@@ -29,11 +31,11 @@ from fzero.kernels.attention_tiles import (
     align_tiles,
     compact_rows,
     config,
-    document_bounds,
     dot,
     each_build,
     key_tiles,
     load_documents,
+    load_positions,
     mask_of_keys,
     may_see,
     needs_tile,
@@ -53,17 +55,17 @@ LOG2_E_ = tl.constexpr(LOG2_E)
 @triton.jit
 def _dq_tiles(
     dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
-    DIM: tl.constexpr,
+    AT: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dq / scale after the tiles of keys from `lo` to `hi`."""
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
-        if (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
+        if AT or (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
             key = tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)
             x = dot(q, tl.trans(key), UPCAST)
             if MASKED:
-                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, N), x, float("-inf"))
+                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, AT, N), x, float("-inf"))
             p = tl.exp2(x * scale - lse[:, None])
             dp = dot(g, tl.trans(tile(v, j, vt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             dq += dot((p * (dp - delta[:, None])).to(key.dtype), key, UPCAST)
@@ -74,9 +76,9 @@ def _dq_tiles(
 def _flash_dq(
     Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
     scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr, OF_LSE: tl.constexpr,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
+    OF_LSE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, M)
     at = tiles - 1 - tl.program_id(0) % tiles
@@ -84,9 +86,12 @@ def _flash_dq(
     b, h, i = row // heads, row % heads, at * M
     rows, columns = i + tl.arange(0, M), tl.arange(0, WIDTH)
     q = tile(Q + b * qb + h * qh, i, qt, t, DIM, WIDTH, M, False)
+    if AT:
+        query_start, key_start = query_start + b * t, key_start + b * s
     keys = (K + b * kb + h // share * kh, kt, V + b * vb + h // share * vh, vt, s, key_start, KDOCS + b * s)
-    first, last = i + query_start, tl.minimum(i + M, t) - 1 + query_start
-    queries = (rows + query_start, first, last, load_documents(QDOCS + b * t, rows, t, DOCUMENTS))
+    span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
+    mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
+    queries = (load_positions(query_start, rows, t, AT), span, mine)
     pattern = (size, keep)
 
     # G, OUT and DQ are contiguous [B, T, H, K]: this head begins at `begin`, and its rows are heads * DIM apart.
@@ -102,21 +107,40 @@ def _flash_dq(
     tl.store(DELTA + row * t + rows, delta, mask=rows < t)
 
     dq = tl.zeros([M, WIDTH], tl.float32)
-    lo, a, z, hi = key_tiles(first, last, s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
-    if KIND == "strided" or KIND == "fixed":
-        dq = _dq_tiles(
-            dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+    if AT:
+        SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
+        while j < s:
+            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False)
+            dq = _dq_tiles(
+                dq, q, g, lse, delta, j, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False,
+                UPCAST,
+            )  # fmt: skip
+            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, DOCUMENTS, N, False)
+            dq = _dq_tiles(
+                dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
+                UPCAST,
+            )  # fmt: skip
+            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
+    elif KIND == "strided" or KIND == "fixed":
+        lo, _a, _z, hi = key_tiles(
+            span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
         )
+        dq = _dq_tiles(
+            dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
+            UPCAST,
+        )  # fmt: skip
     else:
+        lo, a, z, hi = key_tiles(span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
         if KIND != "full" or DOCUMENTS:
             dq = _dq_tiles(
-                dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
-            )
+                dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
+                UPCAST,
+            )  # fmt: skip
         dq = _dq_tiles(
-            dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, False, UPCAST
+            dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
         )
         dq = _dq_tiles(
-            dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, DIM, WIDTH, N, True, UPCAST
+            dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
     to = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
     # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
@@ -156,7 +180,7 @@ def load_values(base, at, count, WHOLE: tl.constexpr):
 @triton.jit
 def _dkv_tiles(
     dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
-    DIM: tl.constexpr,
+    AT: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return (dk / scale, dv) after `count` tiles of queries of each of the `share` heads, beginning at `lo`.
@@ -165,14 +189,15 @@ def _dkv_tiles(
     queries] here.
     """
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
-    key, first, last, end, theirs = keys
+    key, span, end, theirs = keys
     size, keep = pattern
     for step in range(0, count * share):  # step = head * count + tile
         h, i = tl.cast(step // count, tl.int64), lo + step % count * M
         i = tl.where(i < skip[0], i, i + skip[1])
-        position = i + query_start
-        if (KIND != "strided" and KIND != "fixed") or may_see(
-            position, position + M - 1, first, last, size, keep, KIND
+        if (
+            AT
+            or (KIND != "strided" and KIND != "fixed")
+            or may_see(i + query_start, i + query_start + M - 1, span[0], span[1], size, keep, KIND)
         ):
             at = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
@@ -181,7 +206,7 @@ def _dkv_tiles(
             if MASKED:
                 mine = load_documents(docs, at, t, DOCUMENTS)
                 mask = visible_pairs(
-                    (at + query_start)[None, :],
+                    load_positions(query_start, at, t, AT)[None, :],
                     key[:, None],
                     mine[None, :],
                     theirs[:, None],
@@ -205,8 +230,8 @@ def _dkv_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dkv(
     Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs are numbered row * tiles + tile, with row = b * groups + group: a tile of N keys of one key/value head.
@@ -218,8 +243,11 @@ def _flash_dkv(
     rows, columns = j + tl.arange(0, N), tl.arange(0, WIDTH)
     k = tile(K + b * kb + group * kh, j, kt, s, DIM, WIDTH, N, False)
     v = tile(V + b * vb + group * vh, j, vt, s, DIM, WIDTH, N, False)
-    first, last = j + key_start, tl.minimum(j + N, s) - 1 + key_start
-    keys = (rows + key_start, first, last, s + key_start, load_documents(KDOCS + b * s, rows, s, DOCUMENTS))
+    if AT:
+        query_start, key_start = query_start + b * t, key_start + b * s
+    span = span_of(key_start, KDOCS + b * s, rows, s, AT, DOCUMENTS)
+    theirs = load_documents(KDOCS + b * s, rows, s, DOCUMENTS)
+    keys = (load_positions(key_start, rows, s, AT), span, FAR if AT else s + key_start, theirs)
     pattern = (size, keep)
     h = group * share
     level = (b * heads + h) * t
@@ -230,53 +258,38 @@ def _flash_dkv(
     )  # fmt: skip
 
     dk, dv = tl.zeros([N, WIDTH], tl.float32), tl.zeros([N, WIDTH], tl.float32)
-    lo, a, z, hi = query_tiles(first, last, t, query_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, M // 2)
-    whole = (z - a) // M
-    if KIND == "strided" or KIND == "fixed":
-        whole = 0
-    # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
-    count = tl.cdiv(hi - lo, M // 2) - whole * 2
-    dk, dv = _dkv_tiles(
-        dk,
-        dv,
-        k,
-        v,
-        lo,
-        count,
-        (a, whole * M),
-        queries,
-        keys,
-        pattern,
-        scale,
-        KIND,
-        DOCUMENTS,
-        DIM,
-        WIDTH,
-        M // 2,
-        True,
-        UPCAST,
-    )
-    if KIND != "strided" and KIND != "fixed":
-        dk, dv = _dkv_tiles(
-            dk,
-            dv,
-            k,
-            v,
-            a,
-            whole,
-            (hi, 0),
-            queries,
-            keys,
-            pattern,
-            scale,
-            KIND,
-            DOCUMENTS,
-            DIM,
-            WIDTH,
-            M,
-            False,
-            UPCAST,
+    if AT:
+        SPANS, i = REACH + b * tl.cdiv(t, M) * 4, tl.minimum(j, 0)
+        while i < t:
+            a = run_of(ALL, SPANS, i, t, span, pattern, KIND, DOCUMENTS, M, True)
+            dk, dv = _dkv_tiles(
+                dk, dv, k, v, i, (a - i) // M, (a, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH,
+                M, False, UPCAST,
+            )  # fmt: skip
+            z = run_of(SOME, SPANS, a, t, span, pattern, KIND, DOCUMENTS, M, True)
+            dk, dv = _dkv_tiles(
+                dk, dv, k, v, a, tl.cdiv(tl.minimum(z, t) - tl.minimum(a, t), M // 2), (z, 0), queries, keys, pattern,
+                scale, KIND, DOCUMENTS, AT, DIM, WIDTH, M // 2, True, UPCAST,
+            )  # fmt: skip
+            i = run_of(NONE, SPANS, z, t, span, pattern, KIND, DOCUMENTS, M, True)
+    else:
+        lo, a, z, hi = query_tiles(
+            span[0], span[1], t, query_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, M // 2
         )
+        whole = (z - a) // M
+        if KIND == "strided" or KIND == "fixed":
+            whole = 0
+        # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
+        count = tl.cdiv(hi - lo, M // 2) - whole * 2
+        dk, dv = _dkv_tiles(
+            dk, dv, k, v, lo, count, (a, whole * M), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH,
+            M // 2, True, UPCAST,
+        )  # fmt: skip
+        if KIND != "strided" and KIND != "fixed":
+            dk, dv = _dkv_tiles(
+                dk, dv, k, v, a, whole, (hi, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, M,
+                False, UPCAST,
+            )  # fmt: skip
     to = ((b * s + j) * groups + group) * DIM + (tl.arange(0, N)[:, None] * groups * DIM + columns[None, :])
     mask = (rows < s)[:, None] & (columns < DIM)[None, :]
     tl.store(DK + to, (dk * (scale * LN_2)).to(DK.dtype.element_ty), mask=mask)
@@ -287,11 +300,13 @@ def _gradients(g: Tensor, h: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _wide_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+
+
 @operator(
-    "flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? "
-    "query_documents, "
-    "Tensor? key_documents, str kind, int size, int keep, float scale, int query_start, int key_start) -> "
-    "(Tensor, Tensor, Tensor)",
+    f"flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
+    f"{PATTERN}, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
     _gradients,
 )
 def flash_backward(
@@ -314,27 +329,70 @@ def flash_backward(
     """Return (dq, dk, dv) for the gradients g of out and h of lse (None: zeros); the other arguments as in
     `flash_forward`.
     """
+    places = Places(query_start, key_start, query_documents, key_documents)
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return _backward(g, h, (q, k, v), (out, lse), places, (kind, size, keep, scale), grads)
+
+
+@operator(
+    "flash_backward_at(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query, Tensor key, "
+    f"{DOCUMENTS}, {PATTERN}) -> (Tensor, Tensor, Tensor)",
+    _wide_gradients,
+)
+def flash_backward_at(
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    kind: str,
+    size: int,
+    keep: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) in float32 for the gradient g of out; out and lse are those over all keys, of which k and v
+    may be a part; the other arguments as in `flash_forward_at`.
+    """
+    places = Places(query, key, query_documents, key_documents).small()
+    grads = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    return _backward(g, None, (q, k, v), (out, lse), places, (kind, size, keep, scale), grads)
+
+
+Three = tuple[Tensor, ...]
+
+
+def _backward(
+    g: Tensor,
+    h: Tensor | None,
+    inputs: Three,
+    outputs: tuple[Tensor, Tensor],
+    places: Places,
+    given: tuple[str, int, int, float],
+    grads: Three,
+) -> Any:
+    (q, k, v), (out, lse), (dq, dk, dv), (kind, size, keep, scale) = inputs, outputs, grads, given
     (b, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if b * t * s * heads == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, g, out = compact_rows(q), compact_rows(k), compact_rows(v), g.contiguous(), out.contiguous()
     delta = torch.empty_like(lse)
-    sizes = (t, s, heads, heads // groups, query_start, key_start, size, keep, scale * LOG2_E)
+    sizes = (t, s, heads, heads // groups, *places.starts, size, keep, scale * LOG2_E)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    options = {"KIND": kind, "DOCUMENTS": query_documents is not None, "DIM": dim, "UPCAST": INTERPRETED}
+    options = {"KIND": kind, **places.options, "DIM": dim, "UPCAST": INTERPRETED}
 
     width, blocks = config("_flash_dq", QUERY_CONFIGS, q, kind)
-    ids = document_bounds(query_documents, key_documents, query_start - key_start, False, blocks["M"], q)
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
-        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *ids, *sizes, *strides, **options,
-        WIDTH=width,
-        OF_LSE=h is not None, **blocks,
+        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *places.of_queries(blocks, q), *sizes,
+        *strides, **options, WIDTH=width, OF_LSE=h is not None, **blocks,
     )  # fmt: skip
     width, blocks = config("_flash_dkv", KEY_CONFIGS, q, kind)
-    theirs, mine, where = document_bounds(key_documents, query_documents, key_start - query_start, True, blocks["N"], q)
     _flash_dkv[(triton.cdiv(s, blocks["N"]) * b * groups,)](
-        q, k, v, lse, g, delta, dk, dv, mine, theirs, where, *sizes, *strides, **options, WIDTH=width, **blocks
+        q, k, v, lse, g, delta, dk, dv, *places.of_keys(blocks, q), *sizes, *strides, **options, WIDTH=width, **blocks
     )
     return dq, dk, dv
 

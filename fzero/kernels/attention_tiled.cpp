@@ -2,7 +2,8 @@
 // Ref: Dao et al. 2022, "FlashAttention", arXiv:2205.14135, algorithms 1 and 4.
 //
 // q, g, out, dq [B, T, H, K]; k, v, dk, dv [B, S, G, K]; lse [B, H, T]; all contiguous; of queries and of keys apart the
-// documents [B, T] and [B, S] or null, and the positions likewise, or null for 0, 1, ... Positions are in any order. A
+// documents [B, T] and [B, S] or null, and the positions likewise; null: keys are at 0, 1, ..., and the queries are the
+// last T of them, in their documents. Positions are in any order. A
 // tile of scores is [KEYS, QUERIES]: element (j, x) is key s0 + j against query q0 + x. The values of each query
 // (maximum, sum, log-sum-exp) then lie along a vector, and nothing is summed across its lanes. One thread handles all
 // heads of a key/value group of one row of the batch (number n = b G + group) in a fixed order: results do not depend
@@ -215,8 +216,9 @@ struct Row {
   std::vector<Span> queries, keys, query_documents, key_documents;
 
   Row(const Places& all, const int64_t* line, const Shape& z, int64_t b)
-      : at{all.query ? all.query + b * z.t : line, all.key ? all.key + b * z.s : line,
-           all.query_documents ? all.query_documents + b * z.t : nullptr,
+      : at{all.query ? all.query + b * z.t : line + z.s - z.t, all.key ? all.key + b * z.s : line,
+           all.query_documents ? all.query_documents + b * z.t
+                               : all.key_documents ? all.key_documents + (b + 1) * z.s - z.t : nullptr,
            all.key_documents ? all.key_documents + b * z.s : nullptr},
         queries(spans_of(at.query, z.t, QUERIES)),
         keys(spans_of(at.key, z.s, KEYS)),
@@ -231,8 +233,8 @@ struct Sees {
   std::vector<uint8_t> at;    // at[KEYS + d]: whether a key at distance d may be seen, by its distance alone
 
   Sees(const Shape& z, const Places& places) : kind(z.kind), size(z.size), keep(z.keep) {
-    for (int64_t i = 0; i < std::max(z.t, z.s); i++) line.push_back(i);
-    int64_t farthest = z.t;
+    for (int64_t i = 0; i < z.s; i++) line.push_back(i);
+    int64_t farthest = z.s;
     if (places.query)
       for (int64_t i = 0; i < z.b * z.t; i++) farthest = std::max(farthest, places.query[i] + 1);
     at.assign(farthest + KEYS + QUERIES, 0);
@@ -404,6 +406,24 @@ struct Laid {
   }
 };
 
+// Call f(q0, width, s0, m, some) for each tile of queries [q0, q0 + width) of [b0, end) and tile of keys [s0, s0 + m) with
+// a visible pair, the keys laid out; some: there are pairs to hide.
+template <typename T, typename F>
+void each_tile(const Sees& sees, const Row& row, Laid<T>& laid, const T* k, const T* v, int64_t b0, int64_t end, F f) {
+  for (int64_t s0 = 0; s0 < laid.z.s; s0 += KEYS) {
+    const int64_t there = std::min(KEYS, laid.z.s - s0);
+    bool ready = laid.whole;
+    for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
+      const int64_t m = sees.reach(row, q0, s0, there);
+      const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
+      if (look == NONE) continue;
+      if (!ready) laid.tile(k, v, s0);
+      ready = true;
+      f(q0, std::min(QUERIES, end - q0), s0, m, look == SOME);
+    }
+  }
+}
+
 template <typename T>
 void forward(const T* q, const T* k, const T* v, const Places& places, void* out, Wide<T>* lse, const Shape& z) {
   using W = Wide<T>;
@@ -428,32 +448,25 @@ void forward(const T* q, const T* k, const T* v, const Places& places, void* out
             turn(q + at + q0 * ldq, ldq, std::min(QUERIES, end - q0), z.k, &query[(q0 - b0) * z.k]);
           std::fill(tops.begin(), tops.end(), low), std::fill(sums.begin(), sums.end(), W(0));
           std::fill(acc.begin(), acc.end(), W(0));
-          for (int64_t s0 = 0; s0 < z.s; s0 += KEYS) {
-            const int64_t there = std::min(KEYS, z.s - s0), to = laid.at(s0);
-            bool ready = laid.whole;
-            for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
-              const int64_t width = std::min(QUERIES, end - q0), m = sees.reach(row, q0, s0, there);
-              const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
-              if (look == NONE) continue;
-              if (!ready) laid.tile(k + from, v + from, s0);
-              ready = true;
-              W *top = &tops[q0 - b0], *sum = &sums[q0 - b0], *total = &acc[(q0 - b0) * z.k];
-              product(m, width, z.k, &laid.keys[to], z.k, &query[(q0 - b0) * z.k], QUERIES, s.data(), QUERIES, false);
-              if (z.cap) cap_scores(m, z, s.data());
-              if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
-              pad<T>(m, width, low, s.data());
-              std::copy_n(top, QUERIES, last.data());
-              for (int64_t j = 0; j < m; j++)
+          const auto tile = [&](int64_t q0, int64_t width, int64_t s0, int64_t m, bool some) {
+            const int64_t to = laid.at(s0);
+            W *top = &tops[q0 - b0], *sum = &sums[q0 - b0], *total = &acc[(q0 - b0) * z.k];
+            product(m, width, z.k, &laid.keys[to], z.k, &query[(q0 - b0) * z.k], QUERIES, s.data(), QUERIES, false);
+            if (z.cap) cap_scores(m, z, s.data());
+            if (some) sees.hide(row, q0, width, s0, m, low, s.data());
+            pad<T>(m, width, low, s.data());
+            std::copy_n(top, QUERIES, last.data());
+            for (int64_t j = 0; j < m; j++)
 #pragma omp simd
-                for (int64_t x = 0; x < QUERIES; x++) top[x] = top[x] < s[j * QUERIES + x] ? s[j * QUERIES + x] : top[x];
-              for (int64_t x = 0; x < QUERIES; x++) last[x] = power_of_2((last[x] - top[x]) * to_2), sum[x] *= last[x];
-              for (int64_t c = 0; c < z.k; c++)
+              for (int64_t x = 0; x < QUERIES; x++) top[x] = top[x] < s[j * QUERIES + x] ? s[j * QUERIES + x] : top[x];
+            for (int64_t x = 0; x < QUERIES; x++) last[x] = power_of_2((last[x] - top[x]) * to_2), sum[x] *= last[x];
+            for (int64_t c = 0; c < z.k; c++)
 #pragma omp simd
-                for (int64_t x = 0; x < QUERIES; x++) total[c * QUERIES + x] *= last[x];
-              weigh(m, to_2, s.data(), top, sum, p.data());
-              product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, p.data(), QUERIES, total, QUERIES, true);
-            }
-          }
+              for (int64_t x = 0; x < QUERIES; x++) total[c * QUERIES + x] *= last[x];
+            weigh(m, to_2, s.data(), top, sum, p.data());
+            product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, p.data(), QUERIES, total, QUERIES, true);
+          };
+          each_tile(sees, row, laid, k + from, v + from, b0, end, tile);
           for (int64_t i = b0; i < end; i++) {
             const W top = tops[i - b0], sum = sums[i - b0];
             const W* x = &acc[(i - b0) / QUERIES * QUERIES * z.k + i % QUERIES];
@@ -508,27 +521,20 @@ void backward(const T* q, const T* k, const T* v, const Places& places, const T*
             sum_rows(width, z.k, out + there, ldq, &turned_g[here], s.data(), &delta[q0 - b0]);
           }
           std::fill(acc_q.begin(), acc_q.end(), W(0));
-          for (int64_t s0 = 0; s0 < z.s; s0 += KEYS) {
-            const int64_t there = std::min(KEYS, z.s - s0), to = laid.at(s0);
-            bool ready = laid.whole;
-            for (int64_t q0 = b0; q0 < end; q0 += QUERIES) {
-              const int64_t width = std::min(QUERIES, end - q0), m = sees.reach(row, q0, s0, there);
-              const Look look = m ? sees.look(row, q0, s0, m, m == there) : NONE;
-              if (look == NONE) continue;
-              if (!ready) laid.tile(k + from, v + from, s0);
-              ready = true;
-              const int64_t x = q0 - b0, here = x * z.k;
-              product(m, width, z.k, &laid.keys[to], z.k, &turned_q[here], QUERIES, s.data(), QUERIES, false);
-              product(m, width, z.k, &laid.values[to], z.k, &turned_g[here], QUERIES, dp.data(), QUERIES, false);
-              if (z.cap) cap_scores(m, z, s.data(), dp.data(), &delta[x]);
-              if (look == SOME) sees.hide(row, q0, width, s0, m, low, s.data());
-              pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
-              differentiate(m, to_2, s.data(), dp.data(), &lse_2[x], &delta[x], p.data(), ds.data(), laid_ds.data());
-              product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[here], z.k, acc_v + s0 * ldc, ldc, true);
-              product(m, z.k, padded<T>(width), ds.data(), QUERIES, &laid_q[here], z.k, acc_k + s0 * ldc, ldc, true);
-              product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, right, QUERIES, &acc_q[here], QUERIES, true);
-            }
-          }
+          const auto tile = [&](int64_t q0, int64_t width, int64_t s0, int64_t m, bool some) {
+            const int64_t to = laid.at(s0);
+            const int64_t x = q0 - b0, here = x * z.k;
+            product(m, width, z.k, &laid.keys[to], z.k, &turned_q[here], QUERIES, s.data(), QUERIES, false);
+            product(m, width, z.k, &laid.values[to], z.k, &turned_g[here], QUERIES, dp.data(), QUERIES, false);
+            if (z.cap) cap_scores(m, z, s.data(), dp.data(), &delta[x]);
+            if (some) sees.hide(row, q0, width, s0, m, low, s.data());
+            pad<T>(m, width, low, s.data()), pad<T>(m, width, W(0), dp.data());
+            differentiate(m, to_2, s.data(), dp.data(), &lse_2[x], &delta[x], p.data(), ds.data(), laid_ds.data());
+            product(m, z.k, padded<T>(width), p.data(), QUERIES, &laid_g[here], z.k, acc_v + s0 * ldc, ldc, true);
+            product(m, z.k, padded<T>(width), ds.data(), QUERIES, &laid_q[here], z.k, acc_k + s0 * ldc, ldc, true);
+            product(z.k, width, padded<T>(m), &laid.turned[to], KEYS, right, QUERIES, &acc_q[here], QUERIES, true);
+          };
+          each_tile(sees, row, laid, k + from, v + from, b0, end, tile);
           for (int64_t i = b0; i < end; i++) {
             const W* x = &acc_q[(i - b0) / QUERIES * QUERIES * z.k + i % QUERIES];
             for (int64_t c = 0; c < z.k; c++) store<T>(x[c * QUERIES] * W(z.scale), dq, at + i * ldq + c, z.wide);

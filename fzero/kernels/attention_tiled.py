@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,8 +67,7 @@ def _run(
     rest: Sequence[Tensor],
     pattern: list[int],
     factors: tuple[float, float],
-    *,
-    wide: bool = False,
+    wide: bool,
 ) -> None:
     """places: int64 positions [B, T] and [B, S] of queries and keys, and their documents, each contiguous or None."""
     if q.numel() and k.numel():
@@ -79,134 +79,80 @@ def _run(
         run(*pointers[:3], at, *pointers[3:], ctypes.byref(shape))
 
 
-def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float, cap: float
-) -> tuple[Tensor, Tensor]:
-    b, t, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
+WHERE = "Tensor? query, Tensor? key, Tensor? query_documents, Tensor? key_documents"
+HOW = "int[] pattern, float scale, float cap, bool wide"
 
 
-@operator(
-    "tiled_forward(Tensor q, Tensor k, Tensor v, Tensor? documents, int[] pattern, float scale, float cap) -> "
-    "(Tensor, Tensor)",
-    _outputs,
-)
+def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    wide, (b, t, h, _) = torch.promote_types(q.dtype, torch.float32), q.shape
+    return q.new_empty(q.shape, dtype=wide if rest[-1] else q.dtype), q.new_empty((b, h, t), dtype=wide)
+
+
+@operator(f"tiled_forward(Tensor q, Tensor k, Tensor v, {WHERE}, {HOW}) -> (Tensor, Tensor)", _outputs)
 def tiled_forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, pattern: list[int], scale: float, cap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query: Tensor | None,
+    key: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    pattern: list[int],
+    scale: float,
+    cap: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out like q, the log-sum-exp of each query's scores [B, H, T] in float32 or wider). pattern: (number of its kind,
-    size, keep); cap: of the scores, 0 for none.
+    """(out [B, T, H, K], like q, or in float32 or wider; the log-sum-exp of each query's scores [B, H, T] in float32 or
+    wider). A query that sees no key has 0 and -inf.
+
+    query, key: positions int64 [B, T] and [B, S], or None: the queries are the last T of S positions. Documents
+    likewise; without positions those of the keys are enough. pattern: (number of its kind, size, keep); cap: of the
+    scores, 0 for none; wide: whether out is to be joined with others.
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse = _outputs(q, k, v, documents, pattern, scale, cap)
-    _run("forward", q, k, v, (None, None, documents, documents), (out, lse), pattern, (scale, cap))
+    out, lse = _outputs(q, wide)
+    _run("forward", q, k, v, (query, key, query_documents, key_documents), (out, lse), pattern, (scale, cap), wide)
     return out, lse
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    room = q.new_empty((_threads(k) if wide != q.dtype else 0, 2, k.shape[1], k.shape[3]), dtype=wide)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), room
+    apart = not rest[-1] and wide != q.dtype  # else the sums are made in dk and dv
+    room = q.new_empty((_threads(k) if apart else 0, 2, k.shape[1], k.shape[3]), dtype=wide)
+    dtype = wide if rest[-1] else q.dtype
+    return *(x.new_empty(x.shape, dtype=dtype) for x in (q, k, v)), room
 
 
 @operator(
-    "tiled_backward(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor out, Tensor lse, Tensor g, int[] "
-    "pattern, float scale, float cap)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"tiled_backward(Tensor q, Tensor k, Tensor v, {WHERE}, Tensor out, Tensor lse, Tensor g, {HOW}) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
     _gradients,
 )
 def tiled_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Tensor | None,
+    query: Tensor | None,
+    key: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     g: Tensor,
     pattern: list[int],
     scale: float,
     cap: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v for the gradient g of out; and the memory in which dk and dv were summed, which is a
-    result so that it is counted.
+    """The gradients by q, k and v, like these, or in float32 or wider, for the gradient g of out; and the memory in
+    which dk and dv were summed, which is a result so that it is counted. out, in q's dtype, and lse are those over all
+    keys, of which k and v may be a part.
     """
     q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
-    results = _gradients(q, k, v)
-    places, rest = (None, None, documents, documents), (out, lse, g, *results)
-    _run("backward", q, k, v, places, rest, pattern, (scale, cap))
+    results = _gradients(q, k, v, wide)
+    places, rest = (query, key, query_documents, key_documents), (out, lse, g, *results)
+    _run("backward", q, k, v, places, rest, pattern, (scale, cap), wide)
     return results
-
-
-def _outputs_at(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    b, t, h, _k = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape, dtype=wide), q.new_empty((b, h, t), dtype=wide)
-
-
-WHERE = "Tensor query, Tensor key, Tensor? query_documents, Tensor? key_documents"
-
-
-@operator(
-    f"tiled_forward_at(Tensor q, Tensor k, Tensor v, {WHERE}, int[] pattern, float scale, float cap) -> "
-    "(Tensor, Tensor)",
-    _outputs_at,
-)
-def tiled_forward_at(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query: Tensor,
-    key: Tensor,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
-    pattern: list[int],
-    scale: float,
-    cap: float,
-) -> tuple[Tensor, Tensor]:
-    """(out [B, T, H, K], the log-sum-exp [B, H, T]), both in float32 or wider, of queries at the positions `query` on
-    keys at `key`, int64 [B, T] and [B, S], with documents likewise or None. A query that sees no key has 0 and -inf.
-    """
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    out, lse = _outputs_at(q)
-    places = query, key, query_documents, key_documents
-    _run("forward", q, k, v, places, (out, lse), pattern, (scale, cap), wide=True)
-    return out, lse
-
-
-def _gradients_at(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape, dtype=wide), k.new_empty(k.shape, dtype=wide), v.new_empty(v.shape, dtype=wide)
-
-
-@operator(
-    f"tiled_backward_at(Tensor q, Tensor k, Tensor v, {WHERE}, Tensor out, Tensor lse, Tensor g, int[] pattern, "
-    "float scale, float cap) -> (Tensor, Tensor, Tensor)",
-    _gradients_at,
-)
-def tiled_backward_at(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query: Tensor,
-    key: Tensor,
-    query_documents: Tensor | None,
-    key_documents: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    g: Tensor,
-    pattern: list[int],
-    scale: float,
-    cap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v in float32 or wider, for the gradient g of out; out, in q's dtype, and lse are those
-    over all keys, of which k and v may be a part.
-    """
-    q, k, v, out, lse, g = (x.contiguous() for x in (q, k, v, out, lse, g))
-    dq, dk, dv = _gradients_at(q, k, v)
-    places = query, key, query_documents, key_documents
-    rest = out, lse, g, dq, dk, dv, dk[:0]  # no room: the sums are made in dk and dv
-    _run("backward", q, k, v, places, rest, pattern, (scale, cap), wide=True)
-    return dq, dk, dv
 
 
 def tiled_attention(
@@ -219,7 +165,7 @@ def tiled_attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """`attention.reference` by tiles of 64 queries and 128 keys; as many queries as keys.
+    """`attention.reference` by tiles of 64 queries and 128 keys; at most as many queries as keys.
 
     Scores and probabilities are rounded to the inputs' dtype once, before a product, and summed in float32 or wider.
     The bits do not depend on the number of threads; at most B G threads have work.
@@ -229,11 +175,12 @@ def tiled_attention(
     rest = () if documents is None else (documents.to(torch.int64).contiguous(),)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return tiled_forward(q, k, v, documents, kind, scale, cap)
+        return tiled_forward(q, k, v, None, None, None, documents, kind, scale, cap, False)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, out, lse = saved
-        return tiled_backward(q, k, v, *(documents or (None,)), out, lse, *grads, kind, scale, cap)[:3]
+        places = None, None, None, *(documents or (None,))
+        return tiled_backward(q, k, v, *places, out, lse, *grads, kind, scale, cap, False)[:3]
 
     return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
         q, k, v, *rest
@@ -244,11 +191,11 @@ def supports(
     q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None = None, scale: float | None = None, **options: object
 ) -> str:
     """The reason why it does not serve a call; "" if it does."""
-    b, t = q.shape[:2]
-    if k.shape[1] != t:
-        return f"the shapes are {list(q.shape)} and {list(k.shape)}; it takes as many queries as keys"
-    if documents is not None and documents.shape != (b, t):
-        return f"documents are {list(documents.shape)}; they must be {[b, t]}"
+    (b, t), s = q.shape[:2], k.shape[1]
+    if t > s:
+        return f"the shapes are {list(q.shape)} and {list(k.shape)}; it takes at most as many queries as keys"
+    if documents is not None and documents.shape != (b, s):
+        return f"documents are {list(documents.shape)}; they must be {[b, s]}"
     return serves(q, k, v, scale)
 
 

@@ -3,7 +3,8 @@ the configuration and builds of such a kernel.
 
 Tiles of keys that no query of a tile sees are skipped; tiles that all its queries see completely need no mask. For
 full, window and local patterns both bounds follow from positions, for documents from `document_bounds`. In strided and
-fixed patterns the visible keys are scattered, so the loop tests each tile (`may_see`).
+fixed patterns the visible keys are scattered, so the loop tests each tile (`may_see`). Where queries and keys are in
+any order (AT), see attention_places.
 Names and shapes are those of attention_flash.
 """
 
@@ -20,7 +21,6 @@ from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.optional_triton import tl, triton
 
-CHUNK = 512  # document numbers that `document_bounds` reads at a time
 LOG2_E, LN_2 = math.log2(math.e), tl.constexpr(math.log(2.0))
 FAR = tl.constexpr(2**31 - 1)  # larger than every position
 # Triton specialises a kernel for integer arguments equal to 1 or divisible by 16; for these that would only multiply
@@ -71,6 +71,12 @@ def visible_pairs(query, key, mine, theirs, end, size, keep, KIND: tl.constexpr,
     if DOCUMENTS:
         mask = mask & (mine == theirs)
     return mask
+
+
+@triton.jit
+def load_positions(START, at, count, AT: tl.constexpr):
+    """The positions of the rows `at`: START + at, or with AT what lies there, FAR for rows from `count` on."""
+    return tl.load(START + at, mask=at < count, other=FAR) if AT else at + START
 
 
 @triton.jit
@@ -127,74 +133,24 @@ def key_tiles(first, last, s, key_start, size, REACH, KIND: tl.constexpr, DOCUME
     return align_tiles(lo, a, z, hi, N)
 
 
-@triton.jit(do_not_specialize=["nx", "ny", "shift"])
-def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """For a block of BLOCK positions of X [nx], find which part of Y [ny] holds the same documents; X's position i is
-    Y's i + shift.
-
-    One program handles block `i` of row `b` of the batch, and stores two numbers. Before (not AFTER), looking at Y up
-    to the block's last position: the first index of these documents, and the index from which all entries belong to the
-    block's one document. AFTER, looking at Y from the block's first position: the end of these documents, and the index
-    up to which all belong to the block's one document.
-    """
-    tiles = tl.cdiv(nx, BLOCK)
-    # Programs are numbered b * tiles + tile. Positions beyond nx repeat the last one, which does not change minimum and
-    # maximum.
-    i = tl.program_id(0) % tiles * BLOCK
-    b = (tl.program_id(0) // tiles).to(tl.int64)
-    mine = tl.load(X + b * nx + tl.minimum(i + tl.arange(0, BLOCK), nx - 1))
-    least, most = tl.min(mine, 0), tl.max(mine, 0)
-    lo, hi = tl.minimum(i, 0), tl.minimum(tl.maximum(tl.minimum(i + BLOCK, nx) + shift, 0), ny)
-    if AFTER:
-        lo, hi = tl.minimum(tl.maximum(i + shift, 0), ny), tl.maximum(ny, 0)
-    reach, clean = (lo, hi) if AFTER else (hi, lo)
-    for start in range(lo, hi, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        y = tl.load(Y + b * ny + at, mask=at < hi, other=0)
-        same = (at < hi) & (y >= least) & (y <= most)
-        other = (at < hi) & ((y != least) | (y != most))
-        if AFTER:
-            reach = tl.maximum(reach, tl.max(tl.where(same, at + 1, 0), 0))
-            clean = tl.minimum(clean, tl.min(tl.where(other, at, FAR), 0))
-        else:
-            reach = tl.minimum(reach, tl.min(tl.where(same, at, FAR), 0))
-            clean = tl.maximum(clean, tl.max(tl.where(other, at + 1, 0), 0))
-    out = OUT + tl.program_id(0).to(tl.int64) * 2
-    tl.store(out, reach)
-    tl.store(out + 1, clean)
-
-
-def document_bounds(
-    x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor
-) -> tuple[Tensor, ...]:
-    """Return (x, y, bounds int32 [B, NX / block, 2]) of documents x [B, NX] and y [B, NY]; without documents `dummy`
-    three times.
-    """
-    if x is None or y is None:
-        return dummy, dummy, dummy
-    (b, nx), ny = x.shape, y.shape[1]
-    x, y = x.contiguous(), y.contiguous()
-    out = torch.empty((b, triton.cdiv(nx, block), 2), dtype=torch.int32, device=x.device)
-    _document_bounds[(b * out.shape[1],)](x, y, out, nx, ny, shift, AFTER=after, BLOCK=block, CHUNK=CHUNK, num_warps=4)
-    return x, y, out
-
-
 @triton.jit
-def mask_of_keys(j, keys, queries, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr):
+def mask_of_keys(
+    j, keys, queries, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr, N: tl.constexpr
+):
     """The mask [M, N] of the keys [j, j + N) that a tile of queries sees; tuples `keys`, `queries` and `pattern` as in
     `_flash_forward`.
     """
     _k, _kt, _v, _vt, s, key_start, docs = keys
-    query, _first, _last, mine = queries
+    query, _span, mine = queries
     size, keep = pattern
     at = j + tl.arange(0, N)
     theirs = load_documents(docs, at, s, DOCUMENTS)
     return visible_pairs(
         query[:, None],
-        (at + key_start)[None, :],
+        load_positions(key_start, at, s, AT)[None, :],
         mine[:, None],
         theirs[None, :],
-        s + key_start,
+        FAR if AT else s + key_start,
         size,
         keep,
         KIND,
@@ -205,8 +161,8 @@ def mask_of_keys(j, keys, queries, pattern, KIND: tl.constexpr, DOCUMENTS: tl.co
 @triton.jit
 def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
     """Whether a tile of queries may see any of the keys [j, j + N), in a strided or fixed pattern."""
-    first, last, key = queries[1], queries[2], j + keys[5]
-    return may_see(first, last, key, key + N - 1, pattern[0], pattern[1], KIND)
+    span, key = queries[1], j + keys[5]
+    return may_see(span[0], span[1], key, key + N - 1, pattern[0], pattern[1], KIND)
 
 
 def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
@@ -233,14 +189,19 @@ def compact_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 and abs(x.stride(1)) < 2**22 else x.contiguous()
 
 
-def signature(pointers: str, dtype: str) -> dict[str, str]:
-    """The signature of a kernel for `aot`; pointers have `dtype` except for those listed here."""
+def signature(pointers: str, dtype: str, at: bool = False) -> dict[str, str]:
+    """The signature of a kernel for `aot`; pointers have `dtype` except for those listed here. at: with AT, of which
+    results are float32."""
     special = {"LSE": "*fp32", "DELTA": "*fp32", "H": "*fp32", "QDOCS": "*i32", "KDOCS": "*i32", "REACH": "*i32"}
     strides = [x + y for x in "qkv" for y in "bth"]
-    constants = "KIND DOCUMENTS DIM WIDTH M N UPCAST"
+    constants = "KIND DOCUMENTS AT DIM WIDTH M N UPCAST"
+    wide = {"DQ", "DK", "DV"} if "G" in pointers.split() else {"OUT"}
+    special |= dict.fromkeys(wide, "*fp32") if at else {}
+    starts = dict.fromkeys(("query_start", "key_start"), "*i32") if at else {}
     return (
         {name: special.get(name, f"*{dtype}") for name in pointers.split()}
         | dict.fromkeys(SIZES, "i32")
+        | starts
         | {"scale": "fp32"}
         | dict.fromkeys(strides, "i32")
         | dict.fromkeys(constants.split(), "constexpr")
@@ -262,19 +223,26 @@ def each_build(
     rows = {width: chips.Table(f"{kernel} {width}").on(gpu) for width in (64, 128, 256, "float32")}
 
     def build(
-        dim: int, blocks: tuning.Config, dtype: str = "bf16", kind: str = "full", documents: bool = False
+        dim: int,
+        blocks: tuning.Config,
+        dtype: str = "bf16",
+        kind: str = "full",
+        documents: bool = False,
+        at: bool = False,
     ) -> Build:
-        label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}"
+        label = f"{kernel} {dim} {blocks['M']}x{blocks['N']} {dtype} {kind}{' documents' * documents}{' at' * at}"
         constants = {
             "KIND": kind,
             "DOCUMENTS": documents,
+            "AT": at,
             "DIM": dim,
             "WIDTH": triton.next_power_of_2(dim),
             "UPCAST": False,
         } | extra
-        types = signature(pointers, dtype) | dict.fromkeys(extra, "constexpr")
-        allowed = spills * (dim > 128)
-        wide = not documents
+        types = signature(pointers, dtype, at) | dict.fromkeys(extra, "constexpr")
+        # At positions a few scalars more live through the loops: the bounds of the tile, and of those that it meets.
+        allowed = max(spills * (dim > 128), 32 * at * (dim >= 128))
+        wide = not documents and not at
         return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, allowed, wide_since)
 
     for dim in (64, 128, 256):
@@ -284,19 +252,6 @@ def each_build(
     for kind, documents in (("full", True), ("window", False), ("fixed", True)):
         yield build(128, rows[128][0], kind=kind, documents=documents)
     yield build(128, rows["float32"][0], dtype="fp32")
-
-
-def builds(gpu: str) -> Iterator[Build]:
-    """The builds for `aot`, with the block sizes of a GPU by its name."""
-    numbers = {"X": "*i32", "Y": "*i32", "OUT": "*i32", "nx": "i32", "ny": "i32", "shift": "i32"}
-    constants = dict.fromkeys(("AFTER", "BLOCK", "CHUNK"), "constexpr")
-    for after in (False, True):
-        values = {"AFTER": after, "BLOCK": 128, "CHUNK": CHUNK}
-        yield Build(
-            f"_document_bounds {'after' if after else 'before'}",
-            "_document_bounds",
-            numbers | constants,
-            values,
-            {"num_warps": 4},
-            wide=False,
-        )
+    for dim, kind, documents in ((64, "full", True), (128, "full", False), (128, "fixed", True), (256, "window", True)):
+        yield build(dim, rows[dim][0], kind=kind, documents=documents, at=True)
+    yield build(128, rows["float32"][0], dtype="fp32", documents=True, at=True)

@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.core.largest import add_twin
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.largest import PART, bits_of, largest_like, part_of, store_largest
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
@@ -54,42 +56,76 @@ def _gate(a, GELU: tl.constexpr):
 
 
 @triton.jit
-def _glu_forward(A, B, OUT, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _largest(MOST, x, n, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the largest magnitude of each PART numbers of a program's x [BLOCK], of n in all."""
+    bits = tl.max(tl.reshape(bits_of(x), [BLOCK // PART, PART]), 1)
+    part = tl.program_id(0).to(tl.int64) * (BLOCK // PART) + tl.arange(0, BLOCK // PART)
+    store_largest(MOST, part, bits, part * PART < n)
+
+
+@triton.jit
+def _glu_forward(A, B, OUT, MOST, n, GELU: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    # With PART, MOST is the largest magnitude of each PART numbers of OUT; n is a multiple of it.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
     b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
     act, _ = _gate(a, GELU)
-    tl.store(OUT + at, (act * b).to(OUT.dtype.element_ty), mask=at < n)
+    out = (act * b).to(OUT.dtype.element_ty)
+    tl.store(OUT + at, out, mask=at < n)
+    if PART:
+        _largest(MOST, out, n, PART, BLOCK)
 
 
 @triton.jit
-def _glu_backward(A, B, G, DA, DB, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_backward(
+    A, B, G, DA, DB, MOST_A, MOST_B, n, GELU: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    # With PART as in _glu_forward: MOST_A of DA, MOST_B of DB.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
     b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
     g = tl.load(G + at, mask=at < n, other=0.0).to(tl.float32)
     act, slope = _gate(a, GELU)
-    tl.store(DA + at, (g * b * slope).to(DA.dtype.element_ty), mask=at < n)
-    tl.store(DB + at, (g * act).to(DB.dtype.element_ty), mask=at < n)
+    da, db = (g * b * slope).to(DA.dtype.element_ty), (g * act).to(DB.dtype.element_ty)
+    tl.store(DA + at, da, mask=at < n)
+    tl.store(DB + at, db, mask=at < n)
+    if PART:
+        _largest(MOST_A, da, n, PART, BLOCK)
+        _largest(MOST_B, db, n, PART, BLOCK)
 
 
 def _grid(n: int, config: tuning.Config) -> tuple[int]:
     return (triton.cdiv(n, config["BLOCK"]),)
 
 
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gelu: bool) -> None:
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gelu: bool, part: int = 0) -> None:
     n = tensors[0].numel()
     if n:
-        grid = functools.partial(_grid, n)
-        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=(n, tensors[0].dtype), GELU=gelu)
+        grid, flags = functools.partial(_grid, n), {"GELU": gelu, "PART": part}
+        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=(n, tensors[0].dtype), **flags)
 
 
 @operator("glu_forward(Tensor a, Tensor b, bool gelu) -> Tensor", lambda a, b, gelu: a.new_empty(a.shape))
 def glu_forward(a: Tensor, b: Tensor, gelu: bool) -> Tensor:
     """The activation of a times b, in one pass over memory."""
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out), gelu)
+    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, out), gelu)
     return out
+
+
+@operator(
+    "glu_forward_largest(Tensor a, Tensor b, bool gelu) -> (Tensor, Tensor)",
+    lambda a, b, gelu: (a.new_empty(a.shape), largest_like(a, part_of(a))),
+)
+def glu_forward_largest(a: Tensor, b: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+    """`glu_forward`, and the largest magnitudes [rows, parts] of the result."""
+    out, part = torch.empty(a.shape, dtype=a.dtype, device=a.device), part_of(a)
+    most = largest_like(a, part)
+    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, most), gelu, part)
+    return out, most
+
+
+add_twin(glu_forward, glu_forward_largest, {0: 1})
 
 
 def _two_like(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
@@ -100,8 +136,27 @@ def _two_like(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tens
 def glu_backward(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     """The gradients by a and b for the gradient g of the result."""
     da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), da, db), gelu)
+    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), da, db, da, db), gelu)
     return da, db
+
+
+def _four_like(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_two_like(a, b, g, gelu), largest_like(a, part_of(a)), largest_like(a, part_of(a))
+
+
+@operator(
+    "glu_backward_largest(Tensor a, Tensor b, Tensor g, bool gelu) -> (Tensor, Tensor, Tensor, Tensor)", _four_like
+)
+def glu_backward_largest(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`glu_backward`, and the largest magnitudes [rows, parts] of each gradient."""
+    part = part_of(a)
+    da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
+    outs = da, db, largest_like(a, part), largest_like(a, part)
+    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), *outs), gelu, part)
+    return outs
+
+
+add_twin(glu_backward, glu_backward_largest, {0: 2, 1: 3})
 
 
 def _fused(what: str, gelu: bool) -> Fused:
@@ -138,13 +193,12 @@ geglu = _op("geglu", geglu_reference, gelu=True)
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    for kernel, pointers in (("_glu_forward", "A B OUT"), ("_glu_backward", "A B G DA DB")):
+    for kernel, pointers in (("_glu_forward", "A B OUT MOST"), ("_glu_backward", "A B G DA DB MOST_A MOST_B")):
         for config in CONFIGS.on(gpu):
-            for gelu in (False, True):
+            for gelu, part in ((False, 0), (True, 0), (False, PART)):
                 signature = dict.fromkeys(pointers.split(), "*bf16") | {
                     "n": "i32",
-                    "GELU": "constexpr",
-                    "BLOCK": "constexpr",
+                    **dict.fromkeys(("GELU", "PART", "BLOCK"), "constexpr"),
                 }
-                label = f"{kernel} {'geglu' if gelu else 'swiglu'} {config['BLOCK']}"
-                yield Build(label, kernel, signature, {"GELU": gelu}, config, aligned=("n",))
+                label = f"{kernel} {'geglu' if gelu else 'swiglu'}{', largest,' * bool(part)} {config['BLOCK']}"
+                yield Build(label, kernel, signature, {"GELU": gelu, "PART": part}, config, aligned=("n",))

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
+from fzero.core.largest import add_twin
 from fzero.kernels import tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.largest import bits_of, largest_like, store_largest
 from fzero.kernels.op_function import Fused, operator
 from fzero.kernels.optional_triton import tl, triton
 
@@ -58,12 +60,13 @@ def _moments(x, mask, n, LAYER: tl.constexpr):
 
 @triton.jit
 def _norm_forward(
-    X, R, W, B, Y, S, STATS, M, N, x_row, r_row, eps,
-    LAYER: tl.constexpr, ADD: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    X, R, W, B, Y, S, STATS, MOST, M, N, x_row, r_row, eps,
+    LAYER: tl.constexpr, ADD: tl.constexpr, LARGEST: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     # A program normalises ROWS rows of M; rows of x and r are x_row and r_row elements apart, those of the results N.
     # Masks: row < M for the last program, column < N because BLOCK is a power of two. Row numbers are int64: row *
-    # stride may pass 2^31.
+    # stride may pass 2^31. With LARGEST, MOST is the largest magnitude of each row of Y.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     inside = (row < M)[:, None]
@@ -85,6 +88,7 @@ def _norm_forward(
                 squares += step * (m - mean) * start
                 mean += step
     rstd = tl.rsqrt(squares / N + eps)
+    most = tl.zeros([ROWS], tl.int32)
     tl.store(STATS + row, rstd, mask=row < M)
     if LAYER:
         tl.store(STATS + M + row, mean, mask=row < M)
@@ -99,7 +103,12 @@ def _norm_forward(
         y = y.to(Y.dtype.element_ty).to(tl.float32) * _param(W, X, at, N)
         if LAYER:
             y = y.to(Y.dtype.element_ty).to(tl.float32) + _param(B, X, at, N)
-        tl.store(Y + y_at + at, y.to(Y.dtype.element_ty), mask=mask)
+        y = y.to(Y.dtype.element_ty)
+        tl.store(Y + y_at + at, y, mask=mask)
+        if LARGEST:
+            most = tl.maximum(most, tl.max(tl.where(mask, bits_of(y), 0), 1))
+    if LARGEST:
+        store_largest(MOST, row, most, row < M)
 
 
 @triton.jit
@@ -112,12 +121,13 @@ def _load_normed(G, X, g_at, x_at, mask, w, mean, rstd, LAYER: tl.constexpr):
 
 @triton.jit
 def _norm_backward(
-    G, GS, X, W, STATS, DX, PARTS, M, N, g_row, gs_row, x_row,
-    LAYER: tl.constexpr, ADD: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    G, GS, X, W, STATS, DX, PARTS, MOST, M, N, g_row, gs_row, x_row,
+    LAYER: tl.constexpr, ADD: tl.constexpr, LARGEST: tl.constexpr, IS_WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Program p handles the tiles of ROWS rows p, p + programs, ... in this order, and writes its own row of PARTS:
     # dscale [programs, N], then dbias [programs, N] if LAYER. The caller sums these over programs, so the order of
-    # every sum is fixed.
+    # every sum is fixed. With LARGEST, MOST is the largest magnitude of each row of DX.
     pid, programs = tl.program_id(0), tl.num_programs(0)
     cols, own = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)
     DW, DB = PARTS + pid.to(tl.int64) * N, PARTS + (programs + pid).to(tl.int64) * N  # this program's rows
@@ -151,6 +161,7 @@ def _norm_backward(
                 g, d, n = _load_normed(G, X, g_at + at, x_at + at, inside & (at < N), w, mean, rstd, LAYER)
                 along += tl.sum(d * n, 1)
                 total += tl.sum(d, 1)
+        most = tl.zeros([ROWS], tl.int32)
         for start in range(0, BLOCK if IS_WHOLE else N, BLOCK):
             at = start + cols
             mask = inside & (at < N)
@@ -168,7 +179,12 @@ def _norm_backward(
             dx *= rstd[:, None]
             if ADD:
                 dx += tl.load(GS + gs_at + at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(DX + dx_at + at, dx.to(DX.dtype.element_ty), mask=mask)
+            dx = dx.to(DX.dtype.element_ty)
+            tl.store(DX + dx_at + at, dx, mask=mask)
+            if LARGEST:
+                most = tl.maximum(most, tl.max(tl.where(mask, bits_of(dx), 0), 1))
+        if LARGEST:
+            store_largest(MOST, row, most, row < M)
         if not IS_WHOLE:
             tl.debug_barrier()  # the next tile reads values of DW that other threads wrote
     if IS_WHOLE:
@@ -209,22 +225,23 @@ def _rows(t: Tensor) -> Tensor:
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(normed, the sum, statistics): see the operators."""
+    x: Tensor, residual: Tensor | None, scale: Tensor, bias: Tensor | None, eps: float, largest: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(normed, the sum, statistics, largest magnitudes of normed rows): see the operators."""
     layer, add, m, n = bias is not None, residual is not None, math.prod(x.shape[:-1]), x.shape[-1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y) if add else y
     stats = torch.empty((1 + layer, m), dtype=torch.float32, device=x.device)
+    most = largest_like(x) if largest else y
     if y.numel():
         config = _tuned_config(_norm_forward, x, layer)
         x, scale = _rows(x), scale.contiguous()
         r = x if residual is None else _rows(residual)
         b = scale if bias is None else bias.contiguous()
-        flags = {"LAYER": layer, "ADD": add, "IS_WHOLE": n <= config["BLOCK"]}
-        grid = (triton.cdiv(m, config["ROWS"]),)
-        _norm_forward[grid](x, r, scale, b, y, total, stats, m, n, x.stride(0), r.stride(0), eps, **flags, **config)
-    return y, total, stats
+        flags = {"LAYER": layer, "ADD": add, "LARGEST": largest, "IS_WHOLE": n <= config["BLOCK"]}
+        grid, strides = (triton.cdiv(m, config["ROWS"]),), (x.stride(0), r.stride(0))
+        _norm_forward[grid](x, r, scale, b, y, total, stats, most, m, n, *strides, eps, **flags, **config)
+    return y, total, stats, most
 
 
 def _stats_like(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -239,8 +256,21 @@ def norm_forward(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> t
     """(x normed, statistics float32 [1 or 2, M]): 1 / sqrt(mean square + eps) of the M rows; with a bias, LayerNorm's,
     and the means.
     """
-    y, _, stats = _forward(x, None, scale, bias, eps)
+    y, _, stats, _ = _forward(x, None, scale, bias, eps)
     return y, stats
+
+
+@operator(
+    "norm_forward_largest(Tensor x, Tensor scale, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
+    lambda x, scale, bias, eps: (x.new_empty(x.shape), _stats_like(x, bias), largest_like(x)),
+)
+def norm_forward_largest(x: Tensor, scale: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_forward`, and the largest magnitudes [M, 1] of the rows of x normed."""
+    y, _, stats, most = _forward(x, None, scale, bias, eps, True)
+    return y, stats, most
+
+
+add_twin(norm_forward, norm_forward_largest, {0: 2})
 
 
 @operator(
@@ -251,7 +281,48 @@ def add_norm_forward(
     x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum normed, the sum x + residual, statistics of the sum as of norm_forward)."""
-    return _forward(x, residual, scale, bias, eps)
+    return _forward(x, residual, scale, bias, eps)[:3]
+
+
+@operator(
+    "add_norm_forward_largest(Tensor x, Tensor residual, Tensor scale, Tensor? bias, float eps) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+    lambda x, residual, scale, bias, eps: (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape),
+        _stats_like(x, bias),
+        largest_like(x),
+    ),
+)
+def add_norm_forward_largest(
+    x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_norm_forward`, and the largest magnitudes [M, 1] of the rows of the sum normed."""
+    return _forward(x, residual, scale, bias, eps, True)
+
+
+add_twin(add_norm_forward, add_norm_forward_largest, {0: 3})
+
+
+def _backward(
+    g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor, largest: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient by x, those by scale and by bias, largest magnitudes of rows of the first): see the operators."""
+    add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    most = largest_like(x) if largest else dx
+    if not dx.numel():
+        return dx, stats.new_zeros((kinds, n)), most
+    config = _tuned_config(_norm_backward, x, kinds == 2)
+    programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
+    parts = stats.new_empty((kinds, programs, n))
+    g, x = _rows(g), _rows(x)
+    gs = g if total_g is None else _rows(total_g)
+    flags = {"LAYER": kinds == 2, "ADD": add, "LARGEST": largest, "IS_WHOLE": n <= config["BLOCK"]}
+    strides = g.stride(0), gs.stride(0), x.stride(0)
+    given = g, gs, x, scale.contiguous(), stats, dx, parts, most, m, n, *strides
+    _norm_backward[(programs,)](*given, **flags, **config)
+    return dx, parts.sum(1), most
 
 
 @operator(
@@ -262,19 +333,26 @@ def norm_backward(g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, s
     """(gradient by x, float32 [1 or 2, N] by scale and by bias) from the gradient g of x normed, and total_g of x
     itself, if any.
     """
-    add, (kinds, m), n = total_g is not None, stats.shape, x.shape[-1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not dx.numel():
-        return dx, stats.new_zeros((kinds, n))
-    config = _tuned_config(_norm_backward, x, kinds == 2)
-    programs = min(triton.cdiv(m, config["ROWS"]), _programs(x.device, config["num_warps"]))
-    parts = stats.new_empty((kinds, programs, n))
-    g, x = _rows(g), _rows(x)
-    gs = g if total_g is None else _rows(total_g)
-    flags = {"LAYER": kinds == 2, "ADD": add, "IS_WHOLE": n <= config["BLOCK"]}
-    strides = g.stride(0), gs.stride(0), x.stride(0)
-    _norm_backward[(programs,)](g, gs, x, scale.contiguous(), stats, dx, parts, m, n, *strides, **flags, **config)
-    return dx, parts.sum(1)
+    return _backward(g, total_g, x, scale, stats)[:2]
+
+
+@operator(
+    "norm_backward_largest(Tensor g, Tensor? total_g, Tensor x, Tensor scale, Tensor stats) -> "
+    "(Tensor, Tensor, Tensor)",
+    lambda g, total_g, x, scale, stats: (
+        x.new_empty(x.shape),
+        stats.new_empty((stats.shape[0], x.shape[-1])),
+        largest_like(x),
+    ),
+)
+def norm_backward_largest(
+    g: Tensor, total_g: Tensor | None, x: Tensor, scale: Tensor, stats: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`norm_backward`, and the largest magnitudes [M, 1] of the rows of the gradient by x."""
+    return _backward(g, total_g, x, scale, stats, True)
+
+
+add_twin(norm_backward, norm_backward_largest, {0: 2})
 
 
 def fused_norm(what: str, add: bool, layer: bool, eps: float) -> Fused:
@@ -301,15 +379,15 @@ def builds(gpu: str) -> Iterator[Build]:
     """
     kinds = dict.fromkeys(("W", "B", "STATS", "PARTS"), "*fp32") | {"eps": "fp32"}
     kinds |= dict.fromkeys(("M", "N", "x_row", "r_row", "g_row", "gs_row"), "i32")
-    kinds |= dict.fromkeys(("LAYER", "ADD", "IS_WHOLE", "ROWS", "BLOCK"), "constexpr")
+    kinds |= dict.fromkeys(("LAYER", "ADD", "LARGEST", "IS_WHOLE", "ROWS", "BLOCK"), "constexpr")
     for kernel in (_norm_forward, _norm_backward):
         signature = {name: kinds.get(name, "*bf16") for name in kernel.arg_names}
-        for layer in (False, True):
+        for layer, largest in ((False, False), (True, False), (False, True)):
             for n in (128, 1024, 4096, 8192, 16384, 65536):
                 config = _config(kernel.__name__, n)
-                flags = {"LAYER": layer, "ADD": True, "IS_WHOLE": n <= config["BLOCK"]}
+                flags = {"LAYER": layer, "ADD": True, "LARGEST": largest, "IS_WHOLE": n <= config["BLOCK"]}
                 aligned = tuple(name for name in signature if name == "N" or name.endswith("_row"))
-                label = f"{kernel.__name__} {'layer' if layer else 'rms'} {n}"
+                label = f"{kernel.__name__} {'layer' if layer else 'rms'}{', largest,' * largest} {n}"
                 # Triton 3.7's ptxas spills two registers of the widest LayerNorm held whole; that of 3.9 none.
                 spills = 8 if kernel is _norm_forward and layer and n == 8192 else 0
                 yield Build(label, kernel.__name__, signature, flags, config, aligned=aligned, spills=spills)

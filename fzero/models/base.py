@@ -148,7 +148,7 @@ class Model(NamedTuple):
     # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
-    splits: bool = False  # whether cp may split its sequences: a loss of sums over tokens, and positions from ctx
+    splits: bool = False  # whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks
 
 
 def with_still_leaves(model: Model) -> Model:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.comm.collectives import psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
@@ -60,17 +61,22 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
         for name in ("documents", "reference"):
             if name not in batch:
                 raise ValueError(f"dpo: the batch has no {name!r}; it has {', '.join(sorted(batch))}")
-        gains = answer_sums(model, params, x, batch, ctx) - sum_by_document(batch["reference"], batch)
-        return preference_loss(beta * gains, batch, torch.promote_types(ctx.dtype, torch.float32), smoothing)
+        gains = over_cp(answer_sums(model, params, x, batch, ctx), ctx) - sum_by_document(batch["reference"], batch)
+        return preference_loss(beta * gains, batch, ctx, torch.promote_types(ctx.dtype, torch.float32), smoothing)
 
-    return with_still_leaves(model)._replace(head=head, splits=False)
+    return with_still_leaves(model)._replace(head=head)
 
 
-def preference_loss(rewards: Tensor, batch: Batch, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
+def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
     """Return the loss of pairs from the rewards [B, S] of the documents of each row: with z that of the chosen answer
-    less that of the rejected one, as in `dpo`. dtype: of the sums."""
-    counted = sum_by_document(counted_tokens(batch["targets"], batch.get("mask")), batch) > 0
-    pair = counted[:, 0::2] & counted[:, 1::2]
+    less that of the rejected one, as in `dpo`. dtype: of the sums. Over cp all ranks have the rewards of whole rows,
+    and the first one counts the pairs.
+
+    Communicates: over cp a psum of a number a document.
+    """
+    tokens = counted_tokens(batch["targets"], batch.get("mask"))
+    counted = over_cp(sum_by_document(tokens, batch, own_positions(ctx)), ctx) > 0
+    pair = counted[:, 0::2] & counted[:, 1::2] & (ctx.mesh["cp"].rank == 0)
     chosen, rejected = (torch.where(pair, rewards[:, i::2], 0.0) for i in (0, 1))
     z = chosen - rejected
     losses = -(1.0 - smoothing) * F.logsigmoid(z) - smoothing * F.logsigmoid(-z)
@@ -92,13 +98,14 @@ def expect_own_head(what: str, model: Model) -> None:
 
 
 def answers(model: Model) -> Model:
-    """Return the model whose loss has `answer_sums` as extra["log_probs"]: for the frozen reference."""
+    """Return the model whose loss has `answer_sums` as extra["log_probs"], which add up over cp: for the frozen
+    reference."""
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         sums = answer_sums(model, params, x, batch, ctx)
         return Loss(sums.sum(), torch.ones_like(sums[0, 0]), {"log_probs": sums})
 
-    return with_still_leaves(model)._replace(head=head, splits=False)
+    return with_still_leaves(model)._replace(head=head)
 
 
 @checked()
@@ -129,7 +136,7 @@ def log_probs_of(batch: Batch, sums: Tensor) -> Tensor:
 
 
 def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
-    """Return `answer_log_probs` from the activations after the last block."""
+    """Return `answer_log_probs` from the activations after the last block; over cp the sums of this rank's tokens."""
     assert model.features is not None  # expect_own_head
     h = enter(model.features(params, x, ctx), ctx, "head")
     w = pytree.named_leaves(params)[model.unembed]
@@ -137,16 +144,32 @@ def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -
     cap = getattr(model.config, "logit_cap", 0.0)
     targets = batch["targets"]
     losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, axis=ctx.mesh["tp"], cap=cap)
-    return sum_by_document(-losses.reshape(targets.shape), batch)
+    return sum_by_document(-losses.reshape(targets.shape), batch, own_positions(ctx))
 
 
-def sum_by_document(values: Tensor, batch: Batch) -> Tensor:
+def own_positions(ctx: Ctx) -> Tensor | None:
+    """The positions of this rank's tokens over cp, int64 [T / cp]; None where it has whole sequences."""
+    return ctx.positions if isinstance(ctx.positions, Tensor) else None
+
+
+def over_cp(sums: Tensor, ctx: Ctx) -> Tensor:
+    """Return the sums over the ranks of cp, for results that differ between them.
+
+    Communicates: a psum over cp, forward and backward.
+    """
+    cp = ctx.mesh["cp"]
+    return pvary(psum(sums, cp, leaf="loss"), cp, leaf="loss")
+
+
+def sum_by_document(values: Tensor, batch: Batch, positions: Tensor | None = None) -> Tensor:
     """Return the sums of values [B, T] over the documents of each row, float64 [B, S] with S even and above T.
 
-    In float64 they are added in one order on a CPU, and on a GPU too: accumulation by index sorts there.
+    positions: of the values, where they are of some tokens of the sequences; the sums are then of these alone. In
+    float64 they are added in one order on a CPU, and on a GPU too: accumulation by index sorts there.
     """
     documents = batch["documents"].long()
-    rows = torch.arange(documents.shape[0], device=documents.device)[:, None].expand(documents.shape)
     size = documents.shape[1] // 2 * 2 + 2
+    documents = documents if positions is None else documents.index_select(1, positions)
+    rows = torch.arange(documents.shape[0], device=documents.device)[:, None].expand(documents.shape)
     zeros = torch.zeros(documents.shape[0], size, dtype=torch.float64, device=documents.device)
     return zeros.index_put((rows, documents), values.to(torch.float64), accumulate=True)

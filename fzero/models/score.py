@@ -25,7 +25,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
 from fzero.models.layers import Split, enter, expect_divisible
-from fzero.models.preference import expect_own_head, preference_loss, sum_by_document
+from fzero.models.preference import expect_own_head, over_cp, own_positions, preference_loss, sum_by_document
 from fzero.models.weights import ConfigOver
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
@@ -156,11 +156,10 @@ def scored(model: Model, config: ScoreConfig) -> Model:
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
         found = scores(params, x, ctx)
-        return class_loss(found, batch) if config.labels else reward_loss(found[..., 0], batch)
+        return class_loss(found, batch) if config.labels else reward_loss(found[..., 0], batch, ctx)
 
-    return with_still_leaves(model)._replace(
-        config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE, splits=False
-    )
+    still = with_still_leaves(model)
+    return still._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE)
 
 
 def class_loss(scores: Tensor, batch: Batch) -> Loss:
@@ -172,9 +171,10 @@ def class_loss(scores: Tensor, batch: Batch) -> Loss:
     return Loss(torch.where(counted, losses, 0.0).sum(), counted.sum(), {"accuracy": right.sum().to(scores.dtype)})
 
 
-def reward_loss(scores: Tensor, batch: Batch) -> Loss:
-    """Return the loss of `reward` from scores [B, T]."""
+def reward_loss(scores: Tensor, batch: Batch, ctx: Ctx) -> Loss:
+    """Return the loss of `reward` from scores [B, T], or those of this rank's tokens."""
     if "documents" not in batch:
         raise ValueError(f"reward: the batch has no 'documents'; it has {', '.join(sorted(batch))}")
     counted = counted_tokens(batch["targets"], batch.get("mask"))
-    return preference_loss(sum_by_document(torch.where(counted, scores, 0.0), batch), batch, scores.dtype)
+    rewards = sum_by_document(torch.where(counted, scores, 0.0), batch, own_positions(ctx))
+    return preference_loss(over_cp(rewards, ctx), batch, ctx, scores.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +23,10 @@ CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
     "offload": ("", "opt=host", "params=host,opt=host", "params=host,grads=host,opt=host", "acts=host"),
     "train.micro_batch": (1, 2, 4, 8, 16, 32),
     "mesh.pp": (1, 2, 4, 8, 16),
+    "mesh.cp": (1, 2, 4, 8, 16),  # where each rank keeps LEAST tokens of a sequence; not with pp
     "pipeline": ("1f1b", "interleaved/2", "interleaved/4", "zb-h1", "zb-v/2"),  # schedule/chunks of a rank
 }
+LEAST = 8192  # tokens of a sequence on a rank of cp
 
 
 class Candidate(NamedTuple):
@@ -40,11 +43,12 @@ class Candidate(NamedTuple):
     schedule: str = "1f1b"
     chunks: int = 1
     layout: str = "auto"
+    cp: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
         """The axes of the mesh that are larger than 1."""
-        sizes = ("pp", self.pp), ("dp", self.dp), ("rp", self.rp), ("tp", self.tp)
+        sizes = ("pp", self.pp), ("dp", self.dp), ("rp", self.rp), ("cp", self.cp), ("tp", self.tp)
         return {name: size for name, size in sizes if size > 1}
 
     def of(self, config: RunConfig) -> RunConfig:
@@ -75,17 +79,19 @@ def candidates(
     for pp in tried["mesh.pp"]:
         if pp > 1 and (ranks % pp or not hasattr(models.build(config.model), "block")):
             continue
-        for tp in sizes_of_tp(config, ranks // pp, on_node):
-            data = ranks // pp // tp
+        for tp, cp in itertools.product(sizes_of_tp(config, ranks // pp, on_node), tried["mesh.cp"]):
+            if cp > 1 and (pp > 1 or not takes_cp(config, ranks // tp, cp)):
+                continue
+            data = ranks // pp // tp // cp
             for micro in tried["train.micro_batch"]:
                 parts = config.train.batch // micro // data
                 if config.train.batch != parts * micro * data or not parts:
                     continue
-                groups = groups_of(data, max(1, on_node // tp)) if pp == 1 else [data]
+                groups = groups_of(data, max(1, on_node // tp // cp)) if pp == 1 else [data]
                 orders = [one for one in rows if suits(one, config, pp, parts)] if pp > 1 else [Pipeline()]
-                for one in sharded_ways(data, groups, tried):
+                for one in sharded_ways(data, cp, groups, tried):
                     for order in orders:
-                        c = Candidate(*one[:2], tp, *one[2:], micro, pp, str(order.schedule), order.chunks)
+                        c = Candidate(*one[:2], tp, *one[2:], micro, pp, str(order.schedule), order.chunks, cp=cp)
                         if pp == 1 or takes_pipeline(c):
                             found += 1
                             yield c
@@ -99,11 +105,11 @@ def candidates(
 
 
 def sharded_ways(
-    data: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
+    data: int, cp: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[int, int, int, str, str]]:
-    """(dp, rp, stage, recomputation, offload) for so many data ranks; groups: the sizes of dp."""
+    """(dp, rp, stage, recomputation, offload) for so many data ranks, each of cp; groups: the sizes of dp."""
     for dp in groups:
-        for zero in tried["zero"] if data > 1 else (0,):
+        for zero in tried["zero"] if data * cp > 1 else (0,):
             if zero == 0 and dp != data:
                 continue  # without shards, dp and rp do the same
             for remat in tried["train.remat"]:
@@ -140,6 +146,12 @@ def suits(one: Pipeline, config: RunConfig, pp: int, parts: int) -> bool:
 def takes_pipeline(c: Candidate) -> bool:
     """Whether a candidate with pp is one that a search tries: see `candidates`."""
     return c.offload in ("", "acts=host", "acts=nvme") and (c.remat == "none" or not FAMILIES[c.schedule].split)
+
+
+def takes_cp(config: RunConfig, ranks: int, cp: int) -> bool:
+    """Whether cp divides so many ranks, the model's sequences can be split, and a rank keeps LEAST tokens of one."""
+    splits = getattr(models.build(config.model), "splits", False)
+    return splits and ranks % cp == 0 and config.data.seq_len % (cp * LEAST) == 0
 
 
 def sizes_of_tp(config: RunConfig, ranks: int, on_node: int) -> list[int]:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fzero import models
+from fzero.comm.tables import SHARDS, links_of
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.planner.candidates import Candidate
@@ -26,7 +27,7 @@ from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.memory_check import numel, part_layers, part_numels
-from fzero.sharding import Plan, fake_mesh, zero_plan
+from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.memory import Offload, Tier
 from fzero.sharding.pipeline import FAMILIES, place, play, schedule
 from fzero.sharding.pipeline.table import Stages
@@ -128,10 +129,11 @@ class Sketcher:
         # Bytes for each parameter, with its master weight.
         self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
 
-    def _plan(self, dp: int, rp: int, tp: int, zero: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
+    def _plan(self, dp: int, rp: int, tp: int, zero: int, cp: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
         """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
         head)."""
-        plan = zero_plan(zero, self.model, fake_mesh({"dp": dp, "rp": rp, "tp": tp}), policy=self.policy)
+        mesh, context = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "tp": tp}), Context.parse(self.config.context)
+        plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context)
         trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
         return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
 
@@ -143,9 +145,10 @@ class Sketcher:
 
     def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
         """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
-        plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
+        plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
         layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
-        rows, layers, policy = c.micro_batch, self.config.model.n_layers, self.policy
+        # A rank of cp has its share of the tokens of each row, of all but the keys and values of attention.
+        rows, layers, policy = c.micro_batch / c.cp, self.config.model.n_layers, self.policy
         micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
         part = max(parts.values())
         held = {name: numels / c.pp for name, numels in held.items()}
@@ -162,7 +165,7 @@ class Sketcher:
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
         gathered = (self.config.prefetch + 1) * self.largest_layer(parts) * policy.param.itemsize
         groups = {
-            "params": held["params"] * policy.param.itemsize,
+            "params": held["params"] * policy.param.itemsize * (1 + (self.config.train.update == "delayed")),
             "optimizer": held["opt"] * self.opt_bytes,
             "grads": sums,
         }
@@ -174,22 +177,42 @@ class Sketcher:
         on_device = {
             name: size * (1.0 - where[name].fraction if name in away else 1.0) for name, size in groups.items()
         }
-        on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp > 1 or "grads" in away else 0
-        on_device["gathered"] = gathered if (sharded and c.dp > 1) or "params" in away else 0.0
+        on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp * c.cp > 1 or "grads" in away else 0
+        on_device["gathered"] = gathered if (sharded and c.dp * c.cp > 1) or "params" in away else 0.0
         if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
             ends = max((n for name, n in parts.items() if not is_stacked(f"{name}/")), default=0)
             on_device["gathered"] += ends * policy.param.itemsize
             on_device["grads"] += ends * policy.accumulate.itemsize
-        return on_device | {"activations": rows * (kept + layer.spare_bytes)}, host
+        return on_device | {"activations": rows * (kept + layer.spare_bytes) + self.keys_bytes(c)}, host
+
+    def keys_bytes(self, c: Candidate) -> float:
+        """The bytes of the keys and values that a rank of cp has while it attends, and of their gradients."""
+        plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
+        if plan.context is None or plan.heads is None:
+            return 0.0
+        held = plan.heads.keys_held(plan.context.form, c.cp) * c.micro_batch * self.config.data.seq_len
+        return 2 * held * self.policy.compute.itemsize
+
+    def cp_s(self, c: Candidate, micro: int, again: bool) -> float:
+        """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
+        those of a ring, beside which it computes."""
+        plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
+        if plan.context is None or plan.heads is None or plan.context.form == "ring":
+            return 0.0
+        context, itemsize = plan.context, self.policy.compute.itemsize
+        elements = plan.heads.sent(context.form, c.cp, context.inner) * c.micro_batch * self.config.data.seq_len
+        way = ways_of(self.device, {"dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})["cp"]
+        message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
+        return micro * self.config.model.n_layers * message * (3.0 if again else 2.0)
 
     def time(self, c: Candidate) -> dict[str, float]:
         """Estimate the seconds of a step, by cause."""
         layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
-        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero)
+        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
         layers, data, policy = math.ceil(self.config.model.n_layers / c.pp), c.dp * c.rp, self.policy
         held = {name: numels / c.pp for name, numels in held.items()}
         micro = self.config.train.batch // c.micro_batch // data
-        rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch
+        rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch / c.cp
         forward, backward = rows * layer.forward_s, rows * layer.backward_s
         again = forward if remat.every else (1 - remat.budget) * forward / 2
         out = {
@@ -200,6 +223,8 @@ class Sketcher:
         }
         if c.pp > 1:
             out["bubble"] = self.bubble_s(c, micro, layers * forward, rows * layer.input_bytes)
+        if c.cp > 1:
+            out["communication on cp"] = self.cp_s(c, micro, bool(remat.every))
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = exposed
         # Each micro-batch but the first adds to a sum that comes back to the device.
@@ -210,7 +235,10 @@ class Sketcher:
             (tiers.opt, held["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * self.opt_bytes)),
             (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
             (tiers.grads, (2 * micro - 1) * held["grads"] * sums.itemsize),
-            (tiers.acts, 2 * micro * c.micro_batch * math.ceil(layers / max(1, remat.every)) * layer.input_bytes),
+            (
+                tiers.acts,
+                2 * micro * c.micro_batch / c.cp * math.ceil(layers / max(1, remat.every)) * layer.input_bytes,
+            ),
         )
         for memory, rates, name, sharing in (
             ("host", self.device.host, "the host", 1),
@@ -259,11 +287,12 @@ class Sketcher:
         """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
         layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize
         sums = self.policy.reduce.itemsize
-        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})
+        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})
+        links = links_of(SHARDS, {"dp": c.dp, "cp": c.cp})  # of the ranks that share the states, at most one
         out: dict[str, float] = {}
 
         def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
-            way = ways.get(axis)
+            way = ways.get(links[0] if axis == "dp" else axis)
             times = 2 if what == "psum" else 1
             return (
                 collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds
@@ -271,12 +300,12 @@ class Sketcher:
                 else 0.0
             )
 
-        depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero)[0])
+        depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0])
         whole = sum(depths[part] * size for part, size in parts.items())
         ends = sum(size for part, size in parts.items() if not is_stacked(f"{part}/"))
         block = (whole - ends) / self.config.model.n_layers
         whole = ends + layers * block
-        if c.dp > 1:
+        if links:
             gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
             times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
             outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
@@ -299,6 +328,7 @@ class Sketcher:
                     + outside
                 )
                 out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
+        out = {links[0]: out["dp"]} if links else {}
         if c.rp > 1:
             out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)
         return out

@@ -78,7 +78,8 @@ def estimate_model_states(
     states: str = "full",
     accumulate: bool = False,
 ) -> ModelStates:
-    """The model states of a rank: Psi parameters over N ranks of dp, each state whole or sharded as the stage requires.
+    """The model states of a rank: Psi parameters over N ranks of dp x cp, each state whole or sharded as the stage
+    requires.
 
     Stage 0: 16 Psi bytes in bf16 with AdamW; 1: 4 Psi + 12 Psi/N; 2: 2 Psi + 14 Psi/N; 3: 16 Psi/N.
     model: a preset's name, sizes, or a number of parameters. mesh: sizes of its axes; tp divides Psi, rp nothing.
@@ -121,14 +122,15 @@ def estimate_model_states(
 
 
 def data_and_tensor_ranks(mesh: Mapping[str, int]) -> tuple[int, int]:
-    """The sizes of dp and tp; raises ValueError for a mesh with an axis that ZeRO's states are not split over."""
+    """The ranks over which ZeRO shards, dp x cp, and those of tp; raises ValueError for a mesh with an axis that its
+    states are not split over."""
     if not isinstance(mesh, Mapping):
         raise ValueError(f'mesh is {mesh!r}; it must be a table of sizes, such as {{"dp": 8, "tp": 2}}')
     sizes = {axis.name: axis.size for axis in fake_mesh(mesh).axes}
-    for axis in ("pp", "cp", "ep"):
+    for axis in ("pp", "ep"):
         if sizes[axis] > 1:
-            raise ValueError(f"mesh has {axis}={sizes[axis]}; model states are split over dp and tp only")
-    return sizes["dp"], sizes["tp"]
+            raise ValueError(f"mesh has {axis}={sizes[axis]}; model states are split over dp, cp and tp only")
+    return sizes["dp"] * sizes["cp"], sizes["tp"]
 
 
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,opt=host,grads=host")

@@ -52,7 +52,8 @@ def trace(
     config = resolve_auto(config, target)
     mesh = fake_mesh(sizes, rank)
     parts = run_build.local_micro_batches(config, mesh)
-    run_parts = parts if config.reduce == "canonical" else min(parts, PARTS)
+    whole_row = config.reduce == "canonical" or config.train.update == "delayed"
+    run_parts = parts if whole_row else min(parts, PARTS)
     few = of_parts(config, run_parts, parts)
     stack, depth = deepest_stack(config.model)
     before, group, run = shape(config, depth)

@@ -104,7 +104,7 @@ def first_estimate(
     here, elsewhere = state_bytes(job, build.like_of(job))
     ranks = mesh.size
     node = device.on_node(ranks)
-    axes = {name: mesh[name].size for name in ("dp", "rp", "tp")}
+    axes = {name: mesh[name].size for name in ("dp", "rp", "tp", "cp")}
     candidate = Candidate(
         dp=axes["dp"],
         rp=axes["rp"],
@@ -113,6 +113,7 @@ def first_estimate(
         remat=config.train.remat,
         offload=config.offload,
         micro_batch=config.train.micro_batch,
+        cp=axes["cp"],
     )
     layer = closed_layer(job, device)
     sketcher = Sketcher(config, device, node, {axes["tp"]: layer})
@@ -163,6 +164,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
     """The Layer of a job by closed forms, as closed_forms.layer_of traces it."""
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
     c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
+    rows = config.train.micro_batch / job.mesh["cp"].size  # a rank has its share of each
     split = tp if config.sequence else 1
     kept = seq * kept_elements(config, tp) * itemsize
     logits = seq * head_rows(config.model) / tp * itemsize
@@ -176,9 +178,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
     float8 = device.flops.get("float8_e4m3fn", peak) / peak if policy.matmul and device.kind == "cuda" else 1.0
     rate = peak * part.get("gemm", 1.0)
     if not device.measured:
-        rate *= tiled_part(
-            device.processors, (1, config.train.micro_batch * seq, getattr(c, "d_expert", c.d_ff) // tp, c.d_model)
-        )
+        rate *= tiled_part(device.processors, (1, rows * seq, getattr(c, "d_expert", c.d_ff) // tp, c.d_model))
     gemm_s = seq / (rate * tp)  # of a FLOP a token
     bytes_s = 1.0 / (device.bandwidth_bytes_s * part.get("memory", 1.0)) if device.bandwidth_bytes_s else 0.0
     # A product of queries and keys takes 2 T D FLOPs a token, and half of that where it is causal.
@@ -189,14 +189,14 @@ def closed_layer(job: Job, device: Device) -> Layer:
     ]
     # The host issues a call of a compiled block, or its operators one by one; it rules small models.
     host_s = device.op_s.get("compiled", 0.0) if config.train.compiled else OPERATORS * device.op_s.get("eager", 0.0)
-    host_s /= config.train.micro_batch
+    host_s /= rows
     coded, dense_bytes = codes_to_decode(job, itemsize)
     # Codes are read, and the weight is written and read again, in each pass.
-    decode_s = coded * (1 + 2 * itemsize) * bytes_s / config.train.micro_batch
+    decode_s = coded * (1 + 2 * itemsize) * bytes_s / rows
     return Layer(
         kept_bytes=int(kept),
         input_bytes=seq * c.d_model * itemsize // split,
-        spare_bytes=int(logits) + dense_bytes // config.train.micro_batch,
+        spare_bytes=int(logits) + int(dense_bytes / rows),
         forward_s=decode_s + max(host_s, 2 * products * gemm_s / float8 + attend[0] + TOUCHED[0] * kept * bytes_s),
         backward_s=decode_s + max(2 * host_s, 4 * products * gemm_s / float8 + attend[1] + TOUCHED[1] * kept * bytes_s),
         tp_s=tp_seconds(job, device, seq * c.d_model * itemsize),
@@ -218,5 +218,5 @@ def codes_to_decode(job: Job, itemsize: int) -> tuple[int, int]:
 
 def tp_seconds(job: Job, device: Device, whole: int) -> float:
     """The seconds of a layer's four sums over tp of `whole` bytes each, for one row: none of it is hidden."""
-    way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "tp")}).get("tp")
+    way = ways_of(device, {name: job.mesh[name].size for name in ("dp", "rp", "cp", "tp")}).get("tp")
     return 4 * collective_s(way, "psum", 2 * whole * (way.size - 1) // way.size).seconds if way else 0.0

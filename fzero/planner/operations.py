@@ -50,7 +50,7 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(("float8_product", "float8_product_of", "float8_emulated"), "gemm"),
     **dict.fromkeys(("grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
-    **dict.fromkeys(("tiled_forward_at", "tiled_backward_at", "ring_forward", "ring_backward"), "attention"),
+    **dict.fromkeys(("flash_forward_at", "flash_backward_at", "ring_forward", "ring_backward"), "attention"),
     **dict.fromkeys(("library_forward", "library_backward"), "attention"),
     **dict.fromkeys(
         ("cross_entropy_rows", "cross_entropy_rows_", "nll_loss_forward", "nll_loss_backward"), "cross_entropy"
@@ -58,9 +58,10 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(
         ("norm_forward", "add_norm_forward", "norm_backward", "native_layer_norm", "native_layer_norm_backward"), "norm"
     ),
+    **dict.fromkeys(("norm_forward_largest", "add_norm_forward_largest", "norm_backward_largest"), "norm"),
     **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), "norm"),
     "rope": "rope",
-    **dict.fromkeys(("glu_forward", "glu_backward"), "glu"),
+    **dict.fromkeys(("glu_forward", "glu_backward", "glu_forward_largest", "glu_backward_largest"), "glu"),
     **dict.fromkeys(("route_forward", "route_backward", "group_rows", "permute_rows", "unpermute_rows"), "moe"),
     **dict.fromkeys(("unpermute_rows_backward", "sort", "topk", "bincount"), "moe"),
     **dict.fromkeys(("_fused_adamw_", "_fused_adam_", "host_step"), "optimizer"),

@@ -77,12 +77,15 @@ def circumstances_of(s: Schedule, rank: int, room: int, outside: frozenset[int])
     there is no room, comes after the backward pass of that. Sums over ranks that a backward pass starts end with the
     next one that gives gradients, so it matters which that was.
 
-    outside: the stages with parts outside of stacks, whose gradients come with I.
+    outside: the stages with parts outside of stacks, whose gradients come with I. With updates within the row every
+    act is its own: it finds sums and parameters of other updates there.
     """
     chunks, row = s.stages.chunks(rank), s.rows[rank]
     left = Counter(ends_of(s, rank, act)[0] for act in row)
     sent: dict[Channel, list[Act]] = {}  # what each channel was given
     done: dict[tuple[int, int], str] = {}  # by (micro-batch, stage): the kinds of its ended backward passes
+    if any(act.kind == "U" for act in row):
+        return [(rank, i) for i in range(len(row))]
     before: Circumstance = ()  # of the last act that gave gradients
     out: list[Circumstance] = []
     for i, act in enumerate(row):
@@ -114,7 +117,7 @@ def ends_of(s: Schedule, rank: int, act: Act) -> tuple[Channel | None, Channel |
     step = 1 if act.kind == "F" else -1
 
     def channel(stage: int) -> Channel | None:
-        there = 0 <= stage < len(s.stages.ranks) and s.stages.ranks[stage] != rank and act.kind != "W"
+        there = 0 <= stage < len(s.stages.ranks) and s.stages.ranks[stage] != rank and act.kind not in "WU"
         return (s.stages.ranks[stage], step > 0) if there else None
 
     return channel(act.stage - step), channel(act.stage + step)
@@ -136,7 +139,7 @@ def few_parts(plan: Plan, rank: int, parts: int, outside: frozenset[int]) -> int
     """The fewest micro-batches with which the row of a rank has every circumstance that occurs in it with `parts`."""
     assert plan.pipeline is not None and plan.stages is not None  # a plan with pp
     wanted = set(circumstances_of(schedule_of(plan, parts), rank, room_for(plan, parts), outside))
-    for few in range(1, parts) if plan.reduce != "canonical" else ():
+    for few in range(1, parts) if plan.reduce != "canonical" and not plan.delayed else ():
         try:
             expect_parts(plan.pipeline, plan.stages, few)
         except ValueError:

@@ -7,14 +7,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fzero import models
 from fzero.comm.mesh_text import mesh_text
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Sketch
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, percent, quantity, size, table
 from fzero.planner.plan_report import PlanReport
+from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
+from fzero.sharding import Context, fake_mesh, zero_plan
+from fzero.sharding.describe import context_text
 
 SPARE = 0.9  # the fraction of the capacity that a sketch, being rough, may fill
 ALIKE = 5e-4  # relative differences of step times below this count as equal
@@ -171,6 +175,7 @@ def choices(c: Candidate) -> dict[str, str]:
         "offload": f"offload {c.offload}" if c.offload else "no offload",
         "micro_batch": f"micro-batch {c.micro_batch}",
         "pp": f"pp={c.pp}",
+        "cp": f"cp={c.cp}",
         "schedule": schedule_text(c) or "no pipeline",
     }
 
@@ -270,6 +275,8 @@ def describe(result: SearchResult) -> str:
         "why the others lose (the best of each; ~ by closed forms)",
         *table(["choice", "of them", "the best of them", ""], alternative_rows(result.losers), text=(0, 2, 3)),
     ]
+    if any(found.candidate.cp > 1 for found in result.best):
+        lines += ["", context_of(result)]
     if first.days is not None and first.tokens is not None:
         cost = f", {first.cost:,.0f} at {first.price_per_hour:g} an hour" if first.cost is not None else ""
         lines += [
@@ -280,6 +287,14 @@ def describe(result: SearchResult) -> str:
             ),
         ]
     return "\n".join(lines)
+
+
+def context_of(result: SearchResult) -> str:
+    """The line on attention over cp of the best candidate that has it: its form, and what each form sends and holds."""
+    c, config = next(f.candidate for f in result.best if f.candidate.cp > 1), result.config
+    model, policy = models.build(config.model), build_optim.make_policy(config)
+    plan = zero_plan(c.zero, model, fake_mesh(c.mesh), policy=policy, sequence=Context.parse(config.context))
+    return context_text(plan)
 
 
 def alternative_rows(alternatives: Sequence[Alternative]) -> list[list[str]]:

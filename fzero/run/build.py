@@ -98,6 +98,12 @@ def build(
             f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
             "does not divide"
         )
+    delayed = config.train.updates if config.train.update == "delayed" else 0
+    if delayed and micro_batches % delayed:
+        raise ValueError(
+            f"train.updates is {delayed} and each data rank has {micro_batches} micro-batches a step, which so many "
+            "updates cannot share evenly; change train.batch, or the mesh"
+        )
     model = with_objective(config, models.build(config.model) if model is None else model)
     plan = zero_plan(
         config.zero,
@@ -109,11 +115,12 @@ def build(
         offload=config.offload,
         pipeline=config.pipeline,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
+        delayed=delayed,
     )
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
-    tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed)
+    tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed, updates=delayed or 1)
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:

@@ -55,12 +55,20 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_optimizer(config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: int = 0) -> GradientTransformation:
+def make_optimizer(
+    config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: int = 0, updates: int = 1
+) -> GradientTransformation:
     """The optimizer of a config: clipping, then the named one with its schedule.
 
-    kernels: the forms of its operations. seed: for stochastic rounding of its states.
+    kernels: the forms of its operations. seed: for stochastic rounding of its states. updates: of a step, all
+    at its rate.
     """
-    lr, betas = make_schedule(config, config.lr, steps), (config.beta1, config.beta2)
+
+    def rate(peak: float) -> Schedule:
+        of_step = make_schedule(config, peak, steps)
+        return of_step if updates == 1 else lambda count: of_step(count // updates)
+
+    lr, betas = rate(config.lr), (config.beta1, config.beta2)
     decay: dict[str, Any] = {
         "weight_decay": config.weight_decay,
         "mask": decay_matrices if config.decay == "matrices" else None,
@@ -78,7 +86,7 @@ def make_optimizer(config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: 
             adjust=config.adjust,
             impl=kernels["newton_schulz"],
         )
-        rest = optim.adamw(make_schedule(config, config.lr_rest, steps), *betas, config.eps, **decay, **adam_impl)
+        rest = optim.adamw(rate(config.lr_rest), *betas, config.eps, **decay, **adam_impl)
         return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
     tx = {

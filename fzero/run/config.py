@@ -89,8 +89,9 @@ class Train:
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler
     capture: str = "off"  # auto: on a GPU steps are replayed as one graph where the host issues them too slowly
-    # with offloaded states also: backward (each layer when its gradient is reduced)
+    # with offloaded states also: backward (each layer when its gradient is reduced); delayed: see docs/pipeline.md
     update: str = "end"
+    updates: int = 1  # of a step with update=delayed, each of as many of its micro-batches
     kernels: str = (
         "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     )
@@ -175,7 +176,7 @@ class RunConfig:
     zero: int = 0  # ZeRO stage
     reduce: str = "fast"  # sums over ranks; once: whole over micro-batches first; canonical: alike on every mesh
     sequence: bool = False  # sequence parallelism over tp
-    context: str = "auto"  # attention over cp, a form of Context, or with its pieces: "gather:contiguous"
+    context: str = "auto"  # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again

@@ -64,7 +64,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     "optim.schedule.start": FRACTION,
-    **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every")},
+    **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
     **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT, "train.measure_every": COUNT},
     **{
@@ -171,6 +171,7 @@ def validate(config: RunConfig) -> None:
             "known, so nothing is clipped by their norm, and a bad step must be undone; use optim.clip=0 and --offload "
             "params=nvme,opt=nvme"
         )
+    validate_delayed(c, offload)
     if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
         raise ValueError(
             f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
@@ -211,6 +212,31 @@ def validate_head(config: RunConfig) -> None:
         use = " or ".join(name for name in SCORED if (name == "classify") == bool(head.labels)) if head else ""
         fix = f"use --objective {use}, or a model without" if there else "fzero finetune --objective makes one"
         raise ValueError(f"objective is {config.objective} and the model has {has}; {fix}")
+
+
+def validate_delayed(c: RunConfig, offload: Offload) -> None:
+    """Raise ValueError for delayed updates with what does not go together with them, and for several without them."""
+    t = c.train
+    if t.update != "delayed":
+        if t.updates > 1:
+            raise ValueError(f"train.updates is {t.updates} and train.update is {t.update}; use train.update=delayed")
+        return
+    pieces = t.batch // t.micro_batch
+    if pieces % t.updates:
+        raise ValueError(
+            f"train.updates is {t.updates}, and a step has {pieces} micro-batches (train.batch={t.batch} in pieces of "
+            f"{t.micro_batch}), which so many updates cannot share evenly; change one of them"
+        )
+    if offload.memories != {"device"} and str(offload) != f"acts={offload.acts}":
+        raise ValueError(
+            f"train.update is delayed and offload is {c.offload!r}: both versions of the parameters and all that "
+            "updates them must be on the device; leave one out, or offload acts alone"
+        )
+    if c.precision.policy != "auto" and POLICIES[c.precision.policy]().loss_scale:
+        raise ValueError(
+            f"train.update is delayed and precision.policy is {c.precision.policy}, whose loss scale changes while the "
+            "gradients of the next update are under way; use bf16"
+        )
 
 
 def validate_guard(config: RunConfig) -> None:

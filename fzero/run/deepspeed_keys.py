@@ -179,7 +179,7 @@ KEYS: tuple[Key, ...] = (
         f"{ZERO}.mics_shard_size",
         harmless=(None, 1, -1),
     ),
-    *_refused("updates are not delayed", f"{ZERO}.zenflow.*"),
+    *_refused("no part of an update is made later than the rest", f"{ZERO}.zenflow.*"),
     *_refused("use --mesh tp=N", "tensor_parallel.*", "autotp_size"),
     *_refused("use bf16 or fp16", "amp.enabled", "torch_autocast.enabled"),
     *_ignored("their table is not enabled", "amp.*", "torch_autocast.*"),

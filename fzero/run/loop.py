@@ -273,7 +273,8 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
     say(f"written: {folder}/metrics.jsonl, {where}")
     params = best_params(job, state) if options.sample else ()
     if options.sample and coordinator.first:
-        say(f"a sample (fzero sample {folder} --prompt ...):\n")
+        of = f", by rank 0 with the weights gathered from {job.mesh.size} ranks" if job.mesh.size > 1 else ""
+        say(f"a sample{of} (fzero sample {folder} --prompt ...):\n")
         text = sample_text(attempt, params)
         say(text)
         run_folder.add_sample(folder, step, options.sample, text)

@@ -67,6 +67,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     # A sum by a binary tree holds a term for each of its levels.
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
     part = max(part_numels(plan).values())
+    terms *= min(2, plan.delayed or 1)  # the sums of an update that is not made yet, and of the next one
     sums = terms * numel(plan, plan.grads, ("device", "host"))
     grads = sums * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
@@ -75,7 +76,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     gathered = (job.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
     between = numel_between_stages(plan)
     grads += between * policy.accumulate.itemsize
-    gathered += between * policy.param.itemsize
+    gathered += between * policy.param.itemsize * min(2, plan.delayed or 1)
     remat, tp, depth = Remat.parse(t.remat), plan.sizes["tp"], layers_alive(job)
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     kept = depth * layer if not remat.every else c.d_model * depth // remat.every + remat.every * layer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,8 +108,8 @@ BALANCED = "balanced"  # pieces that are chosen by a batch's documents, see shar
 class Context:
     """How activations are split along the sequence: over cp, and over tp.
 
-    form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses" (see docs/parallel.md), or "auto":
-        the one that sends less.
+    form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses" (see docs/parallel.md), "ring",
+        "hierarchical" (see docs/context.md), or "auto": by what each sends and holds (context_cost.py).
     pieces: which tokens a rank has: "contiguous" (one block each), "zigzag" (two, so that all ranks have as much work
         under a causal mask), "balanced" (up to 16, so that they have under a batch's documents too), or "auto": as
         suits the form.
@@ -131,16 +131,33 @@ class Context:
             if value not in known:
                 raise ValueError(f"context: {what} is {value!r}{nearest(value, known)}; use one of {', '.join(known)}")
         if self.inner and self.form != "hierarchical":
-            raise ValueError(f"context: inner is {self.inner} and the form is {self.form}; only hierarchical has it")
+            raise ValueError(
+                f"context: inner is {self.inner} and the form is {self.form}; only hierarchical has groups: write "
+                f"hierarchical/{self.inner}, or {self.form} alone"
+            )
         if (self.form, self.pieces) == ("ulysses", BALANCED):
             raise ValueError("context: in the form ulysses all ranks have as much work; use contiguous pieces")
 
     @classmethod
     def parse(cls, text: str, over_tp: bool = False) -> Context:
-        """The Context of a form, or of a form and its pieces: "ulysses", "gather:contiguous"; raises ValueError for
-        others."""
+        """The Context of a form, with `/inner` of its groups, and `:pieces`; raises ValueError for others.
+
+        >>> str(Context.parse("hierarchical/2:zigzag")), str(Context.parse("ulysses"))
+        ('hierarchical/2:zigzag', 'ulysses')
+        """
         form, _, pieces = text.partition(":")
-        return cls(form, pieces or "auto", over_tp)
+        form, slash, inner = form.partition("/")
+        if slash and not (inner.isdecimal() and int(inner)):
+            raise ValueError(
+                f"context: {text!r} has /{inner}; write the ranks of a group that exchange heads, such as "
+                "hierarchical/2"
+            )
+        return cls(form, pieces or "auto", over_tp, int(inner or 0))
+
+    def __str__(self) -> str:
+        """The text that `parse` reads, without what is "auto"."""
+        inner, pieces = f"/{self.inner}" * bool(self.inner), f":{self.pieces}" * (self.pieces != "auto")
+        return f"{self.form}{inner}{pieces}"
 
     def over(self, ranks: int) -> Pieces | None:
         """The pieces of so many ranks of cp, None for balanced ones, which each batch chooses; raises KeyError for
@@ -151,88 +168,3 @@ class Context:
     def expect_divisible(self, ranks: int, tokens: int, parts: int = 1) -> None:
         """Raise ValueError for sequences of so many tokens that cannot be split over cp, or further over tp."""
         (self.over(ranks) or contiguous(ranks)).expect_divisible(tokens, parts)
-
-
-def largest_inner(ranks: int, kv_heads: int) -> int:
-    """The number of ranks of a group that exchange heads: the largest that divides both cp and the key/value heads.
-
-    >>> largest_inner(8, 2), largest_inner(4, 3)
-    (2, 1)
-    """
-    return math.gcd(ranks, kv_heads)
-
-
-class Heads(NamedTuple):
-    """The heads of a model's attention on a rank of tp, and the elements of a key."""
-
-    queries: int
-    keys: int
-    size: int
-
-    def sent(self, form: str, ranks: int, inner: int = 0) -> float:
-        """The elements that a rank of cp sends in a layer's forward pass by a form, over the tokens of the sequences;
-        in the backward pass it sends as many, and those of keys and values once more where they were dropped; a ring
-        sends keys and values again and their gradients, in `ranks` hops. inner: of the form hierarchical.
-
-        >>> heads = Heads(queries=8, keys=2, size=64)
-        >>> [heads.sent(form, 4) for form in ("gather", "ulysses", "ring", "hierarchical")]
-        [192.0, 288.0, 192.0, 224.0]
-        """
-        others = (ranks - 1) / ranks
-        if form == "hierarchical":
-            inner = inner or largest_inner(ranks, self.keys)
-            exchanged = (inner - 1) / inner * (2 * self.queries + 2 * self.keys)
-            return ((ranks // inner - 1) * 2 * self.keys + exchanged) / ranks * self.size
-        if form == "ulysses":
-            return others * (2 * self.queries + 2 * math.lcm(self.keys, ranks)) / ranks * self.size
-        return others * 2 * self.keys * self.size
-
-
-def heads_of(model: Any, tp: int) -> Heads | None:
-    """The heads of a model; None for one without attention, and for a plain parameter tree."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "n_heads"):
-        return None
-    keys = getattr(config, "n_kv_heads", config.n_heads)
-    size = getattr(config, "key_dim", 0) or config.d_model // config.n_heads
-    return Heads(config.n_heads // tp, max(1, keys // tp), size)
-
-
-def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int]) -> Context:
-    """The Context of a plan for a model on a mesh of these sizes, with nothing "auto" if that has cp; True: over tp.
-
-    Raises ValueError for a model whose sequences cp cannot split, and for one whose heads a form cannot.
-    """
-    context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes["cp"], sizes["tp"]
-    if cp == 1:
-        return context
-    if not getattr(model, "splits", False):
-        raise ValueError(
-            f"cp={cp}: cp splits the sequences of gpt2, llama, mixtral without capacity_factor, deepseek and mlp, "
-            "under a loss of sums over tokens; this is another model, or a plain function; use dp"
-        )
-    heads, form = heads_of(model, tp), context.form
-    divides = heads is None or heads.queries % cp == 0
-    if form == "ulysses" and not divides:
-        assert heads is not None  # what has none divides
-        fits = ", ".join(str(n) for n in range(1, heads.queries + 1) if heads.queries % n == 0)
-        over = f" of a rank of tp={tp}" if tp > 1 else ""
-        raise ValueError(
-            f"context ulysses: cp={cp} does not divide the {heads.queries} heads{over}; use cp in {{{fits}}}, or gather"
-        )
-    inner = context.inner
-    if inner and heads is not None and (cp % inner or heads.keys % inner):
-        raise ValueError(
-            f"context hierarchical: inner={inner} does not divide cp={cp} and the {heads.keys} key heads; use "
-            f"{largest_inner(cp, heads.keys)}, or leave it out"
-        )
-    if form == "auto":
-        better = (
-            heads is not None
-            and divides
-            and context.pieces != BALANCED
-            and heads.sent("ulysses", cp) <= heads.sent("gather", cp)
-        )
-        form = "ulysses" if better else "gather"
-    pieces = FORMS[form] if context.pieces == "auto" else context.pieces
-    return replace(context, form=form, pieces=pieces)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fzero.comm.tables import SHARDS, links_of
-from fzero.sharding.context import FORMS
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
@@ -108,23 +108,32 @@ def describe(plan: Plan) -> str:
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
-    if any(sent):
+    if plan.delayed:
+        second = sum(rank_bytes(plan, name)["params"] for name, leaf in plan.leaves.items() if leaf.trained)
         notes.append(
-            f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step; sums of gradients travel in "
+            f"delayed updates, {plan.delayed} a step: gradients are taken at the parameters before the last update; a "
+            f"rank holds {second:,} bytes of these beside the others, as they rest"
+        )
+    if any(sent):
+        per = "an update" if plan.delayed else "a step"
+        notes.append(
+            f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} {per}; sums of gradients travel in "
             f"{dtype_name(reduce_dtype(plan))}"
         )
     return "\n".join([top, *lines, *notes])
 
 
 def context_text(plan: Plan) -> str:
-    """The form of attention over cp of a plan, and what forms send."""
+    """The form of attention over cp of a plan, and what each form sends and holds."""
     context, cp, heads = plan.context, plan.sizes["cp"], plan.heads
-    text = f"context: {context.form} of {context.pieces} pieces over cp={cp}"
+    text = f"context: {replace(context, pieces='auto')} of {context.pieces} pieces over cp={cp}"
     if heads is None:
         return f"{text}: the model has no attention"
-    forms = [form for form in FORMS if form != "ulysses" or heads.queries % cp == 0]
-    sent = ", ".join(f"{form} {heads.sent(form, cp, context.inner):,.0f}" for form in forms)
-    return f"{text}; elements that a rank sends in a layer's forward pass, for each token of a sequence: {sent}"
+    costs = heads.costs(context, cp, plan.policy.compute.itemsize)
+    forms = "; ".join(f"{form} {cost}" for form, cost in costs.items())
+    return (
+        f"{text}; bytes of a rank in attention of a layer, forward and backward, for each token of a sequence: {forms}"
+    )
 
 
 def stages_text(plan: Plan) -> str:

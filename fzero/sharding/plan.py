@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero.core import pytree
-from fzero.core.arguments import PLAN, checked, expect_kind, expect_regex
+from fzero.core.arguments import PLAN, checked, expect_count, expect_kind, expect_regex
 from fzero.core.precision import POLICIES, Policy
 from fzero.core.pytree import Tree
 from fzero.sharding.at_rest import (
@@ -26,7 +26,8 @@ from fzero.sharding.at_rest import (
     stage_specs,
     with_owed,
 )
-from fzero.sharding.context import Context, Heads, context_for, heads_of
+from fzero.sharding.context import Context
+from fzero.sharding.context_cost import Heads, context_for, heads_of
 from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
@@ -89,6 +90,7 @@ class Plan:
     stages: Stages | None = None  # of the pipeline: the layers of each, and its rank of pp
     context: Context | None = None  # on a mesh with cp
     heads: Heads | None = None  # of attention on a rank of tp
+    delayed: int = 0  # the delayed updates of a step; 0: one that is not, after its gradient
 
     def __str__(self) -> str:
         return describe(self)
@@ -157,6 +159,7 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
+    delayed: int = 0,
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
@@ -178,6 +181,8 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
+    delayed: the updates of a step with update="delayed" (see make_train_step). The state then has two versions of the
+    trained parameters, and with pp no rank waits for the pipeline to empty between the updates. 0: one update a step.
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -195,9 +200,10 @@ def zero_plan(
     expect_kinds(mesh, sequence, frozen, offload, pipeline)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
+    expect_count("delayed", delayed, least=0)
     named = pytree.named_leaves(like := shapes_of(model))
     sizes = {axis.name: axis.size for axis in mesh.axes}
-    context = context_for(sequence, model, sizes)
+    context = context_for(sequence, model, sizes, policy.compute.itemsize)
     split = context.over_tp and sizes["tp"] > 1
     pipeline = (pipeline or Pipeline()) if sizes["pp"] > 1 else None
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
@@ -212,6 +218,7 @@ def zero_plan(
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
+    expect_on_device(delayed, offload)
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
@@ -224,7 +231,7 @@ def zero_plan(
         dtype = leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out, name in moved)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), delayed
     return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
 
 
@@ -254,6 +261,15 @@ def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: 
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
+
+
+def expect_on_device(delayed: int, offload: Offload) -> None:
+    """Raise ValueError for delayed updates of a state that is not on the device."""
+    if delayed and {tier.memory for tier in (offload.params, offload.grads, offload.opt)} != {"device"}:
+        raise ValueError(
+            f"delayed is {delayed} and offload is {str(offload)!r}: both versions of the parameters and all that "
+            "updates them must be on the device; leave one out, or use acts alone"
+        )
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:

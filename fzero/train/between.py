@@ -58,8 +58,8 @@ class Between:
         if axis.communicator is not None:
             open_channels(axis.communicator, channels_of(self.ranks))
         for act in row:
-            if act.kind == "W":
-                continue  # nobody waits for it
+            if act.kind in "WU":
+                continue  # nobody waits for its result
             forward = act.kind == "F"
             source, target = (act.stage - 1, act.stage + 1) if forward else (act.stage + 1, act.stage - 1)
             for stage, sends in ((source, False), (target, True)):

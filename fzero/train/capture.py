@@ -47,6 +47,7 @@ def why_not(plan: Plan, tx: GradientTransformation, donate: bool) -> str:
     gloo = [a.name for a in plan.mesh.axes if a.communicator is not None and a.communicator.transport == "gloo"]
     table = (
         (plan.stages is not None, f"pp={plan.sizes['pp']}: messages between stages are started by the host"),
+        (plan.delayed > 0, 'update="delayed": the two versions of the parameters change places'),
         (not donate, "donate=False: each step makes its state in other memory"),
         (bool(away), f"offload {away}: the host takes part in a step"),
         (

@@ -20,6 +20,7 @@ from fzero.sharding.pipelines import expect_parts
 from fzero.sharding.shapes import shapes_of
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn
+from fzero.train.row import schedule_of
 from fzero.train.spike import Skip
 from fzero.train.state import TrainState, expect_alive, expect_shapes
 
@@ -40,7 +41,7 @@ def expect_program(loss_fn: Any) -> None:
         expect_kind("the model", loss_fn, base.Model, PROGRAM)
 
 
-UPDATES = ("end", "speculate", "backward")  # when a step updates the state
+UPDATES = ("end", "speculate", "backward", "delayed")  # when a step updates the state
 PROGRAM = (
     "give a Model, such as models.build(models.preset('llama-tiny')), or a function loss(params, batch) that returns "
     "(sum, number of samples)"
@@ -58,6 +59,13 @@ def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execu
     expect_kind("skip", skip, Skip, "write fzero.Skip(nonfinite=True), fzero.Skip(spike=fzero.Spike())")
     if plan.stages is not None and plan.pipeline is not None:
         expect_parts(plan.pipeline, plan.stages, micro_batches)
+    if plan.delayed and micro_batches % plan.delayed:
+        raise ValueError(
+            f"micro_batches is {micro_batches} and the plan has delayed={plan.delayed} updates a step, which cannot "
+            "share them evenly; change one of them"
+        )
+    if plan.delayed and plan.stages is not None:
+        schedule_of(plan, micro_batches)  # which says so if two versions of the parameters are too few
 
 
 def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, offloaded: bool, layered: bool) -> None:
@@ -91,14 +99,30 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         )
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
-    if update != "end" and plan.stages is not None:
+    expect_delayed(plan, update)
+    if update in ("speculate", "backward") and plan.stages is not None:
         raise ValueError(
             f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.sizes["pp"]} cuts '
             'it into stages; use update="end"'
         )
-    if update != "end" and not (offloaded and layered):
+    if update in ("speculate", "backward") and not (offloaded and layered):
         raise ValueError(
             f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."'
+        )
+
+
+def expect_delayed(plan: Plan, update: str) -> None:
+    """Raise ValueError if a plan and the time of its updates do not go together."""
+    if (update == "delayed") != bool(plan.delayed):
+        raise ValueError(
+            f'update="{update}" and the plan has delayed={plan.delayed}: delayed updates take their gradients at the '
+            'parameters before the last one, which the state must have; write update="delayed" and '
+            "zero_plan(..., delayed=1), or neither"
+        )
+    if plan.delayed and plan.policy.loss_scale:
+        raise ValueError(
+            f'update="delayed": policy {plan.policy.name} scales the loss, and a scale changes while the gradients of '
+            "the next update are under way; use bf16"
         )
 
 
@@ -115,6 +139,12 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
     cuts."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
+        moving = [name for name, rule in loss_fn.after.items() if rule]
+        if plan.delayed and moving:
+            raise ValueError(
+                f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
+                'would see it move; use update="end"'
+            )
     cut = [
         name
         for name, leaf in plan.leaves.items()

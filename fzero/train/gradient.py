@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses, users_of
-from fzero.train.row import Batches, run_row
+from fzero.train.row import Batches, Turn, run_row
 from fzero.train.state import TrainState
 from fzero.train.streamed import StreamedModel, parts_of
 from fzero.train.update.in_backward import EarlyUpdate
@@ -36,12 +36,11 @@ from fzero.train.update.speculation import SpeculativeUpdate
 def make_backward(
     loss_fn: base.Model | LossFn, plan: Plan, how: Execution, nvme: Nvme | None = None
 ) -> Callable[..., list[base.Loss]]:
-    """`(params, batches, seed, sink, ready=) -> losses` of some micro-batches; on a mesh with pp of those whose last
+    """`(turns, batches, seed, ready=, update=) -> losses` of some micro-batches; on a mesh with pp of those whose last
     stage is this rank's.
 
-    The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to `sink.put`, as
-    of a Reducer, part of the model by part. params: as they are used (see over_stages). ready: is called with the loss
-    of each micro-batch before its backward pass.
+    The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to the `sink.put`
+    of its turn, as of a Reducer, part of the model by part. ready, update: see `run_row`.
     """
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)
@@ -54,13 +53,18 @@ def make_backward(
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)
 
-    def plain(params: Tree, batches: Batches, seed: Tensor, sink: Any, ready: Any = None) -> list[base.Loss]:
-        out: list[base.Loss] = []
-        for part, first in zip(batches.parts, batches.firsts):
+    def plain(
+        turns: Sequence[Turn], batches: Batches, seed: Tensor, ready: Any = None, update: Any = None
+    ) -> list[base.Loss]:
+        out, each = list[base.Loss](), len(batches.parts) // max(1, batches.updates)
+        for j, (part, first) in enumerate(zip(batches.parts, batches.firsts)):
+            params, sink = turns[j // each]
             grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], (), seed)
             out += losses
-            put_whole(sink, grads, last=len(out) == len(batches.parts))
-            del grads
+            put_whole(sink, grads, last=(j + 1) % each == 0)
+            del grads, params, sink
+            if batches.updates and (j + 1) % each == 0:
+                update(out[-each:])
         return out
 
     return plain
@@ -76,36 +80,81 @@ def layer_keys(key: Tensor | tuple[()], plan: Plan, how: Execution) -> dict[str,
     return {"key": key, "keys": {} if how.compiled else block_keys(key, sum(depths.values()))}
 
 
-def make_gradient(
-    loss_fn: base.Model | LossFn,
-    plan: Plan,
-    how: Execution,
-    nvme: Nvme | None = None,
-    lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
-) -> Callable[..., tuple[Tree, base.Loss, dict[str, Squared]]]:
-    """`(state, parts, size, key, seed) -> (gradient of the summed total * seed, sums of losses, squares)`, over all
-    parts of all ranks.
+class StepGradient:
+    """The gradient of the summed total * seed over all parts of all ranks, in the layout of plan.opt, in
+    policy.accumulate.
 
-    The gradient is in the layout of plan.opt, in policy.accumulate; `size` rows to a part. squares: of the leaves that
-    the norm need not read, see GradientReducer. lasting: see there, rooms and narrow."""
-    loss, backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
-    told: dict[Any, Any] = {} if how._known is None else how._known
-    users = users_of(parts_of(loss_fn, plan), plan) if isinstance(loss_fn, base.Model) else {}
-    mesh, policy, square = plan.mesh, plan.policy, shards_of(plan).square
+    lasting: see GradientReducer, rooms and narrow.
+    """
 
-    def squares_of(leaf: Tensor) -> list[Tensor]:
-        return [square(piece) for _, piece in widen(iterate_blocks(leaf, False))]
+    def __init__(
+        self,
+        loss_fn: base.Model | LossFn,
+        plan: Plan,
+        how: Execution,
+        nvme: Nvme | None = None,
+        lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
+    ) -> None:
+        self.plan, self.how, self.nvme, self.lasting = plan, how, nvme, lasting
+        self.loss, self.backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
+        self.told: dict[Any, Any] = {} if how._known is None else how._known
+        self.users = users_of(parts_of(loss_fn, plan), plan) if isinstance(loss_fn, base.Model) else {}
+        self.square = shards_of(plan).square
 
-    def pure(params: Tree, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor) -> tuple[Tree, list[base.Loss]]:
-        grads, losses = functional(loss, params, plan, parts, firsts, key, seed)
-        grads = pytree.map(lambda g: g.to(policy.accumulate), grads)
-        return own(plan, plan.whole(grads, params)), losses
+    def firsts(self, parts: int, size: int) -> list[int]:
+        """The number in the step's global batch of the first row of each of this rank's parts of `size` rows."""
+        mesh = self.plan.mesh
+        return [(j * mesh.data_size + mesh.data_rank) * size for j in range(parts)]
 
-    def away(name: str, stream: str, depth: int | None) -> ScratchTensor:
-        assert nvme is not None  # given with a plan whose gradients rest on a disk
-        return ScratchTensor(nvme.scratch, ("grads", stream, name), depth, policy.accumulate)
+    def pure(
+        self, params: Tree, parts: list[Any], firsts: list[int], key: Any, seed: Tensor
+    ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
+        """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
+        grads, losses = functional(self.loss, params, self.plan, parts, firsts, key, seed)
+        grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
+        return own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {}
 
-    def gradient(
+    def squares_of(self, leaf: Tensor) -> list[Tensor]:
+        """What the norm is made of, of a leaf or a layer of one."""
+        return [self.square(piece) for _, piece in widen(iterate_blocks(leaf, False))]
+
+    def away(self, name: str, stream: str, depth: int | None) -> ScratchTensor:
+        """The sum of a leaf that rests on a disk."""
+        assert self.nvme is not None  # given with a plan whose gradients rest on a disk
+        return ScratchTensor(self.nvme.scratch, ("grads", stream, name), depth, self.plan.policy.accumulate)
+
+    def turn(self, params: Tree, parts: int, device: torch.device, shown: LayerSums | None = None) -> Turn:
+        """The turn of so many micro-batches at these parameters (at rest)."""
+        sink = GradientReducer(self.plan, parts, self.away, shown, *self.lasting, self.squares_of)
+        return Turn(gather_over_pp(params, self.plan, self.users, device), sink)
+
+    def collect(
+        self,
+        reducer: GradientReducer,
+        losses: list[base.Loss],
+        parts: int,
+        device: torch.device,
+        early: EarlyUpdate | SpeculativeUpdate | None = None,
+    ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
+        """(the gradient, the sums of losses, squares of the leaves that the norm need not read) of a turn."""
+        plan, over_pp = self.plan, None
+        if plan.stages is not None:
+            losses = share_losses(losses, parts, plan, self.told, device)
+            over_pp = partial(scatter_over_pp, plan=plan, users=self.users, device=device)
+        like = plan.trained(plan.like)
+        if early is not None and not early.keeps:
+            like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
+        sums, shapes = (
+            reducer.sums(like, over_pp),
+            {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()},
+        )
+        squares = {
+            name: Squared(found, shapes[name], plan.policy.accumulate) for name, found in reducer.squares().items()
+        }
+        return sums, sum_losses(losses, plan.mesh), squares
+
+    def __call__(
+        self,
         state: TrainState,
         parts: list[Any],
         size: int,
@@ -114,13 +163,13 @@ def make_gradient(
         early: EarlyUpdate | SpeculativeUpdate | None = None,
         known: Callable[[base.Loss], None] | None = None,
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
-        firsts = [(j * mesh.data_size + mesh.data_rank) * size for j in range(len(parts))]
+        """See `collect`; the parts have `size` rows each. known: is called with the sum of losses before the last
+        backward pass."""
+        firsts, mesh, device = self.firsts(len(parts), size), self.plan.mesh, seed.device
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
-            grads, losses = pure(state.params, parts, firsts, key, seed)
-            return grads, sum_losses(losses, mesh), {}
-        keys = layer_keys(key, plan, how)
+            return self.pure(state.params, parts, firsts, key, seed)
+        keys = layer_keys(key, self.plan, self.how)
         shown = LayerSums(early.take, early.keeps) if early is not None else None
-        reducer, device = GradientReducer(plan, len(parts), away, shown, *lasting, squares_of), seed.device
         so_far: list[base.Loss] = []
 
         def ready(loss: base.Loss) -> None:
@@ -128,24 +177,10 @@ def make_gradient(
             if known is not None and len(so_far) == len(parts):  # after the last forward pass
                 known(sum_losses(so_far, mesh))
 
-        params = gather_over_pp(state.params, plan, users, device)
-        losses = backward(params, Batches(parts, firsts, keys), seed, reducer, ready)
-        del params
-        over_pp = None
-        if plan.stages is not None:
-            losses = share_losses(losses, len(parts), plan, told, device)
-            over_pp = partial(scatter_over_pp, plan=plan, users=users, device=device)
-        like = plan.trained(plan.like)
-        if early is not None and not early.keeps:
-            like = {name: leaf for name, leaf in pytree.named_leaves(like).items() if name not in early.stacked}
-        sums, shapes = (
-            reducer.sums(like, over_pp),
-            {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()},
-        )
-        squares = {name: Squared(found, shapes[name], policy.accumulate) for name, found in reducer.squares().items()}
-        return sums, sum_losses(losses, mesh), squares
-
-    return gradient
+        turns = [self.turn(state.params, len(parts), device, shown)]
+        losses = self.backward(turns, Batches(parts, firsts, keys), seed, ready)
+        reducer = turns.pop().sink
+        return self.collect(reducer, losses, len(parts), device, early)
 
 
 def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:

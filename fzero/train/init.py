@@ -17,7 +17,7 @@ from fzero.sharding import Plan
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs
+from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs, with_previous
 from fzero.train.state_on_disk import init_on_disk, on_disk
 from fzero.train.update.in_memory import own
 
@@ -94,7 +94,7 @@ def init_state(
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.tensor(0).to(device),
-        extra={LOSS: init_stats(device)},
+        extra={LOSS: init_stats(device), **with_previous(plan, params)},
     )
     on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
     return in_host_memory(state, state_specs(plan, tx)) if on_host else state

@@ -22,14 +22,13 @@ from fzero.comm.tables import device_of
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, write_schedule
+from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, with_updates, write_schedule
 from fzero.sharding.pipeline.gathers import gather_row
 from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipelines import Pipeline, schedule_for
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Resident
-from fzero.sharding.reduce import GradientReducer
 from fzero.train.between import Between, signature_of
 from fzero.train.over_stages import gather_over_pp, share_losses, users_of
 from fzero.train.streamed import Activations, Headed, Held, Part, Passed, StreamedModel, Told, stages_of
@@ -41,31 +40,49 @@ class Batches(NamedTuple):
     parts: list[Any]
     firsts: list[int]  # the number of the first row of each in the step's global batch
     key: dict[str, Any]  # of dropout, see layer_keys
+    updates: int = 0  # those that are made within the row; 0: one behind it
 
 
-def schedule_of(plan: Plan, parts: int) -> Schedule:
-    """The schedule of a step of so many micro-batches; raises ValueError if they do not suit it."""
+class Turn(NamedTuple):
+    """What the micro-batches of one update are computed with, and where their gradients go."""
+
+    params: Tree  # as they are used, see `gather_over_pp`
+    sink: Any  # a GradientReducer, or what takes its place
+
+
+def schedule_of(plan: Plan, parts: int, updates: int | None = None) -> Schedule:
+    """The schedule of a step of so many micro-batches; raises ValueError if they do not suit it.
+
+    updates: those that are made within it; None: as the plan says.
+    """
     assert plan.stages is not None and plan.pipeline is not None
-    return made(plan.pipeline, plan.stages, parts)[0]
+    return made(plan.pipeline, plan.stages, parts, plan.delayed if updates is None else updates)[0]
 
 
 @functools.lru_cache(maxsize=64)
-def made(pipeline: Pipeline, stages: Stages, parts: int) -> tuple[Schedule, int]:
+def made(pipeline: Pipeline, stages: Stages, parts: int, updates: int) -> tuple[Schedule, int]:
     """A schedule, and its `room_of`."""
     found = schedule_for(pipeline, stages, parts)
+    found = with_updates(found, updates) if updates else found
     return found, room_of(found)
 
 
-def room_for(plan: Plan, parts: int) -> int:
+def room_for(plan: Plan, parts: int, updates: int | None = None) -> int:
     """The messages on their way that a channel has room for in a step of so many micro-batches."""
-    return 0 if plan.stages is None or plan.pipeline is None else made(plan.pipeline, plan.stages, parts)[1]
+    if plan.stages is None or plan.pipeline is None:
+        return 0
+    return made(plan.pipeline, plan.stages, parts, plan.delayed if updates is None else updates)[1]
 
 
-def row_of(plan: Plan, parts: int) -> list[Act]:
-    """This rank's acts in a step of so many micro-batches."""
-    if plan.stages is None:
-        return [Act(kind, part, 0) for part in range(parts) for kind in "FB"]
-    return list(schedule_of(plan, parts).rows[plan.mesh["pp"].rank])
+def row_of(plan: Plan, parts: int, updates: int) -> list[Act]:
+    """This rank's acts in a step of so many micro-batches, with so many updates in between."""
+    if plan.stages is not None:
+        return list(schedule_of(plan, parts, updates).rows[plan.mesh["pp"].rank])
+    each, row = parts // max(1, updates), []
+    for part in range(parts):
+        row += [Act(kind, part, 0) for kind in "FB"]
+        row += [Act("U", part // each, 0)] if updates and (part + 1) % each == 0 else []
+    return row
 
 
 def expect_one_schedule(plan: Plan, parts: int) -> None:
@@ -94,22 +111,26 @@ def forward_row(plan: Plan) -> list[Act]:
 
 def run_row(
     model: StreamedModel,
-    params: Tree,
+    turns: Sequence[Turn],
     batches: Batches,
     seed: Tensor,
-    sink: GradientReducer,
     ready: Callable[[base.Loss], None] | None = None,
+    update: Callable[[list[base.Loss]], None] | None = None,
 ) -> list[base.Loss]:
-    """The losses of the micro-batches, on the rank of the last stage; the gradients of total * seed go to `sink`.
+    """The losses of the micro-batches, on the rank of the last stage; the gradients of total * seed go to the sink of
+    their turn.
 
-    params: as they are used (see `gather_over_pp`). ready: is called with each loss before its backward pass.
+    turns: one for each update. ready: is called with each loss before its backward pass. update: is called for each
+    update within the row, with the losses of its micro-batches on the rank of the last stage; it appends the turn of
+    the next update but one to `turns`.
     Communicates: the activations between stages, there and their gradients back.
     """
-    plan, last = model.plan, len(batches.parts) - 1
-    stages, row = stages_of(model.parts, plan), row_of(plan, len(batches.parts))
+    plan, each = model.plan, len(batches.parts) // max(1, batches.updates)
+    stages, row = stages_of(model.parts, plan), row_of(plan, len(batches.parts), batches.updates)
     device = pytree.leaves(batches.parts[0])[0].device
     signatures = [signature_of(part) for part in batches.parts]
-    between = Between(plan, row, room_for(plan, len(batches.parts)), model.known, device)
+    room = room_for(plan, len(batches.parts), batches.updates)
+    between = Between(plan, row, room, model.known, device)
     between.open(signatures)
 
     held: dict[tuple[int, int], Held] = {}
@@ -118,11 +139,20 @@ def run_row(
     whole: dict[int, Resident] = {}  # by stage
     row = list(gather_row(row, model.resident)) if model.resident else row
     losses: list[base.Loss] = []
-    stay = functools.partial(model.resident_stage, params=params, device=device)
+    stay = functools.partial(model.resident_stage, params=turns[0].params, device=device)
     for act, after in in_turn(row, stages, whole, stay, between.acts):
-        parts, at, phase = stages[act.stage], (act.part, act.stage), plan.mesh.ledger.phase
         if plan.stages is not None:
             plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
+        if act.kind == "U":
+            assert update is not None  # given with a row that has updates
+            update(losses[act.part * each : (act.part + 1) * each])
+            continue
+        parts, at, phase, turn = (
+            stages[act.stage],
+            (act.part, act.stage),
+            plan.mesh.ledger.phase,
+            turns[act.part // each],
+        )
         head = parts[-1] if parts[-1].kind == "head" else None
         if act.kind == "F":
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
@@ -131,8 +161,8 @@ def run_row(
             ctx = model.context(batches.parts[act.part], batches.key, batches.firsts[act.part])
             batch, told = batches.parts[act.part], between.teller(act.stage, parts, signatures[act.part])
             with phase("forward"):
-                x = between.take(*at, True, signatures, preparer(model, body, batch, ctx, params, told))
-                ahead = whole.get(act.stage) or model.fetcher(params, device)
+                x = between.take(*at, True, signatures, preparer(model, body, batch, ctx, turn.params, told))
+                ahead = whole.get(act.stage) or model.fetcher(turn.params, device)
                 one = model.forward(body, x, batch, ctx, ahead, early, told)
                 if now is not None:
                     headed[at] = model.head_forward(now, one)
@@ -142,14 +172,14 @@ def run_row(
             held[at] = one
             del ctx, batch, x, one, ahead
             continue
-        final = act.part == last
+        final, sink = (act.part + 1) % each == 0, turn.sink
         if act.kind == "W":
             with phase("backward"):
                 model.backward_weights(owed.pop(at), sink, final)
             continue
         one, later = held.pop(at), None if act.kind == "B" else owed.setdefault(at, [])
         if act.stage in whole or isinstance(one.ahead, Resident):  # which may be dropped since
-            one = one._replace(ahead=whole.get(act.stage) or model.fetcher(params, device))
+            one = one._replace(ahead=whole.get(act.stage) or model.fetcher(turn.params, device))
         if head is not None:
             if at not in headed:
                 with phase("forward"):

@@ -34,7 +34,7 @@ from fzero.train.execution import Execution
 from fzero.train.gradient import layer_keys, make_backward
 from fzero.train.loss import LossFn, dropout_key
 from fzero.train.over_stages import gather_over_pp, users_of
-from fzero.train.row import Batches
+from fzero.train.row import Batches, Turn
 from fzero.train.state import TrainState, expect_alive, state_specs
 from fzero.train.streamed import parts_of
 
@@ -103,7 +103,7 @@ def make_check(
             seed = state.scaler.scale / rows.numel()
         key = layer_keys(dropout_key(model, state), plan, execution)
         params = gather_over_pp(state.params, plan, users, rows.device)
-        losses = backward(params, Batches([part], [m * rows.shape[0]], key), seed, sink)
+        losses = backward([Turn(params, sink)], Batches([part], [m * rows.shape[0]], key), seed)
         found = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.found}
         return {name: found.get(name, []) for name in compared}
 

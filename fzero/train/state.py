@@ -21,6 +21,8 @@ from fzero.sharding import Plan, Spec
 from fzero.sharding.slices import local_shape
 from fzero.train.spike import LOSS, init_stats
 
+PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
+
 
 class TrainState(NamedTuple):
     """All the state of a training run: nothing of it is kept elsewhere.
@@ -43,7 +45,8 @@ class TrainState(NamedTuple):
     scaler: ScalerState | tuple[()]
     key: Tensor  # int64 [2]
     data_cursor: Tensor  # int64 scalar: samples consumed
-    extra: dict[str, Tree]  # "loss": its running statistics
+    # "loss": its running statistics; with delayed updates "previous": the trained parameters before the last update
+    extra: dict[str, Tree]
 
 
 @checked()
@@ -62,15 +65,16 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
     trained, policy = plan.trained(plan.opt), plan.policy
     scaler = init_scaler(policy.loss_scale) if policy.loss_scale else ()
     whole: Any = Spec()  # in a tensor's place
+    params = pytree.map(lambda spec: replace(spec, partial=frozenset()), plan.params)
     return TrainState(
         step=whole,
-        params=pytree.map(lambda spec: replace(spec, partial=frozenset()), plan.params),
+        params=params,
         master=trained if policy.has_master else (),
         opt_state=tx.spec(trained),
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=whole,
         data_cursor=whole,
-        extra={LOSS: pytree.map(lambda _: Spec(), init_stats())},
+        extra={LOSS: pytree.map(lambda _: Spec(), init_stats()), **with_previous(plan, params)},
     )
 
 
@@ -113,8 +117,15 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
         scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         data_cursor=torch.empty((), dtype=torch.int64, device="meta"),
-        extra={LOSS: init_stats("meta")},
+        extra={LOSS: init_stats("meta"), **with_previous(plan, params)},
     )
+
+
+def with_previous(plan: Plan, params: Tree) -> dict[str, Tree]:
+    """The entry of `TrainState.extra` for the parameters before the last update, at first these; {} without delayed
+    updates."""
+    copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf  # noqa: E731
+    return {PREVIOUS: pytree.map(copied, plan.trained(params))} if plan.delayed else {}
 
 
 def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
@@ -164,7 +175,8 @@ def hand_over(old: TrainState, new: TrainState) -> TrainState:
     """
     new = new._replace(params=own_containers(new.params), master=own_containers(new.master))
     new = new._replace(opt_state=own_containers(new.opt_state))
-    for tree in (old.params, old.master, old.opt_state):
+    new = new._replace(extra={name: own_containers(tree) for name, tree in new.extra.items()})
+    for tree in (old.params, old.master, old.opt_state, *old.extra.values()):
         empty_containers(tree)
     setattr(old.step, MARK, True)
     return new

@@ -31,13 +31,14 @@ from fzero.train.batch import expect_own_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
 from fzero.train.execution import Execution
-from fzero.train.gradient import make_gradient
+from fzero.train.gradient import StepGradient
 from fzero.train.loss import LossFn, context_of, dropout_key
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.split_check import check_split
 from fzero.train.state import TrainState, hand_over
 from fzero.train.state_on_disk import commit
+from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
 from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
@@ -100,7 +101,10 @@ def make_train_step(
     skip: which steps make no update (see Skip).
     update: when the state is updated: "end"; "speculate" (optimizer state offloaded): layer by layer in the backward
         pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded, without
-        clipping by the norm): the same, and no gradient of layers is kept.
+        clipping by the norm): the same, and no gradient of layers is kept; "delayed" (with zero_plan(..., delayed=k)):
+        k updates a step, each of a k-th of its micro-batches, whose gradient is taken at the parameters before the
+        update before (PipeDream-2BW: the numbers are others). Metrics are then those of the whole step, `grad_norm` the
+        largest one, and `skipped` says whether any update was.
     nvme: the one given to `init_state`, if the plan puts anything on a disk; each step then commits its store.
 
     The first call checks that all ranks run the same program (RankError names the first difference), each on rows of
@@ -121,10 +125,26 @@ def make_train_step(
     skips = skip.nonfinite or skip.spike is not None
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
-    gradient = make_gradient(model, plan, execution, nvme, ({}, streamed is not None))
-    move = partial(move_leaves, model, plan, donate=donate)
+    gradient = StepGradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
     unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
+
+    def measure(state: TrainState, seed: Seed, grads: Tree, total: base.Loss, squares: Any) -> Measured:
+        factor = seed.mean_factor(total)
+        norm, by_leaf = norms_of(shards, mesh, grads, squares, factor if execution.norms else None)
+        loss = total.total.to(factor.dtype) / tokens_of(total)
+        verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
+        metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
+        return metrics, verdict, Gradients(grads, factor, norm)
+
+    def delayed_update(state: TrainState, seed: Seed, found: Any) -> tuple[TrainState, Metrics]:
+        metrics, verdict, sums = measure(state, seed, *found)
+        moved = state._replace(extra={**state.extra, LOSS: verdict.stats})
+        gpu.await_readers(state.step.device)
+        with mesh.ledger.phase("update"):
+            moved = exchanged(plan, moved) if donate else moved
+            new = finish(sums, moved, metrics.skipped if skips else None)
+        return new if donate else keep_previous(plan, state, new), metrics
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)
@@ -138,19 +158,21 @@ def make_train_step(
                 check_ranks(checked, unchecked.pop(), batch, micro_batches)
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            grads, total, squares = gradient(state, parts, size, dropout_key(model, state), seed.value, early, known)
-            factor = seed.mean_factor(total)
-            norm, by_leaf = norms_of(shards, mesh, grads, squares, factor if execution.norms else None)
-            loss = total.total.to(factor.dtype) / tokens_of(total)
-            verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
-            metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
+            key = dropout_key(model, state)
+            if plan.delayed:
+                later = lambda state, found: delayed_update(state, seed, found)  # noqa: E731
+                new, each = run_delayed(gradient, state, parts, size, key, seed.value, later)
+                new = count_step(plan, new, size * micro_batches)
+                return hand_over(state, new) if donate else new, join_metrics(each)
+            found = gradient(state, parts, size, key, seed.value, early, known)
+            metrics, verdict, sums = measure(state, seed, *found)
+            del found
             moved = advance(plan, state, verdict, size * micro_batches)
-            sums = Gradients(grads, factor, norm)
-            del grads
             gpu.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 skipped = metrics.skipped if skips else None
-                new = move((finish if early is None else early.finish)(sums, moved, skipped), total.tables, skipped)
+                new = (finish if early is None else early.finish)(sums, moved, skipped)
+                new = move_leaves(model, plan, new, metrics.tables, skipped, donate=donate)
                 commit(nvme, new, plan)
             return hand_over(state, new) if donate else new, count_layers(metrics, early)
 
@@ -188,10 +210,34 @@ def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdi
     return found._replace(tables=total.tables)
 
 
+def join_metrics(each: list[Metrics]) -> Metrics:
+    """The Metrics of a step of several updates: means over its tokens, and the largest norm."""
+    if len(each) == 1:
+        return each[0]
+    tokens = torch.stack([one.num_tokens for one in each])
+    weights = tokens / torch.where(tokens.sum() == 0, 1, tokens.sum())
+
+    def mean(values: list[Tensor]) -> Tensor:
+        return (torch.stack(values) * weights.to(values[0].dtype)).sum()
+
+    spikes = [one.spike for one in each if isinstance(one.spike, Tensor)]
+    return each[-1]._replace(
+        loss=mean([one.loss for one in each]),
+        num_tokens=tokens.sum(),
+        grad_norm=torch.stack([one.grad_norm for one in each]).max(),
+        skipped=torch.stack([one.skipped for one in each]).any(),
+        extra={name: mean([one.extra[name] for one in each]) for name in each[-1].extra},
+        spike=torch.stack(spikes).any() if spikes else (),
+    )
+
+
 def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None) -> Metrics:
     """The metrics with the layers that an update in the backward pass counts."""
     counts, device = {} if early is None else early.counts, metrics.loss.device
     return metrics._replace(**{k: torch.full((), n, dtype=torch.int64, device=device) for k, n in counts.items()})
+
+
+Measured = tuple[Metrics, Verdict, Gradients]
 
 
 class Seed(NamedTuple):
@@ -241,12 +287,15 @@ def norms_of(
 
 def advance(plan: Plan, state: TrainState, verdict: Verdict, samples: int) -> TrainState:
     """The state with what every step moves, skipped or not: the counts, the loss scale, the statistics of the loss."""
-    return state._replace(
-        step=state.step + 1,
-        data_cursor=state.data_cursor + samples * plan.mesh.data_size,
+    return count_step(plan, state, samples)._replace(
         scaler=move_scaler(plan.policy, state.scaler, verdict.overflow),
         extra={**state.extra, LOSS: verdict.stats},
     )
+
+
+def count_step(plan: Plan, state: TrainState, samples: int) -> TrainState:
+    """The state with a step counted, of so many samples of a data rank."""
+    return state._replace(step=state.step + 1, data_cursor=state.data_cursor + samples * plan.mesh.data_size)
 
 
 def move_scaler(policy: Policy, scaler: ScalerState | tuple[()], skipped: Tensor) -> ScalerState | tuple[()]:

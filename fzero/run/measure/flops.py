@@ -137,12 +137,12 @@ def formulas() -> dict[Any, Callable[..., int]]:
     found = {
         ops.tiled_forward: _tiled(FORWARD_PRODUCTS),
         ops.tiled_backward: _tiled(BACKWARD_PRODUCTS),
-        ops.tiled_forward_at: _tiled_at(FORWARD_PRODUCTS),
-        ops.tiled_backward_at: _tiled_at(BACKWARD_PRODUCTS),
         ops.ring_forward: _ring(FORWARD_PRODUCTS),
         ops.ring_backward: _ring(BACKWARD_PRODUCTS),
         ops.flash_forward: _flash_forward,
         ops.flash_backward: _flash_backward,
+        ops.flash_forward_at: _flash_forward_at,
+        ops.flash_backward_at: _flash_backward_at,
         ops.library_forward: _library_forward,
         ops.library_backward: _library_backward,
         ops.grouped_mm: _grouped,
@@ -183,23 +183,31 @@ def _of_pairs(products: int, q: Tensor, count: int) -> int:
 
 
 def _tiled(products: int) -> Callable[..., int]:
-    def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Of queries that are the last of the keys, or, as where they are is data, spread evenly over their positions."""
+
+    def formula(
+        q: Tensor, k: Tensor, v: Tensor, query: Tensor | None, *rest: Any, out_val: Any = None, **kwargs: Any
+    ) -> int:
         number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
-        return _of_pairs(products, q, pairs(attention_tiled.KINDS[number], size, keep, q.shape[1], k.shape[1]))
+        kind, t, s = attention_tiled.KINDS[number], q.shape[1], k.shape[1]
+        if query is None:
+            return _of_pairs(products, q, pairs(kind, size, keep, t, s, s - t))
+        return _spread(products, q, k, kind, size, keep)
 
     return formula
 
 
-def _tiled_at(products: int) -> Callable[..., int]:
-    """Of queries that are spread evenly over the positions of the keys; where they are is data."""
+def _spread(products: int, q: Tensor, k: Tensor, kind: str, size: int, keep: int) -> int:
+    """Of queries that are spread evenly over the positions of the keys."""
+    return _of_pairs(products, q, pairs(kind, size, keep, k.shape[1], k.shape[1]) * q.shape[1] // k.shape[1])
 
-    def formula(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-        number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
-        keys = k.shape[1]
-        seen = pairs(attention_tiled.KINDS[number], size, keep, keys, keys)
-        return _of_pairs(products, q, seen * q.shape[1] // keys)
 
-    return formula
+def _flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return _spread(FORWARD_PRODUCTS, q, k, *rest[4:7])
+
+
+def _flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return _spread(SPLIT_PRODUCTS, q, k, *rest[6:9])
 
 
 def _ring(products: int) -> Callable[..., int]:

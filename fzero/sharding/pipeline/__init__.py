@@ -18,6 +18,7 @@ from fzero.sharding.pipeline.play import Played, play
 from fzero.sharding.pipeline.stages import layout, place, read_layout, split_layers
 from fzero.sharding.pipeline.table import Act, Schedule, Stages, feeds, needs
 from fzero.sharding.pipeline.text import read_schedule, write_schedule
+from fzero.sharding.pipeline.updates import with_updates
 
 __all__ = [
     "FAMILIES",
@@ -37,5 +38,6 @@ __all__ = [
     "schedule",
     "split_layers",
     "with_gathers",
+    "with_updates",
     "write_schedule",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from fzero.core.arguments import checked
 from fzero.sharding.pipeline.table import BACKWARD, KINDS, Act, Schedule, feeds, needs, run
+from fzero.sharding.pipeline.updates import bounds
 
 # What comes in the order of micro-batches in every stage.
 IN_ORDER = (("F",), "forwards"), (BACKWARD, "backwards"), (("B", "W"), "backwards by weights")
@@ -23,7 +24,9 @@ def check(s: Schedule) -> None:
     B or both I and W, on the stage's rank and on no other. In each stage forwards, backwards, and backwards by weights
     come in the order of micro-batches. It ends: no ranks wait for one another, whether its pairs run together or one
     after the other. What a rank sends to another one, forwards and backwards apart, is used there in the order of
-    sending. G and D, if there are any, gather what is not there and drop what is, and all is dropped at the end.
+    sending. G and D, if there are any, gather what is not there and drop what is, and all is dropped at the end. U, if
+    there are any, come on every rank in one order, no backward pass of its micro-batches behind it and no forward pass
+    of the update after the next before it.
 
     >>> from fzero.sharding import pipeline
     >>> s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=2)
@@ -39,7 +42,7 @@ def check(s: Schedule) -> None:
 def faults(s: Schedule) -> Faults:
     """The faults that `check` looks for, those of one kind after those of another; each kind is looked for only in what
     the kinds before have not found wrong."""
-    for look in (_shape, _acts, _complete, _in_order, _pairs, _gathers, _deadlock, _channels):
+    for look in (_shape, _acts, _complete, _updates, _in_order, _pairs, _gathers, _deadlock, _channels):
         sound = True
         for fault in look(s):
             sound = False
@@ -71,7 +74,7 @@ def _acts(s: Schedule) -> Faults:
                 yield rank, f"rank {rank}: {act} is of kind {act.kind!r}; the kinds are {', '.join(KINDS)}"
             elif not 0 <= act.stage < len(s.stages.ranks):
                 yield rank, f"rank {rank}: {act} is of stage {act.stage}; the stages are 0 to {len(s.stages.ranks) - 1}"
-            elif not 0 <= act.part < (math.inf if act.kind in "GD" else s.parts):
+            elif not 0 <= act.part < (math.inf if act.kind in "GDU" else s.parts):
                 yield rank, f"rank {rank}: {act} is of micro-batch {act.part}; they are 0 to {s.parts - 1}"
             elif s.stages.ranks[act.stage] != rank:
                 yield rank, f"rank {rank} has {act}, and stage {act.stage} is on rank {s.stages.ranks[act.stage]}"
@@ -92,6 +95,23 @@ def _complete(s: Schedule) -> Faults:
                 if act not in there:
                     what = KINDS[act.kind]
                     yield rank, f"rank {rank} has no {act}, the {what} of micro-batch {part} in stage {stage}"
+
+
+def _updates(s: Schedule) -> Faults:
+    count = sum(act.kind == "U" for act in s.rows[0])
+    for rank, row in enumerate(s.rows):
+        places = {i: act for i, act in enumerate(row) if act.kind == "U"}
+        if [act.part for act in places.values()] != list(range(count)):
+            had = " ".join(map(str, places.values())) or "none"
+            yield rank, f"rank {rank} has the updates {had}; every rank has the same, from 0 on, in order"
+        elif count and s.parts % count:
+            yield rank, f"rank {rank} has {count} updates, which cannot share {s.parts} micro-batches evenly"
+        else:
+            for place, act in places.items():
+                own, due = bounds(row, act.part, s.parts // count)
+                if not own <= place <= due:
+                    law = "an update follows the backwards of its micro-batches, and no forward of the next but one"
+                    yield rank, f"rank {rank}: {act} is between {row[place - 1]} and what follows; {law}"
 
 
 def _in_order(s: Schedule) -> Faults:

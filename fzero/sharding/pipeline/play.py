@@ -47,8 +47,8 @@ def play(s: Schedule, cost: Cost | Callable[[Act], float], wire: Wire = 0.0) -> 
     there. Messages are under way while ranks compute.
 
     cost: by kind of act its time, one for all stages or a sequence by stage. B may be left out where I and W are given,
-    and is their sum; G and D take no time unless they are given. With a time for "F&B" the pairs of a schedule that has
-    some run together and take that long (by the stage of F); without, one after the other. Or a function of an act.
+    and is their sum; G, D and U take no time unless they are given. With a time for "F&B" the pairs of a schedule that
+    has some run together and take that long (by the stage of F); without, one after the other. Or a function of an act.
     wire: the time of a message between stages s and s + 1 that are on different ranks, one for all or by s.
 
     Raises ValueError if a time is missing, or if the schedule deadlocks.
@@ -98,13 +98,13 @@ def _times(s: Schedule, cost: Cost) -> dict[str, Sequence[float]]:
     given = {kind: _spread(f"the time of {kind}", value, stages) for kind, value in cost.items()}
     if "B" not in given and "I" in given and "W" in given:
         given["B"] = [one + other for one, other in zip(given["I"], given["W"])]
-    for kind in ("G", "D"):
+    for kind in ("G", "D", "U"):
         given.setdefault(kind, [0.0] * stages)
     for kind in sorted({act.kind for row in s.rows for act in row}):
         if kind not in given:
             raise ValueError(
                 f"play: no time for {kind}; schedule {s.name} needs those of "
-                f"{', '.join(sorted({act.kind for row in s.rows for act in row} - set('GD')))}"
+                f"{', '.join(sorted({act.kind for row in s.rows for act in row} - set('GDU')))}"
             )
     return given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from fzero.core.arguments import checked
@@ -15,9 +16,10 @@ KINDS = {
     "W": "backward by weights",
     "G": "gather of the stage's parameters",
     "D": "drop of the gathered parameters",
+    "U": "update of the parameters",
 }
 BACKWARD = ("B", "I")  # what sends a gradient to the stage before
-UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "G": 0.0, "D": 0.0}  # ticks of a drawing
+UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "G": 0.0, "D": 0.0, "U": 0.0}  # ticks of a drawing
 
 
 class Act(NamedTuple):
@@ -26,8 +28,9 @@ class Act(NamedTuple):
     Its text has the stage first, as in torch.distributed.pipelining.
 
     kind: F forward, B backward; or in place of B first I, the gradient by inputs, which the stage before waits for, and
-    later W, the gradient by weights. G and D: the stage's parameters are gathered, and dropped (`with_gathers`).
-    part: the micro-batch; of G and D which gather of the stage it is, counted from 0.
+    later W, the gradient by weights. G and D: the stage's parameters are gathered, and dropped (`with_gathers`). U: all
+    ranks meet, and update the parameters of all their stages (`with_updates`).
+    part: the micro-batch; of G and D which gather of the stage it is, counted from 0; of U which update.
 
     >>> print(Act("F", part=3, stage=1))
     1F3
@@ -92,7 +95,7 @@ class Schedule(NamedTuple):
 
 @checked()
 def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
-    """By act, the acts that must have ended before it can start.
+    """By act, the acts that must have ended before it can start; U waits for what is before it on every rank.
 
     >>> from fzero.sharding import pipeline
     >>> s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=1)
@@ -101,6 +104,11 @@ def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
     """
     there, last = {act for row in s.rows for act in row}, len(s.stages.ranks) - 1
     found: dict[Act, tuple[Act, ...]] = {}
+    before: dict[int, list[Act]] = {}  # by update, the act before it in each row
+    for row in s.rows:
+        for one, act in itertools.pairwise(row):
+            if act.kind == "U":
+                before.setdefault(act.part, []).append(one)
     for act in there:
         kind, part, stage = act
         if kind == "F":
@@ -109,6 +117,8 @@ def needs(s: Schedule) -> dict[Act, tuple[Act, ...]]:
             split = Act("I", part, stage + 1)
             after = split if split in there else Act("B", part, stage + 1)
             found[act] = (Act("F", part, stage), after) if stage < last else (Act("F", part, stage),)
+        elif kind == "U":
+            found[act] = tuple(before.get(part, ()))
         else:
             found[act] = (Act("I", part, stage),) if kind == "W" else ()
     return found
@@ -126,7 +136,8 @@ def feeds(s: Schedule) -> dict[Act, Act]:
     >>> [f"{a} -> {b}" for a, b in feeds(s).items()]
     ['0F0 -> 1F0', '1B0 -> 0B0']
     """
-    target = {need: act for act, wanted in needs(s).items() for need in wanted if need.stage != act.stage}
+    wanted = {act: acts for act, acts in needs(s).items() if act.kind != "U"}
+    target = {need: act for act, acts in wanted.items() for need in acts if need.stage != act.stage}
     return {act: target[act] for row in s.rows for act in row if act in target}
 
 

@@ -42,7 +42,7 @@ def read_schedule(text: str, costs: Sequence[float] = ()) -> Schedule:
     """The schedule of a text, checked.
 
     Each line is the row of a rank, in order, with or without `rank N:` before it. An act is stage, kind and
-    micro-batch: 1F3 is the forward of micro-batch 3 in stage 1 (kinds: F, B, or I and later W; G and D). Acts are
+    micro-batch: 1F3 is the forward of micro-batch 3 in stage 1 (kinds: F, B, or I and later W; G, D and U). Acts are
     separated by spaces or commas, and empty fields count for nothing, so that the tables which
     torch.distributed.pipelining writes can be read. `0F4&3B1` is a pair. The lines `name`, `micro-batches` and `layers`
     (of each stage: 0-7 8-15) may be left out, and # begins a comment.

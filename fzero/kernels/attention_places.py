@@ -1,0 +1,221 @@
+"""Where the queries and keys of flash attention are, and which tiles of them meet: the positions of the first, or with
+AT of all, and their documents.
+
+In order: positions count up from query_start and key_start. What part of the keys has the documents of a tile of
+queries, and from where on all are of its one document, is found before (`document_bounds`).
+
+AT: positions lie in memory, in any order, and a kernel's query_start and key_start point to them. A program looks at
+each tile that it could meet by the least and the largest of that tile's positions and documents (`spans`, `look`);
+tiles next to each other that need the same are one loop, so that a sequence in a few runs costs few loops.
+Names and shapes are those of attention_flash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.kernels import tuning
+from fzero.kernels.aot import Build
+from fzero.kernels.attention_tiles import FAR, may_see
+from fzero.kernels.optional_triton import tl, triton
+
+NONE, SOME, ALL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # of the pairs of two tiles
+CHUNK = 512  # document numbers that `document_bounds` reads at a time
+
+
+@triton.jit
+def span_of(START, DOCS, rows, count, AT: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """(least position, largest, least document, largest) of the rows below `count`; of documents with AT alone."""
+    there, first, last = rows < count, tl.min(rows, 0) + START, tl.minimum(tl.max(rows, 0), count - 1) + START
+    if AT:
+        at = tl.load(START + rows, mask=there, other=0)
+        first, last = tl.min(tl.where(there, at, FAR), 0), tl.max(tl.where(there, at, -FAR), 0)
+        if DOCUMENTS:
+            mine = tl.load(DOCS + rows, mask=there, other=0)
+            return first, last, tl.min(tl.where(there, mine, FAR), 0), tl.max(tl.where(there, mine, -FAR), 0)
+    return first, last, first, last
+
+
+@triton.jit
+def look(
+    SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr
+):
+    """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL are;
+    -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
+    """
+    other = SPANS + j // N * 4
+    there = j < count
+    first, last = tl.load(other, mask=there, other=0), tl.load(other + 1, mask=there, other=0)
+    size, keep = pattern
+    query, last_query, key, last_key = one[0], one[1], first, last
+    if OF_KEYS:
+        query, last_query, key, last_key = first, last, one[0], one[1]
+    some, every = key <= last_query, (last_key <= query) & (j + N <= count)
+    if KIND == "window":
+        some = some & (query - last_key < size)
+    if KIND == "local":
+        some = some & (query // size <= last_key // size)
+    if KIND == "strided" or KIND == "fixed":
+        some = some & may_see(query, last_query, key, last_key, size, keep, KIND)
+    if KIND == "window" or KIND == "strided":
+        every = every & (last_query - key < size)
+    if KIND == "local" or KIND == "fixed":
+        every = every & (last_query // size == key // size)
+    if DOCUMENTS:
+        least, most = tl.load(other + 2, mask=there, other=0), tl.load(other + 3, mask=there, other=0)
+        some = some & (least <= one[3]) & (one[2] <= most)
+        every = every & (least == most) & (one[2] == one[3])
+    return tl.where(there, tl.where(some, tl.where(every, ALL, SOME), NONE), -1)
+
+
+@triton.jit
+def run_of(
+    what: tl.constexpr, SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The end of the tiles from j on of which `look` says `what`; j if it does not of the first."""
+    while look(SPANS, j, count, one, pattern, KIND, DOCUMENTS, N, OF_KEYS) == what:
+        j += N
+    return j
+
+
+@triton.jit(do_not_specialize=["n"])
+def _tile_spans(AT, DOCS, OUT, n, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The span of each tile of BLOCK of the n positions and documents of a row of the batch, int32 [B, tiles, 4]."""
+    tiles = tl.cdiv(n, BLOCK)
+    i = tl.program_id(0) % tiles * BLOCK
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    span = span_of(AT + b * n, DOCS + b * n, i + tl.arange(0, BLOCK), n, True, DOCUMENTS)
+    out = OUT + tl.program_id(0).to(tl.int64) * 4
+    tl.store(out, span[0])
+    tl.store(out + 1, span[1])
+    tl.store(out + 2, span[2])
+    tl.store(out + 3, span[3])
+
+
+def spans(at: Tensor, documents: Tensor | None, block: int) -> Tensor:
+    """The spans of tiles of `block` rows, int32 [B, tiles, 4], of positions and documents int32 [B, n]."""
+    b, n = at.shape
+    out = torch.empty((b, triton.cdiv(n, block), 4), dtype=torch.int32, device=at.device)
+    docs, given = (at, False) if documents is None else (documents, True)
+    _tile_spans[(b * out.shape[1],)](at, docs, out, n, DOCUMENTS=given, BLOCK=block, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize=["nx", "ny", "shift"])
+def _document_bounds(X, Y, OUT, nx, ny, shift, AFTER: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """For a block of BLOCK positions of X [nx], find which part of Y [ny] holds the same documents; X's position i is
+    Y's i + shift.
+
+    One program handles block `i` of row `b` of the batch, and stores two numbers. Before (not AFTER), looking at Y up
+    to the block's last position: the first index of these documents, and the index from which all entries belong to the
+    block's one document. AFTER, looking at Y from the block's first position: the end of these documents, and the index
+    up to which all belong to the block's one document.
+    """
+    tiles = tl.cdiv(nx, BLOCK)
+    # Programs are numbered b * tiles + tile. Positions beyond nx repeat the last one, which does not change minimum and
+    # maximum.
+    i = tl.program_id(0) % tiles * BLOCK
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    mine = tl.load(X + b * nx + tl.minimum(i + tl.arange(0, BLOCK), nx - 1))
+    least, most = tl.min(mine, 0), tl.max(mine, 0)
+    lo, hi = tl.minimum(i, 0), tl.minimum(tl.maximum(tl.minimum(i + BLOCK, nx) + shift, 0), ny)
+    if AFTER:
+        lo, hi = tl.minimum(tl.maximum(i + shift, 0), ny), tl.maximum(ny, 0)
+    reach, clean = (lo, hi) if AFTER else (hi, lo)
+    for start in range(lo, hi, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        y = tl.load(Y + b * ny + at, mask=at < hi, other=0)
+        same = (at < hi) & (y >= least) & (y <= most)
+        other = (at < hi) & ((y != least) | (y != most))
+        if AFTER:
+            reach = tl.maximum(reach, tl.max(tl.where(same, at + 1, 0), 0))
+            clean = tl.minimum(clean, tl.min(tl.where(other, at, FAR), 0))
+        else:
+            reach = tl.minimum(reach, tl.min(tl.where(same, at, FAR), 0))
+            clean = tl.maximum(clean, tl.max(tl.where(other, at + 1, 0), 0))
+    out = OUT + tl.program_id(0).to(tl.int64) * 2
+    tl.store(out, reach)
+    tl.store(out + 1, clean)
+
+
+def document_bounds(
+    x: Tensor | None, y: Tensor | None, shift: int, after: bool, block: int, dummy: Tensor
+) -> tuple[Tensor, ...]:
+    """Return (x, y, bounds int32 [B, NX / block, 2]) of documents x [B, NX] and y [B, NY]; without documents `dummy`
+    three times.
+    """
+    if x is None or y is None:
+        return dummy, dummy, dummy
+    (b, nx), ny = x.shape, y.shape[1]
+    x, y = x.contiguous(), y.contiguous()
+    out = torch.empty((b, triton.cdiv(nx, block), 2), dtype=torch.int32, device=x.device)
+    _document_bounds[(b * out.shape[1],)](x, y, out, nx, ny, shift, AFTER=after, BLOCK=block, CHUNK=CHUNK, num_warps=4)
+    return x, y, out
+
+
+class Places(NamedTuple):
+    """Where queries and keys are: the positions of the first, or with AT of all, int32 [B, T] and [B, S]; and their
+    documents or None."""
+
+    query: int | Tensor
+    key: int | Tensor
+    query_documents: Tensor | None
+    key_documents: Tensor | None
+
+    def small(self) -> Places:
+        """The same as contiguous int32 tensors."""
+        return Places(*(x.to(torch.int32).contiguous() if isinstance(x, Tensor) else x for x in self))
+
+    @property
+    def starts(self) -> tuple[int | Tensor, int | Tensor]:
+        """A kernel's query_start and key_start."""
+        return self.query, self.key
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """The constants of a kernel."""
+        return {"DOCUMENTS": self.query_documents is not None, "AT": isinstance(self.query, Tensor)}
+
+    def of_queries(self, blocks: tuning.Config, dummy: Tensor) -> tuple[Tensor, ...]:
+        """QDOCS, KDOCS and REACH of a kernel of which each program has a tile of M queries."""
+        mine, theirs = self.query_documents, self.key_documents
+        if isinstance(self.query, int) and isinstance(self.key, int):
+            return document_bounds(mine, theirs, self.query - self.key, False, blocks["M"], dummy)
+        return self._given(dummy) + (spans(self.key, theirs, blocks["N"]),)
+
+    def of_keys(self, blocks: tuning.Config, dummy: Tensor) -> tuple[Tensor, ...]:
+        """The same of a kernel of which each program has a tile of N keys."""
+        mine, theirs = self.query_documents, self.key_documents
+        if isinstance(self.query, int) and isinstance(self.key, int):
+            theirs, mine, reach = document_bounds(theirs, mine, self.key - self.query, True, blocks["N"], dummy)
+            return mine, theirs, reach
+        return self._given(dummy) + (spans(self.query, mine, blocks["M"]),)
+
+    def _given(self, dummy: Tensor) -> tuple[Tensor, ...]:
+        return tuple(dummy if x is None else x for x in (self.query_documents, self.key_documents))
+
+
+def builds(gpu: str) -> Iterator[Build]:
+    """The builds for `aot`, with the block sizes of a GPU by its name."""
+    numbers = {"X": "*i32", "Y": "*i32", "OUT": "*i32", "nx": "i32", "ny": "i32", "shift": "i32"}
+    constants = dict.fromkeys(("AFTER", "BLOCK", "CHUNK"), "constexpr")
+    for after in (False, True):
+        values = {"AFTER": after, "BLOCK": 128, "CHUNK": CHUNK}
+        yield Build(
+            f"_document_bounds {'after' if after else 'before'}",
+            "_document_bounds",
+            numbers | constants,
+            values,
+            {"num_warps": 4},
+            wide=False,
+        )
+    places = {"AT": "*i32", "DOCS": "*i32", "OUT": "*i32", "n": "i32"} | dict.fromkeys(
+        ("DOCUMENTS", "BLOCK"), "constexpr"
+    )
+    values = {"DOCUMENTS": True, "BLOCK": 128}
+    yield Build("_tile_spans", "_tile_spans", places, values, {"num_warps": 4}, wide=False)
