@@ -267,6 +267,7 @@ PARALLEL = {
     "sequence": True,
     "prefetch": 2,
     "reshard": False,
+    "resident": 1,
     "mesh": {"dp": 2},
 }
 

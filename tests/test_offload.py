@@ -86,6 +86,7 @@ class Case(NamedTuple):
     on_host: bool = False  # the one-pass form of the update
     slots: int = 2
     pipeline: Pipeline | None = None
+    resident: int = 0  # not of the run without offload
 
 
 def plain_tree():
@@ -138,7 +139,7 @@ def train(mesh, case, folder=None):
     tx = optim.with_average(tx, 0.9) if case.ema else tx
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
     state = fzero.init_state(given, tx, plan, seed=0, nvme=space)
-    execution = fzero.Execution(remat=case.remat)
+    execution = fzero.Execution(remat=case.remat, resident=case.resident)
     step = fzero.make_train_step(loss, tx, plan, execution=execution, micro_batches=case.micro, nvme=space)
     begun, log = values(state), []
     for i in range(case.steps):
@@ -192,7 +193,7 @@ REFERENCES = {}
 
 def compare(mesh, case, folder):
     """What of a rank's run with offload differs from the one without, and how many steps were skipped."""
-    reference = case._replace(offload="", slots=2, remat="none")
+    reference = case._replace(offload="", slots=2, remat="none", resident=0)
     with changed(case), warnings.catch_warnings():
         if reference not in REFERENCES:
             REFERENCES[reference] = train(mesh, reference)

@@ -5,12 +5,17 @@ from collections import Counter
 
 import pytest
 import ranks
+from plan_cases import made
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
 from fzero.core import pytree
+from fzero.planner.step_trace import run_step
+from fzero.run.build import local_micro_batches
 from fzero.run.measure.live_bytes import LiveBytes
 from fzero.sharding.describe import communication
+from fzero.sharding.pipeline import FAMILIES
+from fzero.sharding.sent import WHATS, sent_by_rank
 from fzero.train.batch import local_batch
 
 LAYERS, M = 8, 4
@@ -83,12 +88,19 @@ def formulas(plan, stage):
         first, last = sizes["embed/tokens"], sizes["embed/tokens"] + sizes["head/norm/scale"]
         outside = [("embed/tokens", first)] if r == of[0] else []
         outside += [("head/norm/scale embed/tokens", last)] if r == of[-1] else []
+        sums = outside
+        if (
+            r == of[0] == of[-1]
+        ):  # with both: the head's gradient of the embedding goes alone, and below stage 3 nowhere
+            sums = [("embed/tokens", first), ("head/norm/scale", last - first)]
+            sums += [("embed/tokens", first)] if stage == 3 else []
         for what, count, size in (("layers", mine, layer), *((name, 1, size) for name, size in outside)):
             if stage == 3:  # gathered in each micro-batch for both passes, the embedding and the head for one
-                part = (N - 1) * size // N
-                add("forward", "all_gather", "dp", what, M * count, part)
-                add("backward", "all_gather", "dp", what, M * count * (what == "layers"), part)
-                add("reduce", "psum_scatter", "dp", what, M * count, part)
+                add("forward", "all_gather", "dp", what, M * count, (N - 1) * size // N)
+                add("backward", "all_gather", "dp", what, M * count * (what == "layers"), (N - 1) * size // N)
+        for what, count, size in (("layers", mine, layer), *((name, 1, size) for name, size in sums)):
+            if stage == 3:
+                add("reduce", "psum_scatter", "dp", what, M * count, (N - 1) * size // N)
             else:
                 add("reduce", "psum", "dp", what, count, 2 * (N - 1) * size // N)
         add("metrics", "all_gather", "dp", "loss", 1, (N - 1) * 2 * M)
@@ -103,7 +115,7 @@ WHOLE, SPLIT = ("gpipe", "1f1b", "interleaved"), ("zb-h1", "zb-v")
     "sizes, names, model",
     (
         ({"pp": 2}, WHOLE, "gemma"),
-        pytest.param({"pp": 2, "dp": 2}, WHOLE, "gemma", marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "dp": 2}, (*WHOLE, "zb-v"), "gemma", marks=pytest.mark.slow),
         pytest.param({"pp": 4}, (*WHOLE, *SPLIT), "llama", marks=pytest.mark.slow),
     ),
     ids=str,
@@ -116,6 +128,54 @@ def test_a_rank_sends_what_the_formulas_say(sizes, names, model):
             assert found == expected, (rank, case)
             layers = sum(n for key, n in found.items() if key[3:] == ("layers", "elements"))
             assert layers == planned, (rank, case)
+
+
+def said(config, rank):
+    """(the elements of a step by (what, collective, link) as `sent_by_rank` has them, those of a rank's step on fake
+    tensors, the printed plan); of messages over borders their number."""
+    step = run_step(config, config.mesh, rank)
+    plan, found, expected = step.job.plan, Counter(), Counter()
+    for row in step.job.mesh.ledger.rows():
+        names = row.leaf.split(":")[0].split()
+        if row.collective == "message":
+            found[{"x": "activations", "grad": "gradients"}[names[0]], "message", row.axis] += row.calls
+        elif set(names) <= set(plan.leaves) and (row.axis != "tp" or row.phase == "reduce"):  # else activations
+            what = "layers" if names[0].startswith("blocks/") else "outside"
+            found[what, row.collective, row.axis] += row.elements
+    for one in sent_by_rank(plan)[plan.mesh["pp"].rank]:
+        parts = local_micro_batches(config, step.job.mesh)
+        expected[one.what, one.collective, one.link] += parts * one.part + one.once
+    return dict(expected), {key: n for key, n in found.items() if n}, str(plan)
+
+
+# By a model with a tied embedding and one without.
+ALL = [
+    (family, name, stage, how)
+    for family in ("gpt2", "llama")
+    for name in FAMILIES
+    for stage in range(4)
+    for how in ("fast", "once", "canonical")
+]
+MESHES = ({"pp": 2, "dp": 2}, {"pp": 2, "rp": 2}, {"pp": 2, "tp": 2}, {"pp": 4}, {"pp": 2, "cp": 2}, {"pp": 2, "dp": 6})
+EVERY = [pytest.param(sizes, ALL, marks=pytest.mark.exhaustive, id=" x ".join(map(str, sizes))) for sizes in MESHES]
+
+
+@pytest.mark.parametrize(
+    "sizes, cases", [pytest.param({"pp": 2, "dp": 2}, [("gpt2", "zb-v", 3, "fast")], id="both ends"), *EVERY]
+)
+def test_a_printed_plan_says_what_a_rank_sends(sizes, cases):
+    """Messages over borders, gathers and sums of the layers and of what is outside them, by schedule and stage."""
+    for family, name, stage, how in cases:
+        pipeline = {"schedule": name, "chunks": FAMILIES[name].chunks or 2}
+        options = {"zero": stage, "reduce": how, "pipeline": pipeline, "sequence": "tp" in sizes}
+        parts, stride = 2 * sizes["pp"], math.prod(sizes.values()) // sizes["pp"]
+        config = made(family, mesh=sizes, parts=parts, model={"n_layers": 4 * sizes["pp"] // 2}, **options)
+        for rank in range(sizes["pp"]):
+            expected, found, text = said(config, rank * stride)
+            assert found == expected, (family, name, stage, how, rank)
+            line = next(line for line in text.splitlines() if line.split()[:1] == [str(rank)])
+            messages = [expected.get((what, "message", "pp"), 0) // parts for what in WHATS[:2]]
+            assert line.split()[1:3] == list(map(str, messages))
 
 
 def peaks(mesh, cases):

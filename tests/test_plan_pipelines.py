@@ -37,6 +37,7 @@ CASES = {
         mesh={"pp": 2, "dp": 2}, zero=2, parts=6, model=FOUR, pipeline={"schedule": "interleaved-zb", "chunks": 2}
     ),
     "zb-v, stage 3": made(mesh={"pp": 2, "dp": 2}, zero=3, parts=4, model=FOUR, train_remat="full", pipeline=ZB_V),
+    "resident": made(mesh={"pp": 2, "dp": 2}, zero=3, parts=6, model=FOUR, resident=1, pipeline=ZB_V, prefetch=0),
     "dualpipe-v": made(
         mesh={"pp": 4}, parts=9, model={"n_layers": 8}, pipeline={"schedule": "dualpipe-v", "chunks": 2}
     ),
@@ -105,6 +106,16 @@ LONG = {
         reduce="once",
         pipeline={"schedule": "interleaved-zb", "chunks": 2},
     ),
+    "resident": made(mesh={"pp": 2, "dp": 2}, zero=3, parts=9, model=FOUR, resident=1),
+    "resident, interleaved": made(
+        mesh={"pp": 2, "dp": 2},
+        zero=3,
+        parts=16,
+        model=FOUR,
+        resident=1,
+        pipeline={"schedule": "interleaved", "chunks": 2},
+    ),
+    "resident, zb-v": made(mesh={"pp": 2, "dp": 2}, zero=3, parts=12, model=FOUR, resident=1, pipeline=ZB_V),
     "dualpipe-v": made(
         mesh={"pp": 4}, parts=16, model={"n_layers": 8}, pipeline={"schedule": "dualpipe-v", "chunks": 2}
     ),

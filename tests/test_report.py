@@ -517,6 +517,27 @@ def test_the_passes_of_a_pipeline_are_drawn_beside_the_played_ones(tmp_path, fz)
         assert all((out / f"pipeline_{name}.svg").is_file() for name in ("measured", "played"))
 
 
+def test_the_bubble_of_a_plan_is_beside_the_measured_one(tmp_path, fz):
+    """Where the plan is of the schedule that ran; of another number of micro-batches it is left out."""
+    s = pipeline.schedule("1f1b", pipeline.layout([1.0] * 4, 2), parts=4)
+    played = pipeline.play(s, {"F": 1.0, "B": 2.0}, wire=0.25)
+    folder = make_run(tmp_path / "run", steps=4)
+    record = {"attempt": 2, "step": 4, "schedule": pipeline.write_schedule(s)}
+    damage(folder, "pipeline.json", json.dumps({**record, "start": played.start, "end": played.end}))
+    plan = json.loads((folder / "plan.json").read_text())
+    for parts, columns in ((4, ["predicted", "played", "measured"]), (5, ["played", "measured"])):
+        ranks = [{"idle_s": 0.5}, {"idle_s": 0.25}]
+        facts = {"schedule": "1f1b", "micro_batches": parts, "row_s": 2.0, "ranks": ranks}
+        damage(folder, "plan.json", json.dumps({**plan, "pipeline": facts}))
+        out = tmp_path / f"report{parts}"
+        assert fz(folder, "--out", out)[0] == 0
+        (section,) = [one for one in sections.of_run(write.read(out).runs[0]) if one.name == "pipeline"]
+        found = next(part for part in section.parts if isinstance(part, Table))
+        assert list(found.head[2:]) == columns
+        if parts == 4:
+            assert [row[2] for row in found.rows[:2]] == [sections_pipeline.percent(x) for x in (0.25, 0.125)]
+
+
 def test_mistakes_are_one_clear_line(runs, tmp_path, fz):
     refused(fz(), "no run is given")
     refused(fz(tmp_path / "none"), "no such folder")

@@ -7,6 +7,8 @@ from unittest import mock
 import pytest
 import ranks
 from close import assert_same
+from launched import SHORT, TINY
+from test_offload import Case, check, each, folder  # noqa: F401  (a fixture)
 from zero_cases import FP64, OPTIMIZERS, batch_for, model_of
 
 import fzero
@@ -91,6 +93,67 @@ def test_gathers_are_those_of_the_schedule_and_bits_are_the_same(sizes, cases):
                 assert losses == found[0][1]
                 chunks = 2 if case[0] in ("interleaved", "zb-v") else 1
                 assert most == stages if room == chunks else most <= stages, (case, room, most, stages)
+
+
+# ---- with offload, float8 and compiled blocks ------------------------------------------------------------------------
+
+PARAMS = Case("params=nvme,opt=nvme", 0, (), "fp32", micro=3, steps=3, model="tied and deep", resident=1)
+PP2, DP2, TURNS = (("pp", 2),), (("dp", 2),), Pipeline("interleaved", chunks=2)
+
+
+@each(
+    [
+        PARAMS,
+        *(
+            pytest.param(case, marks=pytest.mark.exhaustive)
+            for case in (
+                PARAMS._replace(stage=3, mesh=DP2, policy="bf16"),
+                PARAMS._replace(offload="params=host,opt=host", stage=3, mesh=DP2),
+                PARAMS._replace(mesh=PP2, micro=4, pipeline=TURNS),
+                PARAMS._replace(mesh=PP2, micro=4, pipeline=TURNS, resident=2, stage=3, remat="full"),
+                PARAMS._replace(mesh=PP2, micro=4, pipeline=Pipeline("zb-v", chunks=2), policy="bf16"),
+            )
+        ),
+    ]
+)
+def test_parameters_from_elsewhere_stay_with_the_same_bits(case, folder):  # noqa: F811
+    check(case, folder)
+
+
+def in_float8(mesh, name, resident, compiled):
+    """(state, losses) of two steps whose layers are gathered as float8 numbers, compiled or not."""
+    model, tx = model_of("llama"), OPTIMIZERS["clipped adam"]
+    options = {"pipeline": PIPELINES[name]} if name in PIPELINES else {}
+    plan = fzero.zero_plan(3, model, mesh, policy="bf16_float8_gather", **options)
+    how = fzero.Execution(compiled=compiled, resident=resident)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=M, execution=how)
+    state, losses = fzero.init_state(model, tx, plan, seed=3), []
+    for i in range(2):
+        state, metrics = step(state, local_batch(batch_for(i, M * mesh.data_size), mesh, M))
+        losses.append(float(metrics.loss))
+    return pytree.named_leaves(state), losses
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("sizes, name", (({"dp": 2}, "one stage"), ({"pp": 2, "dp": 2}, "interleaved")))
+def test_float8_and_compiled_blocks_have_the_same_bits(sizes, name, compiled):
+    runs = [
+        ranks.run(math.prod(sizes.values()), in_float8, name, room, compiled, mesh=sizes, timeout_s=900)
+        for room in (0, 1)
+    ]
+    for (expected, losses), (found, other) in zip(*runs):
+        assert losses == other
+        assert_same(found, expected)
+
+
+def test_the_command_takes_it_and_refuses_where_nothing_is_fetched(fz, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = fz("pretrain", *TINY, *SHORT, "--resident", 1, "--out", "new")
+    assert code == 2 and "resident is 1, and no parameters are fetched" in err and err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+    code, _, err = fz("plan", "--model", "llama-tiny", "--mesh", "dp=2", "--resident", 1)
+    assert code == 2 and "resident is 1, and no parameters are fetched" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ PLACED = {
     "pipeline.layout": "1,2,3,2",
     "prefetch": 2,
     "reshard": False,
+    "resident": 1,
     "offload": "params=nvme,opt=nvme,acts=host",
     "nvme.folder": "a folder/on it's disk",
     "nvme.buffer_mb": 64,

@@ -41,6 +41,7 @@ SHORTHANDS = {
     "chunks": "pipeline.chunks",
     "layout": "pipeline.layout",
     "prefetch": "prefetch",
+    "resident": "resident",
     "offload": "offload",
     "nvme": "nvme.folder",
     "buffer_mb": "nvme.buffer_mb",
@@ -130,6 +131,9 @@ VALUES = (
     ),
     click.option("--layout", help="The layers of each stage, such as 8,9,9,6. Default: as even as they go."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
+    click.option(
+        "--resident", type=int, help="The stages of a rank that stay whole between micro-batches; without pp 1 is all."
+    ),
     click.option(
         "--offload",
         metavar="WHERE",

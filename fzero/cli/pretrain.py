@@ -27,6 +27,7 @@ PLACEMENT = (
     "chunks",
     "layout",
     "prefetch",
+    "resident",
     "offload",
     "nvme",
     "buffer_mb",

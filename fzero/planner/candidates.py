@@ -56,7 +56,8 @@ class Candidate(NamedTuple):
         sequence = self.tp > 1 and config.data.seq_len % self.tp == 0
         train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
         pipeline = Pipeline(self.schedule, self.chunks, self.layout) if self.pp > 1 else Pipeline()
-        split = {"sequence": sequence, "pipeline": pipeline}
+        fetched = (self.zero == 3 and self.dp > 1) or "params" in self.offload
+        split = {"sequence": sequence, "pipeline": pipeline, "resident": config.resident if fetched else 0}
         return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split)
 
 

@@ -163,7 +163,8 @@ class Sketcher:
             kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
         sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
-        gathered = (self.config.prefetch + 1) * self.largest_layer(parts) * policy.param.itemsize
+        whole = math.ceil(layers / c.pp / c.chunks) * min(self.config.resident, c.chunks)
+        gathered = (self.config.prefetch + 1 + whole) * self.largest_layer(parts) * policy.param.itemsize
         groups = {
             "params": held["params"] * policy.param.itemsize * (1 + (self.config.train.update == "delayed")),
             "optimizer": held["opt"] * self.opt_bytes,
@@ -310,11 +311,15 @@ class Sketcher:
             times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
             outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
             if c.zero == 3:
-                outside += micro * seconds("dp", "all_gather", ends, size)
+                # Where all stages of a rank stay whole between micro-batches, the first one gathers them.
+                stays = self.config.resident >= c.chunks
+                gathers = 1 if stays else micro
+                outside += gathers * seconds("dp", "all_gather", ends, size)
                 # Of each K recomputed layers, all but the last are gathered once more.
                 again = (2.0 - 1.0 / (Remat.parse(c.remat).every or 1)) * gather
-                out["dp"] = (
-                    micro * layers * (max(0.0, gather - forward) + max(0.0, again + scatter - backward)) + outside
+                again = 0.0 if stays else again
+                out["dp"] = outside + layers * (
+                    gathers * max(0.0, gather - forward) + micro * max(0.0, again + scatter - backward)
                 )
             elif c.zero == 2:
                 out["dp"] = (

@@ -61,7 +61,8 @@ def trace(
         few = replace(few, train=replace(few.train, measure_every=0))
     notes = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
     notes += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
-    whole = depth <= run + group
+    # Layers that stay whole between micro-batches are dropped together behind the last one: none stands for others.
+    whole = depth <= run + group or config.resident > 0
     say(f"tracing {depth if whole else run} of {depth} layers")
     step = run_step(few, sizes, rank, target, 0 if whole else run)
     middles: list[list[Stay]] = []

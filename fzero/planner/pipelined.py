@@ -24,6 +24,7 @@ from fzero.run.machine import resolve_auto
 from fzero.run.measure.moments import Change, Life, Stay
 from fzero.sharding import Plan
 from fzero.sharding.pipeline import Act, Schedule
+from fzero.sharding.pipeline.gathers import gather_row
 from fzero.sharding.pipeline.play import peak
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipelines import expect_parts
@@ -66,7 +67,9 @@ class PipelineTrace(NamedTuple):
     ranks: tuple[RankRow, ...]
 
 
-def circumstances_of(s: Schedule, rank: int, room: int, outside: frozenset[int]) -> list[Circumstance]:
+def circumstances_of(
+    s: Schedule, rank: int, room: int, outside: frozenset[int], resident: int = 0
+) -> list[Circumstance]:
     """Of each act of a rank's row all that its record may depend on.
 
     That is its kind and chunk; of a backward pass whether it is the first, the second or the last; whether another
@@ -77,10 +80,11 @@ def circumstances_of(s: Schedule, rank: int, room: int, outside: frozenset[int])
     there is no room, comes after the backward pass of that. Sums over ranks that a backward pass starts end with the
     next one that gives gradients, so it matters which that was.
 
-    outside: the stages with parts outside of stacks, whose gradients come with I. With updates within the row every
-    act is its own: it finds sums and parameters of other updates there.
+    outside: the stages with parts outside of stacks, whose gradients come with I. resident: see Execution. With updates
+    within the row every act is its own: it finds sums and parameters of other updates there.
     """
     chunks, row = s.stages.chunks(rank), s.rows[rank]
+    whole = residence(row, chunks, resident)
     left = Counter(ends_of(s, rank, act)[0] for act in row)
     sent: dict[Channel, list[Act]] = {}  # what each channel was given
     done: dict[tuple[int, int], str] = {}  # by (micro-batch, stage): the kinds of its ended backward passes
@@ -92,7 +96,7 @@ def circumstances_of(s: Schedule, rank: int, room: int, outside: frozenset[int])
         source, target = ends_of(s, rank, act)
         given = sent.setdefault(target, []) if target is not None else []
         left[source] -= 1
-        found: list[object] = [act.kind, chunks.index(act.stage), source is not None and left[source] > 0]
+        found: list[object] = [act.kind, chunks.index(act.stage), source is not None and left[source] > 0, whole[i]]
         if act.kind == "F":
             found.append(any(row[i + 1 : i + 2] == (act._replace(kind=kind),) for kind in BACKWARD))
         else:
@@ -109,6 +113,28 @@ def circumstances_of(s: Schedule, rank: int, room: int, outside: frozenset[int])
         given.append(act)
         if act.kind != "F":
             done[act.part, act.stage] = done.get((act.part, act.stage), "") + act.kind
+    return out
+
+
+def residence(row: Sequence[Act], chunks: Sequence[int], resident: int) -> list[Circumstance]:
+    """Of each act of a row what parameters that stay whole have to do with its record: which acts the stage has had
+    since it was gathered (None: it streams), as those have fetched their part of it, and what is dropped or gathered
+    behind the act."""
+    if not resident:
+        return [()] * len(row)
+    out: list[Circumstance] = []
+    had: dict[int, frozenset[str]] = {}
+    for act in gather_row(row, resident):
+        if act.kind in "GD":
+            out[-1:] = [(*one, act.kind, chunks.index(act.stage)) for one in out[-1:]]
+        if act.kind == "G":
+            had[act.stage] = frozenset()
+        elif act.kind == "D":
+            del had[act.stage]
+        else:
+            out.append((had.get(act.stage),))
+            if act.stage in had:
+                had[act.stage] |= {act.kind}
     return out
 
 
@@ -135,17 +161,17 @@ def outside_stacks(plan: Plan, job: run_build.Job, rank: int) -> frozenset[int]:
     return frozenset(stage for stage, parts in stages.items() if any(part.kind != "block" for part in parts))
 
 
-def few_parts(plan: Plan, rank: int, parts: int, outside: frozenset[int]) -> int:
+def few_parts(plan: Plan, rank: int, parts: int, outside: frozenset[int], resident: int = 0) -> int:
     """The fewest micro-batches with which the row of a rank has every circumstance that occurs in it with `parts`."""
     assert plan.pipeline is not None and plan.stages is not None  # a plan with pp
-    wanted = set(circumstances_of(schedule_of(plan, parts), rank, room_for(plan, parts), outside))
+    wanted = set(circumstances_of(schedule_of(plan, parts), rank, room_for(plan, parts), outside, resident))
     for few in range(1, parts) if plan.reduce != "canonical" and not plan.delayed else ():
         try:
             expect_parts(plan.pipeline, plan.stages, few)
         except ValueError:
             continue  # a number that the schedule does not take
         s = schedule_of(plan, few)
-        if wanted <= set(circumstances_of(s, rank, room_for(plan, few), outside)):
+        if wanted <= set(circumstances_of(s, rank, room_for(plan, few), outside, resident)):
             return few
     return parts
 
@@ -160,7 +186,7 @@ def record_of(config: RunConfig, sizes: Mapping[str, int], rank: int, parts: int
     end = next(i for i, stay in enumerate(step.stays) if (stay.visit.phase, stay.visit.part) == ("", "row"))
     assert len(marks) == len(s.rows[pp]), f"{len(marks)} of {len(s.rows[pp])} acts"
     acts = [list(step.stays[i:j]) for i, j in zip(marks, [*marks[1:], end])]
-    found = circumstances_of(s, pp, room_for(plan, few), outside_stacks(plan, step.job, pp))
+    found = circumstances_of(s, pp, room_for(plan, few), outside_stacks(plan, step.job, pp), config.resident)
     return Record(step, few, list(step.stays[: marks[0]]), acts, list(step.stays[end:]), found)
 
 
@@ -190,9 +216,9 @@ def trace(
         records: list[Record] = []
         for pp in ranks:
             outside = outside_stacks(plan, job, pp)
-            wanted = circumstances_of(s, pp, room, outside)
+            wanted = circumstances_of(s, pp, room, outside, config.resident)
             if not records or not known.keys() >= set(wanted):
-                few = few_parts(plan, pp, parts, outside)
+                few = few_parts(plan, pp, parts, outside, config.resident)
                 if say is not None:
                     say(f"tracing {few} of {parts} micro-batches on rank {pp} of pp")
                 record = record_of(config, sizes, pp * stride + rank % stride, parts, few, target)

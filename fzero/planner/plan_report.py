@@ -21,10 +21,9 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
+from fzero.sharding.pipelines import users_of
 from fzero.sharding.slices import local_numel
 from fzero.train.capture import SHARE, why_not
-from fzero.train.over_stages import users_of
-from fzero.train.streamed import parts_of
 
 PASSES = ("forward", "backward")
 
@@ -198,7 +197,7 @@ def grad_bytes(built: Job) -> int:
     """
     specs, plan = pytree.named_leaves(built.plan.grads), built.plan
     dtype = built.policy.param if build.local_micro_batches(built.config, built.mesh) == 1 else built.policy.accumulate
-    users, pp = users_of(parts_of(built.model, plan), plan), plan.mesh["pp"].rank
+    users, pp = users_of(plan), plan.mesh["pp"].rank
     held = [
         local_numel(leaf.shape, specs[name], plan.sizes)
         for name, leaf in pytree.named_leaves(plan.like).items()

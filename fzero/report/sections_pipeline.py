@@ -22,8 +22,11 @@ def pipeline(run: RunReport) -> Section:
     played, step = played_as(s, start, end), step_of(end)
     ours, theirs = bubbles(start, end, step), [idle / played.step for idle in played.idle]
     layers = [sum(len(s.stages.layers[stage]) for stage in s.stages.chunks(rank)) for rank in range(len(s.rows))]
-    rows = [(str(rank), str(n), percent(theirs[rank]), percent(ours[rank])) for rank, n in enumerate(layers)]
-    rows.append(("**all**", str(sum(layers)), percent(statistics.fmean(theirs)), percent(statistics.fmean(ours))))
+    columns, planned = {"played": theirs, "measured": ours}, planned_row(run, s)
+    if planned is not None:
+        columns = {"predicted": [one["idle_s"] / planned["row_s"] for one in planned["ranks"]], **columns}
+    rows = [(str(rank), str(n), *(percent(found[rank]) for found in columns.values())) for rank, n in enumerate(layers)]
+    rows.append(("**all**", str(sum(layers)), *(percent(statistics.fmean(found)) for found in columns.values())))
     number, name = run.pipeline.get("step", 0), f"{s.name}, {s.parts} micro-batches"
     alt = "Acts of each rank of pp over one step: forwards and backwards with their micro-batch"
     worst = max(range(len(ours)), key=lambda rank: ours[rank])
@@ -46,14 +49,26 @@ def pipeline(run: RunReport) -> Section:
             table(
                 "pipeline",
                 "Bubble: the part of its passes' time in which a rank of pp is idle",
-                ("rank of pp", "layers", "played", "measured"),
+                ("rank of pp", "layers", *columns),
                 rows,
             ),
             "Played: every act takes the median of its kind and stage, and a message the shortest time that one has "
             f"taken across that border in the step; the step then takes {shown(played.step, 's')}, and took "
-            f"{shown(step, 's')}. What a rank waits for inside an act, such as a gather, is part of the act.",
+            f"{shown(step, 's')}. What a rank waits for inside an act, such as a gather, is part of the act."
+            + (
+                ""
+                if planned is None
+                else f" Predicted: by `play` with the plan's acts, {shown(planned['row_s'], 's')}."
+            ),
         ],
     )
+
+
+def planned_row(run: RunReport, s: Schedule) -> dict[str, Any] | None:
+    """What the plan of a run says of its pipeline; None without a plan of this schedule that has times."""
+    facts = (run.plan or {}).get("pipeline") or {}
+    same = (facts.get("schedule"), facts.get("micro_batches")) == (s.name, s.parts)
+    return facts if same and "row_s" in facts and len(facts["ranks"]) == len(s.rows) else None
 
 
 def step_of(end: Times) -> float:

@@ -135,6 +135,7 @@ def build(
         config.reshard,
         t.measure_every > 0,
         t.capture,
+        config.resident,
         _layers=layers,
         _known=known,
     )

@@ -180,6 +180,7 @@ class RunConfig:
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again
+    resident: int = 0  # stage 3 or offloaded parameters: stages of a rank that may stay whole between micro-batches
     offload: str = (
         ""  # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     )

@@ -73,6 +73,7 @@ BOUNDS: dict[str, Bounds] = {
         "train.ema_decay": FRACTION,
         "zero": (0, True, 4),
         "prefetch": COUNT,
+        "resident": COUNT,
     },
     **{
         "nvme.buffer_mb": COUNT,

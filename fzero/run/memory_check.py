@@ -73,7 +73,8 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     at_rest = pytree.leaves(plan.params)
     moved = plan.mesh.shards.size > 1 and any("dp" in spec.axes for spec in at_rest)
     moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
-    gathered = (job.config.prefetch + 1) * part * policy.param.itemsize if moved else 0
+    whole = job.config.prefetch + 1 + layers_resident(job)
+    gathered = whole * part * policy.param.itemsize if moved else 0
     between = numel_between_stages(plan)
     grads += between * policy.accumulate.itemsize
     gathered += between * policy.param.itemsize * min(2, plan.delayed or 1)
@@ -99,6 +100,17 @@ def layers_alive(job: Job) -> int:
             alive += len(plan.stages.layers[act.stage]) * ((act.kind == "F") - (act.kind in "BW"))
             most = max(most, alive)
     return most
+
+
+def layers_resident(job: Job) -> int:
+    """The most layers of a rank whose parameters may stay whole between micro-batches."""
+    plan, most = job.plan, job.config.resident
+    if plan.stages is None:
+        return job.model.config.n_layers * min(1, most)
+    chunks = [
+        [len(plan.stages.layers[stage]) for stage in plan.stages.chunks(rank)] for rank in range(plan.sizes["pp"])
+    ]
+    return max(sum(sorted(layers)[-most:]) if most else 0 for layers in chunks)
 
 
 def numel_between_stages(plan: Plan) -> int:

@@ -25,6 +25,7 @@ FLAGS = {
     "pipeline.layout": "--layout",
     "prefetch": "--prefetch",
     "reshard": "",
+    "resident": "--resident",
     "offload": "--offload",
     "nvme.folder": "--nvme",
     "nvme.buffer_mb": "--buffer-mb",

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.moves import moves, ranks_of, reduce_dtype
+from fzero.sharding.sent import sent_table
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
-Moves = tuple[tuple[str, str], ...]  # (operation, link: see spec.links_of)
-
-
-def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
-    """The communication of a leaf's gradient: (after each micro-batch, once after the last)."""
-    owed = [(link, link.partition("+")[0]) for link in links_of(compute.owed, sizes)]
-    now = [("scatter" if axis in grads.axes else "psum", link) for link, axis in owed if axis not in grads.partial]
-    end = [
-        ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", link)
-        for link, axis in owed
-        if axis in grads.partial
-    ]
-    end += [("gather", link) for link in links_of(SHARDS, sizes) if "dp" in grads.axes and "dp" not in opt.axes]
-    return tuple(now), tuple(end)
-
-
-def ranks_of(link: str, sizes: Mapping[str, int]) -> int:
-    """The number of ranks of an axis, or of the link "dp+cp"."""
-    return math.prod(sizes[axis] for axis in link.split("+"))
-
-
 WORDS = {"scatter": "psum_scatter {}", "psum": "psum {}", "gather": "all_gather {} of the gradient"}
 
 
-def missing_part(link: str, sizes: Mapping[str, int]) -> float:
+def missing_part(link: str, sizes: dict[str, int]) -> float:
     """The part of a whole that a rank of a link has not, if it has its own: 0 for no link."""
     return 1 - 1 / ranks_of(link, sizes) if link else 0.0
 
@@ -114,7 +92,9 @@ def describe(plan: Plan) -> str:
             f"delayed updates, {plan.delayed} a step: gradients are taken at the parameters before the last update; a "
             f"rank holds {second:,} bytes of these beside the others, as they rest"
         )
-    if any(sent):
+    if plan.stages is not None:
+        notes += sent_table(plan)
+    elif any(sent):
         per = "an update" if plan.delayed else "a step"
         notes.append(
             f"a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} {per}; sums of gradients travel in "
@@ -149,12 +129,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reduce_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of gradients on their way."""
-    # On one process there is no rank to sum over: one dtype for both is what makes canonical sums agree between meshes.
-    return plan.policy.accumulate if plan.reduce == "canonical" else plan.policy.reduce
-
-
 def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
     """The bytes that a rank holds of a leaf: {"params": at rest, "grads": between micro-batches, "master": of its
     master weight}."""
@@ -173,8 +147,9 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
 def communication(plan: Plan, name: str) -> tuple[str, float, float]:
     """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step).
 
-    Excludes the activations that tensor parallelism and pipelines send. A leaf that the head shares counts once, and
-    one that pp shards as sent to one rank that uses it. The parameters of a layer are gathered a second time for its
+    Excludes the activations that tensor parallelism and pipelines send (see fzero.sharding.sent for what each rank of a
+    pipeline sends). A leaf that the head shares counts once, and one that pp shards as sent to one rank that uses it.
+    The parameters of a layer are gathered a second time for its
     backward pass, as Execution(reshard=True) has them.
     """
     leaf, sizes = plan.leaves[name], plan.sizes

@@ -210,6 +210,43 @@ def stages_of_table(pipeline: Pipeline, layers: int, ranks: int) -> Stages:
     return stages
 
 
+def outside_users(
+    model: Any, named: Mapping[str, Any], stages: Stages | None
+) -> dict[str, tuple[tuple[int, str], ...]]:
+    """By leaf outside the layers what uses it: the embedding in the first stage, the head
+    in the last one, a join with the first layer behind it, and each of the last two with the leaves that they share;
+    {} without stages."""
+    if stages is None:
+        return {}
+    stage_of, first = {"embed": 0, "head": len(stages.layers) - 1}, 0
+    joins = {f"join{stack.removeprefix('blocks')}" for stack in getattr(model, "join", {})}
+    for stack, depth in stacks_of(model, named).items():
+        part = f"join{stack.removeprefix('blocks')}"
+        if part in joins:
+            stage_of[part] = next(i for i, layers in enumerate(stages.layers) if first in layers)
+        first += depth
+    shared, out = getattr(model, "shared", ()), {}
+    for name in named:
+        if not is_stacked(name):
+            parts = {name.split("/")[0]} | ({"head", *joins} if name in shared else set())
+            out[name] = tuple(sorted((stage_of[part], part) for part in parts & set(stage_of)))
+    return out
+
+
+def users_of(plan: Any) -> dict[str, list[tuple[str, int]]]:
+    """Which ranks of pp use each leaf outside the layers: by leaf the (stream of gradients, rank), in the order of the
+    sum; {} without pp.
+
+    plan: a fzero.sharding.Plan. In canonical order each part of the model has a stream of its own.
+    """
+    if plan.stages is None:
+        return {}
+    return {
+        name: sorted({(part if plan.reduce == "canonical" else "", plan.stages.ranks[stage]) for stage, part in uses})
+        for name, uses in sorted(plan.outside.items())
+    }
+
+
 def with_layers(
     compute: dict[str, Spec], named: Mapping[str, Any], model: Any, stages: Stages | None
 ) -> dict[str, Spec]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +32,7 @@ from fzero.sharding.describe import describe
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
-from fzero.sharding.pipelines import Pipeline, stages_for, with_layers
+from fzero.sharding.pipelines import Pipeline, outside_users, stages_for, with_layers
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import check_dims
 from fzero.sharding.spec import Spec
@@ -91,6 +91,8 @@ class Plan:
     context: Context | None = None  # on a mesh with cp
     heads: Heads | None = None  # of attention on a rank of tp
     delayed: int = 0  # the delayed updates of a step; 0: one that is not, after its gradient
+    # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
+    outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return describe(self)
@@ -232,7 +234,8 @@ def zero_plan(
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out, name in moved)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), delayed
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest)
+    outside = outside_users(model, named, stages)
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside)
 
 
 def moved_and_frozen(model: Any) -> tuple[frozenset[str], frozenset[str]]:
@@ -254,7 +257,7 @@ def wide_dtype(policy: Policy) -> torch.dtype:
 
 
 def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
-    """Raise TypeError for options of a plan that are of other kinds."""
+    """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
     expect_regex("frozen", frozen)

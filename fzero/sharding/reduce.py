@@ -25,7 +25,7 @@ from fzero.core.future import Future
 from fzero.core.gpu import Copied, copy_out
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
-from fzero.sharding.describe import Moves, moves, reduce_dtype
+from fzero.sharding.moves import Moves, moves, reduce_dtype, without_pp
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
 from fzero.sharding.slices import is_stacked, local_shape
@@ -37,12 +37,6 @@ class LayerSums(NamedTuple):
     # (leaf, layer, sum, the copy of it that is under way or None); of a leaf on a disk the sum of all its layers
     take: Callable[[str, int, Any, Copied | None], None]
     keep: bool = False  # whether the sums are in `GradientReducer.sums` too, at rest where the plan says
-
-
-def without_pp(both: tuple[Moves, Moves]) -> tuple[Moves, Moves]:
-    """The moves of a micro-batch and of a step but those over pp, which are made behind the row of a rank."""
-    now, end = (tuple(move for move in path if move[1] != "pp") for path in both)
-    return now, end
 
 
 class GradientReducer:

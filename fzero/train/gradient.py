@@ -19,12 +19,13 @@ from fzero.offload import Nvme, ScratchTensor
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
+from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Group, ParamFetcher
 from fzero.sharding.reduce import GradientReducer, LayerSums
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
-from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses, users_of
+from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
 from fzero.train.row import Batches, Turn, run_row
 from fzero.train.state import TrainState
 from fzero.train.streamed import StreamedModel, parts_of
@@ -98,7 +99,7 @@ class StepGradient:
         self.plan, self.how, self.nvme, self.lasting = plan, how, nvme, lasting
         self.loss, self.backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
         self.told: dict[Any, Any] = {} if how._known is None else how._known
-        self.users = users_of(parts_of(loss_fn, plan), plan) if isinstance(loss_fn, base.Model) else {}
+        self.users = users_of(plan)
         self.square = shards_of(plan).square
 
     def firsts(self, parts: int, size: int) -> list[int]:

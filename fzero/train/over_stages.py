@@ -22,7 +22,6 @@ from fzero.models import base
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked, local_shape
 from fzero.train.loss import Layout, packed
-from fzero.train.streamed import Part, stages_of
 
 Users = dict[str, list[tuple[str, int]]]  # by leaf (stream of gradients, rank of pp), in the order of their sum
 
@@ -31,19 +30,6 @@ def link_of(axis: Axis) -> Communicator:
     """The communicator of an axis of several ranks."""
     assert axis.communicator is not None
     return axis.communicator
-
-
-def users_of(parts: Sequence[Part], plan: Plan) -> Users:
-    """Which ranks of pp use each leaf outside the layers, and under which stream they sum its gradient; {} without
-    pp."""
-    if plan.stages is None:
-        return {}
-    found: dict[str, set[tuple[str, int]]] = {}
-    for rank in range(plan.stages.size):
-        for part in (part for stage in stages_of(parts, plan, rank).values() for part in stage if not part.depth):
-            for name in part.leaves:
-                found.setdefault(name, set()).add((part.name if plan.reduce == "canonical" else "", rank))
-    return {name: sorted(terms) for name, terms in sorted(found.items())}
 
 
 @torch.no_grad()

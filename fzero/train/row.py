@@ -26,11 +26,11 @@ from fzero.sharding.pipeline import Act, Schedule, Stages, feeds, needs, with_up
 from fzero.sharding.pipeline.gathers import gather_row
 from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import BACKWARD
-from fzero.sharding.pipelines import Pipeline, schedule_for
+from fzero.sharding.pipelines import Pipeline, schedule_for, users_of
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Resident
 from fzero.train.between import Between, signature_of
-from fzero.train.over_stages import gather_over_pp, share_losses, users_of
+from fzero.train.over_stages import gather_over_pp, share_losses
 from fzero.train.streamed import Activations, Headed, Held, Part, Passed, StreamedModel, Told, stages_of
 
 
@@ -238,7 +238,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     stages, row = stages_of(model.parts, plan), forward_row(plan)
     ctx, signatures = model.context(batch, {}, 0), [signature_of(batch)]
     between = Between(plan, row, 2, model.known, device)
-    users = users_of(model.parts, plan)
+    users = users_of(plan)
     params = gather_over_pp(params, plan, users, device)
     between.open(signatures)
     losses = []

@@ -28,15 +28,15 @@ from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.mesh import ORDER
+from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Group
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
 from fzero.train.gradient import layer_keys, make_backward
 from fzero.train.loss import LossFn, dropout_key
-from fzero.train.over_stages import gather_over_pp, users_of
+from fzero.train.over_stages import gather_over_pp
 from fzero.train.row import Batches, Turn
 from fzero.train.state import TrainState, expect_alive, state_specs
-from fzero.train.streamed import parts_of
 
 WORD = 1 << 64
 
@@ -89,7 +89,7 @@ def make_check(
     Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
     backward, mesh, policy = make_backward(model, plan, execution, nvme), plan.mesh, plan.policy
-    specs, users = state_specs(plan, tx), users_of(parts_of(model, plan), plan) if isinstance(model, base.Model) else {}
+    specs, users = state_specs(plan, tx), users_of(plan)
     compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}
 

@@ -1,0 +1,46 @@
+"""The communication of a leaf's gradient, from its specs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.spec import Spec
+
+Plan = Any  # fzero.sharding.plan.Plan, which prints them
+Moves = tuple[tuple[str, str], ...]  # (operation, link: see tables.links_of)
+COLLECTIVES = {"scatter": "psum_scatter", "psum": "psum", "gather": "all_gather"}  # by operation
+
+
+def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tuple[Moves, Moves]:
+    """The communication of a leaf's gradient: (after each micro-batch, once after the last)."""
+    owed = [(link, link.partition("+")[0]) for link in links_of(compute.owed, sizes)]
+    now = [("scatter" if axis in grads.axes else "psum", link) for link, axis in owed if axis not in grads.partial]
+    end = [
+        ("scatter" if axis in opt.axes and axis not in grads.axes else "psum", link)
+        for link, axis in owed
+        if axis in grads.partial
+    ]
+    end += [("gather", link) for link in links_of(SHARDS, sizes) if "dp" in grads.axes and "dp" not in opt.axes]
+    return tuple(now), tuple(end)
+
+
+def ranks_of(link: str, sizes: Mapping[str, int]) -> int:
+    """The number of ranks of an axis, or of the link "dp+cp"."""
+    return math.prod(sizes[axis] for axis in link.split("+"))
+
+
+def without_pp(both: tuple[Moves, Moves]) -> tuple[Moves, Moves]:
+    """The moves of a micro-batch and of a step but those over pp, which are made behind the row of a rank."""
+    now, end = (tuple(move for move in path if move[1] != "pp") for path in both)
+    return now, end
+
+
+def reduce_dtype(plan: Plan) -> torch.dtype:
+    """The dtype of gradients on their way."""
+    # On one process there is no rank to sum over: one dtype for both is what makes canonical sums agree between meshes.
+    return plan.policy.accumulate if plan.reduce == "canonical" else plan.policy.reduce

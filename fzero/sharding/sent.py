@@ -1,0 +1,222 @@
+"""What a rank of a pipeline sends in a step of the leaves' parameters and gradients, and over the borders of its
+stages: in the numbers of elements that the ledger counts.
+
+Left out are the activations within a stage (tensor and context parallelism), losses, norms, and the largest magnitudes
+of leaves that are gathered as float8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.comm.bucket import bucket_groups
+from fzero.comm.ledger import sent_elements
+from fzero.comm.tables import SHARDS, links_of
+from fzero.sharding.moves import COLLECTIVES, Moves, moves, ranks_of, reduce_dtype, without_pp
+from fzero.sharding.pipelines import users_of
+from fzero.sharding.slices import is_stacked, local_numel
+from fzero.sharding.spec import Spec
+
+Plan = Any  # fzero.sharding.plan.Plan, which prints this
+WHATS = ("activations", "gradients", "layers", "outside")
+
+
+class Sent(NamedTuple):
+    """What a rank sends of one kind by one collective over one link.
+
+    Of "activations" and their "gradients", over the borders of its stages, `part` is the number of messages; of
+    "layers", and of "outside", the leaves outside the layers, `part` and `once` are elements.
+    """
+
+    what: str  # of WHATS
+    collective: str
+    link: str
+    itemsize: int  # bytes of an element; 0: of activations, in the dtype of products
+    part: int  # for each micro-batch
+    once: int  # once a step
+
+    @property
+    def amounts(self) -> tuple[int, int]:
+        """`part` and `once`."""
+        return self.part, self.once
+
+
+class Sums:
+    """Adds up what a rank sends."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes, self.found = sizes, dict[tuple[str, str, str, int], list[int]]()
+
+    def add(self, what: str, collective: str, link: str, itemsize: int, part: int, once: int) -> None:
+        """Add elements of each micro-batch, and of a step."""
+        if part or once:
+            so_far = self.found.setdefault((what, collective, link, itemsize), [0, 0])
+            so_far[0], so_far[1] = so_far[0] + part, so_far[1] + once
+
+    def gather(self, what: str, link: str, itemsize: int, elements: int, part: int = 0, once: int = 0) -> None:
+        """Add gathers of so many elements, those of the whole tensor: `part` in each micro-batch, `once` in a step."""
+        sent = sent_elements("all_gather", elements, ranks_of(link, self.sizes))
+        self.add(what, "all_gather", link, itemsize, part * sent, once * sent)
+
+    def walk(self, what: str, path: Moves, itemsize: int, elements: int, times: tuple[int, int]) -> int:
+        """Add the collectives of a path of gradients, so often in a micro-batch and in a step; return the elements
+        behind it."""
+        for op, link in path:
+            ranks = ranks_of(link, self.sizes)
+            whole = elements * ranks if op == "gather" else elements
+            sent = sent_elements(COLLECTIVES[op], whole, ranks)
+            self.add(what, COLLECTIVES[op], link, itemsize, times[0] * sent, times[1] * sent)
+            elements = elements // ranks if op == "scatter" else whole
+        return elements
+
+
+def sent_by_rank(plan: Plan) -> tuple[tuple[Sent, ...], ...]:
+    """By rank of pp what it sends in a step, with parameters gathered again for each backward pass (as
+    Execution(reshard=True) has them).
+
+    >>> import fzero
+    >>> from fzero import models
+    >>> model = models.build(models.preset("llama-tiny"))
+    >>> found = sent_by_rank(fzero.zero_plan(0, model, fzero.fake_mesh({"pp": 2})))
+    >>> [(one.what, one.collective, one.part, one.once) for one in found[0]]
+    [('activations', 'message', 1, 0), ('outside', 'gather_to', 0, 32896), ('outside', 'scatter_from', 0, 32768)]
+    """
+    return tuple(sent_of(plan, rank) for rank in range(plan.sizes["pp"]))
+
+
+def sent_of(plan: Plan, rank: int) -> tuple[Sent, ...]:
+    """What a rank of pp sends in a step."""
+    sums, ranks = Sums(plan.sizes), plan.stages.ranks
+    for stage in plan.stages.chunks(rank):
+        if stage + 1 < len(ranks) and ranks[stage + 1] != rank:
+            sums.add("activations", "message", "pp", 0, 1, 0)
+        if stage and ranks[stage - 1] != rank:
+            sums.add("gradients", "message", "pp", 0, 1, 0)
+    stacks: dict[str, list[str]] = {}
+    for name in plan.leaves:
+        if is_stacked(name):
+            stacks.setdefault(name.split("/")[0], []).append(name)
+    for names in stacks.values():
+        layers = len(plan.leaves[names[0]].params.rows[rank])
+        add_group(sums, plan, "layers", names, layers, 2, frozenset())
+    before: set[str] = set()
+    for names in parts_outside(plan, rank):
+        add_group(sums, plan, "outside", names, 1, 1, frozenset(before & set(names)))
+        before |= set(names)
+    add_over_pp(sums, plan, rank)
+    add_updated(sums, plan, rank)
+    ordered = sorted(sums.found.items(), key=lambda one: (WHATS.index(one[0][0]), one[0]))
+    return tuple(Sent(*key, *amounts) for key, amounts in ordered)
+
+
+def parts_outside(plan: Plan, rank: int) -> Iterator[list[str]]:
+    """The leaves of each part outside the layers that a rank runs, in the order of a forward pass."""
+    parts: dict[tuple[int, int, str], list[str]] = {}
+    for name, uses in plan.outside.items():
+        for stage, part in uses:
+            if plan.stages.ranks[stage] == rank:
+                parts.setdefault((stage, part_order(part), part), []).append(name)
+    return (parts[key] for key in sorted(parts))
+
+
+def part_order(part: str) -> int:
+    """The place of a part among those of one stage: the embedding first and the head last."""
+    return {"embed": 0, "head": 2}.get(part, 1)
+
+
+def layer_numel(plan: Plan, name: str, spec: Spec) -> int:
+    """The elements of a leaf, or of a layer of a stacked one, that a rank holds under a spec."""
+    shape = plan.leaves[name].shape
+    if not is_stacked(name):
+        return local_numel(shape, spec, plan.sizes)
+    return math.prod(shape[1:]) // math.prod(plan.sizes[axis] for dim in spec.dims[1:] for axis in dim)
+
+
+def add_group(
+    sums: Sums, plan: Plan, what: str, names: Sequence[str], times: int, passes: int, again: frozenset[str]
+) -> None:
+    """Add what is sent of leaves that are fetched together, `times` groups of them: gathers for so many passes of a
+    micro-batch, and the sums of their gradients.
+
+    again: leaves for which a part before it on the rank gives a gradient too.
+    """
+    over, sizes = "".join(links_of(SHARDS, plan.sizes)), plan.sizes
+    numels = {name: layer_numel(plan, name, plan.leaves[name].use) for name in names}
+    shards = [name for name in names if over and "dp" in plan.leaves[name].use.axes]
+    dtypes = [torch.uint8 if name in plan.float8 else plan.leaves[name].dtype for name in shards]
+    like = [torch.empty(numels[name], dtype=dtype, device="meta") for name, dtype in zip(shards, dtypes)]
+    for bucket in bucket_groups(like, [()] * len(like)):
+        gathered = sum(numels[shards[i]] for i in bucket) * ranks_of(over, sizes)
+        sums.gather(what, over, dtypes[bucket[0]].itemsize, gathered, part=times * passes)
+    trained = [name for name in names if plan.leaves[name].trained]
+    paths = {name: without_pp(path_of(plan, name)) for name in trained}
+    whole = {name: layer_numel(plan, name, plan.leaves[name].compute) for name in trained}
+    grads = [torch.empty(whole[name], dtype=plan.leaves[name].dtype, device="meta") for name in trained]
+    kinds = [(paths[name], name in again) for name in trained]
+    width = reduce_dtype(plan).itemsize
+    for bucket in bucket_groups(grads, kinds):
+        (now, end), more = kinds[bucket[0]]
+        elements = sum(whole[trained[i]] for i in bucket)
+        elements = sums.walk(what, now, width, elements, (times, 0))
+        if not more or plan.reduce == "canonical":  # else the part before it ends the sum
+            sums.walk(what, end, width, elements, (0, times))
+
+
+def path_of(plan: Plan, name: str) -> tuple[Moves, Moves]:
+    """The `moves` of a leaf of a plan."""
+    leaf = plan.leaves[name]
+    return moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes)
+
+
+def add_over_pp(sums: Sums, plan: Plan, rank: int) -> None:
+    """Add the leaves outside the layers that pp shards: to the ranks that use them, and their sums from there."""
+    p, over = plan.sizes["pp"], "".join(links_of(SHARDS, plan.sizes))
+    for name, users in users_of(plan).items():
+        leaf, of = plan.leaves[name], {one for _, one in users}
+        size = leaf.dtype.itemsize
+        if leaf.params.dims != leaf.use.dims:
+            rest = local_numel(leaf.shape, leaf.params, plan.sizes)
+            sums.add("outside", "gather_to", "pp", size, 0, rest * len(of - {rank}))
+            if over and rank in of and "dp" in leaf.params.axes and "dp" not in leaf.use.axes:
+                sums.gather("outside", over, size, rest * p * ranks_of(over, plan.sizes), once=1)
+        if leaf.trained:
+            mine = local_numel(leaf.shape, leaf.opt, plan.sizes) * (p - 1)
+            times = sum(source == rank for _, source in users)
+            sums.add("outside", "scatter_from", "pp", plan.policy.accumulate.itemsize, 0, mine * times)
+
+
+def add_updated(sums: Sums, plan: Plan, rank: int) -> None:
+    """Add the gathers over data ranks of what is updated in shards and used whole."""
+    over = "".join(links_of(SHARDS, plan.sizes))
+    for name, leaf in plan.leaves.items():
+        if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
+            layers = len(leaf.params.rows[rank]) if is_stacked(name) else 1
+            whole = layer_numel(plan, name, leaf.params) * layers
+            what = "layers" if is_stacked(name) else "outside"
+            sums.gather(what, over, leaf.dtype.itemsize, whole, once=1)
+
+
+def sent_table(plan: Plan) -> list[str]:
+    """The lines of `print(plan)` that say what each rank of pp sends."""
+    times = "a micro-batch", "an update" if plan.delayed else "a step"
+    head = ("rank of pp", "activations", "gradients", *(f"{what}, {when}" for what in WHATS[2:] for when in times))
+    rows: list[tuple[str, ...]] = [head]
+    most = [0, 0]
+    for rank, found in enumerate(sent_by_rank(plan)):
+        messages = [sum(one.part for one in found if one.what == what) for what in WHATS[:2]]
+        elements = [sum(one.amounts[i] for one in found if one.what == what) for what in WHATS[2:] for i in (0, 1)]
+        most = [max(most[i], sum(one.amounts[i] * one.itemsize for one in found)) for i in (0, 1)]
+        rows.append((str(rank), *(f"{n:,}" for n in (*messages, *elements))))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "sent by a rank: messages over its borders for each micro-batch (of a model's activations [B, T, D]), and "
+        "elements of parameters and gradients",
+        *lines,
+        f"beside messages a rank sends at most {most[0]:,} bytes a micro-batch and {most[1]:,} {times[1]}; sums "
+        f"of gradients travel in {str(reduce_dtype(plan)).removeprefix('torch.')}",
+    ]
