@@ -101,7 +101,8 @@ def make_step(mesh: Mesh, text: str, parts: int, layer_s: float) -> tuple[Any, C
     """(the schedule, a step by it), of so many micro-batches an update."""
     model, tx, (name, updates) = sleeping_model(mesh["pp"].size, layer_s), optim.sgd(0.0), updates_of(text)
     chunks, parts = FAMILIES[name].chunks or CHUNKS, parts * max(1, updates)
-    plan = fzero.zero_plan(0, model, mesh, pipeline=fzero.Pipeline(name, chunks=chunks), delayed=updates)
+    plan = fzero.zero_plan(0, model, mesh, pipeline=fzero.Pipeline(name, chunks=chunks))
+    plan = plan.with_updates(updates) if updates else plan
     update = "delayed" if updates else "end"
     train_step = fzero.make_train_step(model, tx, plan, micro_batches=parts, update=update)
     state = fzero.init_state(model, tx, plan, seed=0)

@@ -130,7 +130,7 @@ def of_ranks(mesh):
     "number", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
 )
 def test_ranks_capture_their_messages(number):
-    for right, sent, replays, races, news in ranks.run(number, of_ranks, mesh={"dp": number}):
+    for right, sent, replays, races, news in ranks.run(number, of_ranks, mesh={"dp": number}, timeout_s=600.0):
         assert right and sent and replays == 2 and not races and "steps are captured" in news[0]
 
 

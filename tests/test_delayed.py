@@ -81,7 +81,7 @@ def steps_of(mesh, case, bad=False, donate=True):
     """(the function that makes step i of a case, plan, tx, the first state)"""
     name, optimizer, stage, updates, micro, options = case
     model, tx = breaking(name), OPTIMIZERS[optimizer]
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, delayed=updates, **options)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, **options).with_updates(updates)
     local = updates * micro
     step = fzero.make_train_step(model, tx, plan, micro_batches=local, update="delayed", donate=donate)
 
@@ -324,7 +324,7 @@ def test_tables_that_two_versions_do_not_allow_are_refused():
 
 def test_the_plan_says_that_there_are_two_versions():
     model = model_of("llama", dropout=0.0)
-    plan = fzero.zero_plan(3, model, fzero.fake_mesh({"dp": 2}), policy="bf16", delayed=4)
+    plan = fzero.zero_plan(3, model, fzero.fake_mesh({"dp": 2}), policy="bf16").with_updates(4)
     state = meta_state(plan, optim.adamw())
     size = sum(leaf.nbytes for leaf in pytree.leaves(state.extra["previous"]))
     assert size == sum(leaf.nbytes for leaf in pytree.leaves(state.params)) > 0
@@ -334,12 +334,12 @@ def test_the_plan_says_that_there_are_two_versions():
 
 MODEL = model_of("llama", dropout=0.0)
 REFUSED = {
-    "no second version": (dict(), dict(update="delayed"), "the plan has delayed=0"),
-    "another update": (dict(delayed=1), dict(), 'update="end" and the plan has delayed=1'),
+    "no second version": (dict(), dict(update="delayed"), "the plan has 0 delayed updates"),
+    "another update": (dict(delayed=1), dict(), 'update="end" and the plan has 1 delayed updates'),
     "offload": (dict(delayed=1, offload="opt=host"), dict(update="delayed"), "must be on the device"),
     "loss scale": (dict(delayed=1, policy="fp16"), dict(update="delayed"), "scales the loss"),
     "uneven": (dict(delayed=2), dict(update="delayed", micro_batches=3), "cannot share them evenly"),
-    "no number": (dict(delayed=-1), dict(update="delayed"), "delayed is -1; it must be a whole number of at least 0"),
+    "no number": (dict(delayed=-1), dict(update="delayed"), "updates is -1; it must be a whole number"),
     "resident": (
         dict(delayed=1), dict(update="delayed", execution=fzero.Execution(resident=1)), 'update="delayed" writes to',
     ),
@@ -356,7 +356,9 @@ def test_what_does_not_go_together_is_one_line(case):
     plan = dict(plan)
     stage, mesh = (3 if case == "resident" else 0), fzero.fake_mesh(plan.pop("mesh", {"dp": 2}))
     with pytest.raises(ValueError, match=words) as error:
-        fzero.make_train_step(MODEL, optim.adamw(), fzero.zero_plan(stage, MODEL, mesh, **plan), **step)
+        updates = plan.pop("delayed", 0)
+        made = fzero.zero_plan(stage, MODEL, mesh, **plan)
+        fzero.make_train_step(MODEL, optim.adamw(), made.with_updates(updates) if updates else made, **step)
     assert "\n" not in str(error.value)
 
 

@@ -145,7 +145,8 @@ OFTEN = ("dp2", "dp2 stage 3", "tp2", "dp2 stage 3 all host", "pp2 interleaved",
 def test_ranks_wait_for_no_other_reason_than_one_and_have_the_bits_of_the_cpu(name, tmp_path):
     sizes, case = CASES[name]
     number = math.prod(sizes.values())
-    for expected, found, waits, unpinned, races, freed in ranks.run(number, both, case, tmp_path, mesh=sizes):
+    done = ranks.run(number, both, case, tmp_path, mesh=sizes, timeout_s=600.0)
+    for expected, found, waits, unpinned, races, freed in done:
         assert by_file(waits) == WAITS.get(name, {}), waits
         assert not unpinned and not races and not freed
         assert found == expected and len(found) == 4

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 _ATEN = torch.ops.aten
 VECTOR_NORM, ABS, AMAX = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _ATEN.amax.default
@@ -92,9 +93,9 @@ def _asked(node: Node) -> Asked | None:
     return Asked(source, result, by_row)
 
 
-def _magnitude(node: Node) -> tuple[Node | None, list[int]]:
+def _magnitude(node: Node) -> tuple[Any, list[int]]:
     """(the tensor whose largest magnitude a node is, over which dims: all if there are none); (None, []) else."""
-    given = (*node.args, None, None, None)
+    given: Any = (*node.args, None, None, None)
     if node.op == "call_function" and not node.kwargs and node.target is VECTOR_NORM:
         source, order, dims = given[:3]
         return (source, dims or []) if order == float("inf") and node.args[3:] in ((), (False,)) else (None, [])
@@ -103,7 +104,7 @@ def _magnitude(node: Node) -> tuple[Node | None, list[int]]:
     return None, []
 
 
-def _val(node: Node, number: int = 0) -> Tensor:
+def _val(node: Any, number: int = 0) -> Tensor:
     """A result of a node, without its numbers."""
     val = node.meta["val"]
     return val[number] if isinstance(val, (tuple, list)) else val
@@ -121,7 +122,8 @@ def _with_twin(graph: GraphModule, call: Node) -> Node:
     with graph.graph.inserting_before(call):
         made = graph.graph.call_function(twin, call.args, call.kwargs)
         made.meta.update(call.meta)
-        made.meta["val"] = twin(*torch.fx.node.map_arg(call.args, lambda n: n.meta["val"]))
+        values: Any = map_arg(call.args, lambda n: n.meta["val"])
+        made.meta["val"] = twin(*values)
         if isinstance(call.meta["val"], (tuple, list)):
             call.replace_all_uses_with(made)
         else:

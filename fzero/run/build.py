@@ -98,12 +98,6 @@ def build(
             f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
             "does not divide"
         )
-    delayed = config.train.updates if config.train.update == "delayed" else 0
-    if delayed and micro_batches % delayed:
-        raise ValueError(
-            f"train.updates is {delayed} and each data rank has {micro_batches} micro-batches a step, which so many "
-            "updates cannot share evenly; change train.batch, or the mesh"
-        )
     model = with_objective(config, models.build(config.model) if model is None else model)
     plan = zero_plan(
         config.zero,
@@ -115,12 +109,13 @@ def build(
         offload=config.offload,
         pipeline=config.pipeline,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
-        delayed=delayed,
     )
+    plan = plan.with_updates(delayed_updates(config, micro_batches)) if config.train.update == "delayed" else plan
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
-    tx = make_optimizer(config.optim, t.steps, kernels=Kernels.parse(t.kernels), seed=t.seed, updates=delayed or 1)
+    options = {"kernels": Kernels.parse(t.kernels), "seed": t.seed, "updates": max(1, plan.delayed)}
+    tx = make_optimizer(config.optim, t.steps, **options)
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
@@ -154,6 +149,16 @@ def build(
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
+
+
+def delayed_updates(config: RunConfig, micro_batches: int) -> int:
+    """The delayed updates of a step; raises ValueError if they cannot share the micro-batches of a data rank evenly."""
+    if micro_batches % config.train.updates:
+        raise ValueError(
+            f"train.updates is {config.train.updates} and each data rank has {micro_batches} micro-batches a step, "
+            "which so many updates cannot share evenly; change train.batch, or the mesh"
+        )
+    return config.train.updates
 
 
 def with_objective(config: RunConfig, model: Model) -> Model:

@@ -145,6 +145,25 @@ class Plan:
             return trained
         return pytree.from_named({**pytree.named_leaves(rest), **trained}, rest)
 
+    def with_updates(self, updates: int) -> Plan:
+        """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
+        versions of the trained parameters, and with pp no rank waits for the pipeline to empty between the updates.
+
+        Raises ValueError for a number below 1, and for offload of anything but activations.
+
+        >>> fzero.zero_plan(0, {"w": torch.zeros(8, 2)}, fzero.one_process()).with_updates(2).delayed
+        2
+        """
+        expect_count("the number of updates", updates)
+        for name, leaf in self.leaves.items():
+            for group, spec in (("params", leaf.params), ("grads", leaf.grads), ("opt", leaf.opt)):
+                if spec.memory != "device":
+                    raise ValueError(
+                        f"delayed updates: {name} has its {group} in memory {spec.memory!r}, and both versions of the "
+                        "parameters and all that updates them must be on the device; offload acts alone"
+                    )
+        return replace(self, delayed=updates)
+
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
@@ -161,7 +180,6 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
-    delayed: int = 0,
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
@@ -183,8 +201,6 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
-    delayed: the updates of a step with update="delayed" (see make_train_step). The state then has two versions of the
-    trained parameters, and with pp no rank waits for the pipeline to empty between the updates. 0: one update a step.
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -202,7 +218,6 @@ def zero_plan(
     expect_kinds(mesh, sequence, frozen, offload, pipeline)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
-    expect_count("delayed", delayed, least=0)
     named = pytree.named_leaves(like := shapes_of(model))
     sizes = {axis.name: axis.size for axis in mesh.axes}
     context = context_for(sequence, model, sizes, policy.compute.itemsize)
@@ -220,22 +235,20 @@ def zero_plan(
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
-    expect_on_device(delayed, offload)
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
-    moved, never = moved_and_frozen(model)
+    leaves, (moved, never) = {}, moved_and_frozen(model)
     params, use = ({**specs, **whole_over_data(moved, compute)} for specs in (params, use))
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    leaves = {}
     for name, leaf in named.items():
         places = compute[name], params[name], grads[name], opt[name], use[name]
         dtype = leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
         leaves[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in out, name in moved)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
-    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), delayed
-    outside = outside_users(model, named, stages)
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside)
+    rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"])
+    users = outside_users(model, named, stages)
+    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside=users)
 
 
 def moved_and_frozen(model: Any) -> tuple[frozenset[str], frozenset[str]]:
@@ -264,15 +277,6 @@ def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: 
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
-
-
-def expect_on_device(delayed: int, offload: Offload) -> None:
-    """Raise ValueError for delayed updates of a state that is not on the device."""
-    if delayed and {tier.memory for tier in (offload.params, offload.grads, offload.opt)} != {"device"}:
-        raise ValueError(
-            f"delayed is {delayed} and offload is {str(offload)!r}: both versions of the parameters and all that "
-            "updates them must be on the device; leave one out, or use acts alone"
-        )
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:

@@ -51,6 +51,7 @@ class Between:
     def __init__(self, plan: Plan, row: Sequence[Act], room: int, shapes: dict[Any, Any], device: torch.device) -> None:
         self.shapes, self.device, axis, self.acts = shapes, device, plan.mesh["pp"], plan.mesh.ledger.acts
         self.ranks, self.rank = (0,) if plan.stages is None else plan.stages.ranks, axis.rank
+        self.signatures: Sequence[Signature] = ()  # of the micro-batches, see `open`
         self.here: dict[tuple[int, int, bool], Activations] = {}  # between two stages of this rank
         self.senders: dict[Channel, Sender] = {}
         self.receivers: dict[Channel, Receiver] = {}
@@ -80,15 +81,17 @@ class Between:
         """The stage whose result has the shapes of what `stage` takes."""
         return stage - 1 if forward else stage
 
-    def give(self, part: int, stage: int, x: Activations | list[Tensor], forward: bool, signature: Signature) -> None:
-        """Hand what `stage` made of a micro-batch to the stage behind it, or before it."""
+    def give(self, part: int, stage: int, x: Activations | list[Tensor], forward: bool) -> None:
+        """Hand what `stage` made of a micro-batch to the stage behind it, or before it; activations leave `x`."""
         target = stage + 1 if forward else stage - 1
         if self.ranks[target] == self.rank:
             self.here[part, target, forward] = (
                 Activations(list(x.leaves), x.treedef) if isinstance(x, Activations) else Activations(x, None)
             )
-            return
-        self.senders[self.ranks[target], forward].send(x.leaves if isinstance(x, Activations) else x)
+        else:
+            self.senders[self.ranks[target], forward].send(x.leaves if isinstance(x, Activations) else x)
+        if isinstance(x, Activations):
+            x.leaves.clear()
 
     def tell(self, stage: int, x: Activations, signature: Signature) -> None:
         """Tell the stage behind `stage` what it will be given looks like `x`, unless it knows.
@@ -102,16 +105,17 @@ class Between:
         self.shapes[known] = shapes, x.treedef
         self.senders[self.ranks[target], True].tell((shapes, pytree.unflatten(range(len(shapes)), x.treedef)))
 
-    def teller(self, stage: int, parts: Sequence[Part], signature: Signature) -> Told:
-        """The function that is called with each stack of a stage, before it runs, and with what it takes."""
+    def teller(self, part: int, stage: int, parts: Sequence[Part]) -> Told:
+        """The function that is called with each stack of a stage, before a micro-batch runs it, and with what it
+        takes."""
         last = [part.name for part in parts if part.depth][-1:]  # a model that is trained whole has no stack
-        return lambda part, x: self.tell(stage, x, signature) if [part.name] == last else None
+        return lambda one, x: self.tell(stage, x, self.signatures[part]) if [one.name] == last else None
 
-    def post(self, channel: Channel, signatures: Sequence[Signature]) -> None:
+    def post(self, channel: Channel) -> None:
         """Start to receive the next message of a channel, if its shapes are known."""
         if self.wanted[channel]:
             part, stage = self.wanted[channel][0]
-            shapes = self.shapes.get((self.boundary(stage, channel[1]), signatures[part]))
+            shapes = self.shapes.get((self.boundary(stage, channel[1]), self.signatures[part]))
             if shapes is not None:
                 self.receivers[channel].expect(shapes[0], self.device)
 
@@ -120,7 +124,6 @@ class Between:
         part: int,
         stage: int,
         forward: bool,
-        signatures: Sequence[Signature],
         told: Callable[[Activations], None] = lambda x: None,
     ) -> Activations:
         """What `stage` needs of a micro-batch: the activations of the stage before it, or the gradient for its own.
@@ -133,7 +136,7 @@ class Between:
         if self.ranks[source] == self.rank:
             return self.here.pop((part, stage, forward))
         channel = self.ranks[source], forward
-        receiver, known = self.receivers[channel], (self.boundary(stage, forward), signatures[part])
+        receiver, known = self.receivers[channel], (self.boundary(stage, forward), self.signatures[part])
         assert self.wanted[channel][0] == (part, stage), (
             f"{(part, stage)} is wanted and {self.wanted[channel][0]} is next"
         )
@@ -150,13 +153,14 @@ class Between:
         leaves = receiver.take()
         if self.acts is not None:
             self.acts.taken()
-        self.post(channel, signatures)
+        self.post(channel)
         return Activations(leaves, self.shapes[known][1])
 
     def open(self, signatures: Sequence[Signature]) -> None:
-        """Start to receive the first message of every channel."""
+        """Start to receive the first message of every channel. signatures: of the micro-batches."""
+        self.signatures = signatures
         for channel in self.wanted:
-            self.post(channel, signatures)
+            self.post(channel)
 
     def close(self) -> None:
         """Wait until all that was sent has arrived."""

@@ -61,7 +61,7 @@ def expect_arguments(loss_fn: Any, tx: Any, plan: Any, micro_batches: Any, execu
         expect_parts(plan.pipeline, plan.stages, micro_batches)
     if plan.delayed and micro_batches % plan.delayed:
         raise ValueError(
-            f"micro_batches is {micro_batches} and the plan has delayed={plan.delayed} updates a step, which cannot "
+            f"micro_batches is {micro_batches} and the plan has {plan.delayed} delayed updates a step, which cannot "
             "share them evenly; change one of them"
         )
     if plan.delayed and plan.stages is not None:
@@ -115,9 +115,9 @@ def expect_delayed(plan: Plan, update: str) -> None:
     """Raise ValueError if a plan and the time of its updates do not go together."""
     if (update == "delayed") != bool(plan.delayed):
         raise ValueError(
-            f'update="{update}" and the plan has delayed={plan.delayed}: delayed updates take their gradients at the '
+            f'update="{update}" and the plan has {plan.delayed} delayed updates, whose gradients are those at the '
             'parameters before the last one, which the state must have; write update="delayed" and '
-            "zero_plan(..., delayed=1), or neither"
+            "zero_plan(...).with_updates(1), or neither"
         )
     if plan.delayed and plan.policy.loss_scale:
         raise ValueError(

@@ -28,7 +28,7 @@ from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipelines import Pipeline, schedule_for, users_of
 from fzero.sharding.plan import Plan
-from fzero.sharding.prefetch import Resident
+from fzero.sharding.prefetch import Prefetcher, Resident
 from fzero.train.between import Between, signature_of
 from fzero.train.over_stages import gather_over_pp, share_losses
 from fzero.train.streamed import Activations, Headed, Held, Part, Passed, StreamedModel, Told, stages_of
@@ -114,37 +114,31 @@ def run_row(
     turns: Sequence[Turn],
     batches: Batches,
     seed: Tensor,
-    ready: Callable[[base.Loss], None] | None = None,
-    update: Callable[[list[base.Loss]], None] | None = None,
+    ready: Callable[[base.Loss], None] = lambda loss: None,
+    update: Callable[[list[base.Loss]], None] = lambda losses: None,
 ) -> list[base.Loss]:
-    """The losses of the micro-batches, on the rank of the last stage; the gradients of total * seed go to the sink of
-    their turn.
+    """The losses of the micro-batches, on the rank of the last stage; gradients of total * seed go to the turns' sinks.
 
-    turns: one for each update. ready: is called with each loss before its backward pass. update: is called for each
-    update within the row, with the losses of its micro-batches on the rank of the last stage; it appends the turn of
-    the next update but one to `turns`.
+    turns: of the updates. ready: is called with each loss before its backward pass; update: at each update within the
+    row, with the losses of its micro-batches: it appends the turn of the next update but one.
     Communicates: the activations between stages, there and their gradients back.
     """
     plan, each = model.plan, len(batches.parts) // max(1, batches.updates)
     stages, row = stages_of(model.parts, plan), row_of(plan, len(batches.parts), batches.updates)
     device = pytree.leaves(batches.parts[0])[0].device
-    signatures = [signature_of(part) for part in batches.parts]
-    room = room_for(plan, len(batches.parts), batches.updates)
-    between = Between(plan, row, room, model.known, device)
-    between.open(signatures)
-
+    between = Between(plan, row, room_for(plan, len(batches.parts), batches.updates), model.known, device)
+    between.open([signature_of(part) for part in batches.parts])
     held: dict[tuple[int, int], Held] = {}
     headed: dict[tuple[int, int], Headed] = {}
     owed: dict[tuple[int, int], list[Passed]] = {}  # between gradients by inputs and those by weights
     whole: dict[int, Resident] = {}  # by stage
-    row = list(gather_row(row, model.resident)) if model.resident else row
     losses: list[base.Loss] = []
     stay = functools.partial(model.resident_stage, params=turns[0].params, device=device)
-    for act, after in in_turn(row, stages, whole, stay, between.acts):
+    acts = gather_row(row, model.resident) if model.resident else row
+    for act, after in in_turn(acts, stages, whole, stay, between.acts):
         if plan.stages is not None:
             plan.mesh.ledger.at(str(act), None)  # a plan counts each act's memory and time
         if act.kind == "U":
-            assert update is not None  # given with a row that has updates
             update(losses[act.part * each : (act.part + 1) * each])
             continue
         parts, at, phase, turn = (
@@ -158,18 +152,15 @@ def run_row(
             # A head whose backward pass follows at once runs in this phase, its leaves on their way before.
             now = head if after in [act._replace(kind=kind) for kind in BACKWARD] else None
             body, early = parts if head is None else parts[:-1], [] if now is None else now.groups
-            ctx = model.context(batches.parts[act.part], batches.key, batches.firsts[act.part])
-            batch, told = batches.parts[act.part], between.teller(act.stage, parts, signatures[act.part])
+            batch = batches.parts[act.part]
+            ctx = model.context(batch, batches.key, batches.firsts[act.part])
             with phase("forward"):
-                x = between.take(*at, True, signatures, preparer(model, body, batch, ctx, turn.params, told))
-                ahead = whole.get(act.stage) or model.fetcher(turn.params, device)
-                one = model.forward(body, x, batch, ctx, ahead, early, told)
+                x, ahead, told = enter(model, act, body, batch, ctx, turn, whole, between)
+                one = held[at] = model.forward(body, x, batch, ctx, ahead, early, told)
                 if now is not None:
                     headed[at] = model.head_forward(now, one)
                 elif head is None:
-                    between.give(*at, one.x, True, signatures[act.part])
-                    one.x.leaves.clear()
-            held[at] = one
+                    between.give(*at, one.x, True)
             del ctx, batch, x, one, ahead
             continue
         final, sink = (act.part + 1) % each == 0, turn.sink
@@ -181,27 +172,47 @@ def run_row(
         if act.stage in whole or isinstance(one.ahead, Resident):  # which may be dropped since
             one = one._replace(ahead=whole.get(act.stage) or model.fetcher(turn.params, device))
         if head is not None:
-            if at not in headed:
-                with phase("forward"):
-                    one.ahead.expect(head.groups, "forward")
-                    headed[at] = model.head_forward(head, one)
+            headed[at] = headed.get(at) or late_head(model, head, one)
             losses.append(headed[at].loss)
-            if ready is not None:
-                ready(losses[-1])
+            ready(losses[-1])
         with phase("backward"):
             if head is not None:
                 x_grads = model.head_backward(head, headed.pop(at), seed, sink, final)
             else:
-                x_grads = between.take(*at, False, signatures).leaves
+                x_grads = between.take(*at, False).leaves
                 one.ahead.expect(one.order(), "backward")
             x_grads = model.backward(one, x_grads, sink, final, later)
             if act.stage:
-                between.give(*at, x_grads, False, signatures[act.part])
+                between.give(*at, x_grads, False)
         del one, later, x_grads
     if plan.stages is not None:
         plan.mesh.ledger.at("row", None)
     between.close()
     return losses
+
+
+def enter(
+    model: StreamedModel,
+    act: Act,
+    body: Sequence[Part],
+    batch: Any,
+    ctx: base.Ctx,
+    turn: Turn,
+    whole: dict[int, Resident],
+    between: Between,
+) -> tuple[Activations, Prefetcher | Resident, Told]:
+    """(what a stage's forward pass is given, its parameters, and who is told of its stacks)."""
+    told = between.teller(act.part, act.stage, body)
+    x = between.take(act.part, act.stage, True, preparer(model, body, batch, ctx, turn.params, told))
+    ahead = whole.get(act.stage) or model.fetcher(turn.params, pytree.leaves(batch)[0].device)
+    return x, ahead, told
+
+
+def late_head(model: StreamedModel, head: Part, one: Held) -> Headed:
+    """The forward pass of a head that did not follow at once on the one of its stage."""
+    with model.plan.mesh.ledger.phase("forward"):
+        one.ahead.expect(head.groups, "forward")
+        return model.head_forward(head, one)
 
 
 def in_turn(
@@ -236,22 +247,22 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     """
     plan, device = model.plan, pytree.leaves(batch)[0].device
     stages, row = stages_of(model.parts, plan), forward_row(plan)
-    ctx, signatures = model.context(batch, {}, 0), [signature_of(batch)]
+    ctx = model.context(batch, {}, 0)
     between = Between(plan, row, 2, model.known, device)
     users = users_of(plan)
     params = gather_over_pp(params, plan, users, device)
-    between.open(signatures)
+    between.open([signature_of(batch)])
     losses = []
     ahead = model.fetcher(params, device)
     for act in row:
         parts = stages[act.stage]
-        told = between.teller(act.stage, parts, signatures[0])
-        x = between.take(0, act.stage, True, signatures, preparer(model, parts, batch, ctx, params, told))
+        told = between.teller(0, act.stage, parts)
+        x = between.take(0, act.stage, True, preparer(model, parts, batch, ctx, params, told))
         x = model.primal(parts, x, batch, ctx, ahead, told)
         if parts[-1].kind == "head":
             losses.append(x)
         else:
-            between.give(0, act.stage, x, True, signatures[0])
+            between.give(0, act.stage, x, True)
     if plan.stages is None:
         return losses[0]
     between.close()

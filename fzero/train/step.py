@@ -90,27 +90,23 @@ def make_train_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The function `(state, batch) -> (state, Metrics)` of one training step.
 
-    model: a Model, or a function loss(params, batch) of whole parameters (see make_loss).
-    tx: the optimizer. The step binds it to the plan's shards.
+    model: a Model, or a function loss(params, batch) of whole parameters (see make_loss). tx: the optimizer.
     plan: where every leaf lives, on which mesh, in which dtypes. On a mesh the batch is this rank's rows of the global
         batch (see `local_batch`), the same on the ranks of tp.
     micro_batches: the equal parts of this rank's batch (along the first dim of its leaves), one after the other.
     execution: what changes speed and memory alone (see Execution).
-    donate: whether the new state takes the buffers of the old one, whose next use raises. False leaves the old state
-        valid, and only then does the step compose with torch.func (vmap over states, grad through steps).
-    skip: which steps make no update (see Skip).
+    donate: whether the new state takes the buffers of the old one, whose next use raises. With False alone the step
+        composes with torch.func (vmap over states, grad through steps). skip: which steps make no update (see Skip).
     update: when the state is updated: "end"; "speculate" (optimizer state offloaded): layer by layer in the backward
         pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded, without
-        clipping by the norm): the same, and no gradient of layers is kept; "delayed" (with zero_plan(..., delayed=k)):
-        k updates a step, each of a k-th of its micro-batches, whose gradient is taken at the parameters before the
-        update before (PipeDream-2BW: the numbers are others). Metrics are then those of the whole step, `grad_norm` the
-        largest one, and `skipped` says whether any update was.
+        clipping by the norm): the same, and no gradient of layers is kept; "delayed" (a plan `.with_updates(k)`): k
+        updates a step, of a k-th of its micro-batches each, with gradients at the parameters before the last update
+        (PipeDream-2BW: other numbers). `grad_norm` is then the largest one, and `skipped` says whether any update was.
     nvme: the one given to `init_state`, if the plan puts anything on a disk; each step then commits its store.
 
-    The first call checks that all ranks run the same program (RankError names the first difference), each on rows of
-    its own, and that tokens and targets are in a Model's vocabulary. A step raises ValueError if the batch does not
-    divide, or the state was donated, or was made for another plan or optimizer; FloatingPointError at the floor of the
-    loss scale (see LossScale).
+    The first call checks that all ranks run the same program (RankError names the first difference), on rows of their
+    own, and that tokens are in a Model's vocabulary. A step raises ValueError if the batch does not divide, or the
+    state was donated or is of another plan or optimizer; FloatingPointError at the floor of the loss scale.
 
     >>> model, tx = fzero.models.mlp(fzero.models.MLPConfig(4, 8, 1, 2)), fzero.optim.sgd(0.1)
     >>> plan = fzero.zero_plan(0, model, fzero.one_process())
@@ -128,23 +124,7 @@ def make_train_step(
     gradient = StepGradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
     unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
-
-    def measure(state: TrainState, seed: Seed, grads: Tree, total: base.Loss, squares: Any) -> Measured:
-        factor = seed.mean_factor(total)
-        norm, by_leaf = norms_of(shards, mesh, grads, squares, factor if execution.norms else None)
-        loss = total.total.to(factor.dtype) / tokens_of(total)
-        verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
-        metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
-        return metrics, verdict, Gradients(grads, factor, norm)
-
-    def delayed_update(state: TrainState, seed: Seed, found: Any) -> tuple[TrainState, Metrics]:
-        metrics, verdict, sums = measure(state, seed, *found)
-        moved = state._replace(extra={**state.extra, LOSS: verdict.stats})
-        gpu.await_readers(state.step.device)
-        with mesh.ledger.phase("update"):
-            moved = exchanged(plan, moved) if donate else moved
-            new = finish(sums, moved, metrics.skipped if skips else None)
-        return new if donate else keep_previous(plan, state, new), metrics
+    measured = partial(measure, plan, shards, skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)
@@ -158,16 +138,15 @@ def make_train_step(
                 check_ranks(checked, unchecked.pop(), batch, micro_batches)
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            key = dropout_key(model, state)
+            key, rows = dropout_key(model, state), size * micro_batches
             if plan.delayed:
-                later = lambda state, found: delayed_update(state, seed, found)  # noqa: E731
-                new, each = run_delayed(gradient, state, parts, size, key, seed.value, later)
-                new = count_step(plan, new, size * micro_batches)
+                later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
+                new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, key, seed.value, later)
                 return hand_over(state, new) if donate else new, join_metrics(each)
             found = gradient(state, parts, size, key, seed.value, early, known)
-            metrics, verdict, sums = measure(state, seed, *found)
+            metrics, verdict, sums = measured(seed, state, found)
             del found
-            moved = advance(plan, state, verdict, size * micro_batches)
+            moved = advance(plan, state, verdict, rows)
             gpu.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 skipped = metrics.skipped if skips else None
@@ -177,6 +156,40 @@ def make_train_step(
             return hand_over(state, new) if donate else new, count_layers(metrics, early)
 
     return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
+
+
+Measured = tuple[Metrics, Verdict, Gradients]
+
+
+def measure(
+    plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, found: Any
+) -> Measured:
+    """The metrics of an update, whether it is made, and its gradients, from what StepGradient found."""
+    grads, total, squares = found
+    factor = seed.mean_factor(total)
+    norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
+    loss = total.total.to(factor.dtype) / tokens_of(total)
+    verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
+    metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
+    return metrics, verdict, Gradients(grads, factor, norm)
+
+
+def update_delayed(
+    plan: Plan,
+    donate: bool,
+    skips: bool,
+    finish: Callable[..., TrainState],
+    measured: Callable[[TrainState, Any], Measured],
+    state: TrainState,
+    found: Any,
+) -> tuple[TrainState, Metrics]:
+    """The state after one delayed update, with the parameters before it in `extra`, and its metrics."""
+    metrics, verdict, sums = measured(state, found)
+    moved = state._replace(extra={**state.extra, LOSS: verdict.stats})
+    gpu.await_readers(state.step.device)
+    with plan.mesh.ledger.phase("update"):
+        new = finish(sums, exchanged(plan, moved) if donate else moved, metrics.skipped if skips else None)
+    return new if donate else keep_previous(plan, state, new), metrics
 
 
 def early_start(
@@ -235,9 +248,6 @@ def count_layers(metrics: Metrics, early: EarlyUpdate | SpeculativeUpdate | None
     """The metrics with the layers that an update in the backward pass counts."""
     counts, device = {} if early is None else early.counts, metrics.loss.device
     return metrics._replace(**{k: torch.full((), n, dtype=torch.int64, device=device) for k, n in counts.items()})
-
-
-Measured = tuple[Metrics, Verdict, Gradients]
 
 
 class Seed(NamedTuple):

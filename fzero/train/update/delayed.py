@@ -66,7 +66,7 @@ def run_delayed(
             turns.append(gradient.turn(state.params, each, device))
 
     batches = Batches(parts, firsts, layer_keys(key, plan, gradient.how), plan.delayed)
-    gradient.backward(turns, batches, seed, None, at_update)
+    gradient.backward(turns, batches, seed, update=at_update)
     return state, made
 
 
