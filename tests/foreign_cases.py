@@ -77,10 +77,13 @@ MODELS = {
     "qwen3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, head_dim=12, qk_norm=True),
     "gpt2": GPT2Config(vocab_size=61, max_len=32, d_model=16, n_layers=2, n_heads=2, d_ff=32),
     "mixtral": MoEConfig(61, 64, 16, 2, 2, 1, 24, n_experts=2, top_k=1, pattern="window:8", z_coef=0.0),
-    "deepseek_v3": DeepSeekConfig(61, 64, 16, 3, 1, 2, 6, 4, 4, 2, 4, 24, 4, 1, 1, 2, 1, 8, balance_coef=0.0),
+    "deepseek_v3": DeepSeekConfig(
+        61, 64, 16, 3, 1, 2, 6, 4, 4, 2, 4, 24, 4, 1, 1, 2, 1, 8, balance_coef=0.0, bias_rate=0.0
+    ),
 }
-# Of a Llama, whose readers are the same.
+# Of a Llama or a Mixtral, whose readers are the same.
 VARIATIONS = {
+    "qwen3_moe": MoEConfig(61, 64, 16, 2, 2, 1, 24, head_dim=12, qk_norm=True, n_experts=2, top_k=1, z_coef=0.0),
     "mistral": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8"),
     "smollm3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="full,full@0"),
     "phi3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8"),

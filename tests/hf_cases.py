@@ -117,16 +117,22 @@ CASES = {
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral-window": ("Mixtral", {**MIXTRAL, "sliding_window": 7, "num_experts_per_tok": 1}),
 }
+QWEN3_MOE = {**SMALL, "head_dim": 12, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+CASES |= {
+    "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "router_aux_loss_coef": 0.5}),
+    "qwen3-moe-shares": ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True, "rope_theta": 1e6}),
+}
 LLAMAS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Phi3", "Olmo2", "Gemma2", "Gemma3")
 # Variations of cases that are not marked so.
-SLOW = {"qwen3-window", "mistral", "smollm3", "phi3", "olmo2", "gemma3", "gemma3-linear"}
+SLOW = {"qwen3-moe-shares", "qwen3-window", "mistral", "smollm3", "phi3", "olmo2", "gemma3", "gemma3-linear"}
 CLASS = {
     "GPT2": "GPT2LMHeadModel",
-    **{kind: f"{kind}ForCausalLM" for kind in (*LLAMAS, "Mixtral", "DeepseekV3")},
+    **{kind: f"{kind}ForCausalLM" for kind in (*LLAMAS, "Mixtral", "Qwen3Moe", "DeepseekV3")},
 }
 OURS = {
     "GPT2": GPT2Config,
     "Mixtral": MoEConfig,
+    "Qwen3Moe": MoEConfig,
     "DeepseekV3": DeepSeekConfig,
     **dict.fromkeys(LLAMAS, LlamaConfig),
 }

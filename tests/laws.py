@@ -42,9 +42,10 @@ def one_normalisation(case: Case) -> None:
     for m in (1, 2, 4):
         step, state = make(case, optim.sgd(rate), micro_batches=m)
 
-        def mean(params: Any, key: torch.Tensor = state.key) -> torch.Tensor:
+        ctx = base.Ctx(dtype=F64, key=prng.fold_in(prng.fold_in(state.key, "dropout"), 0))
+
+        def mean(params: Any, ctx: base.Ctx = ctx) -> torch.Tensor:
             if isinstance(case.loss_fn, base.Model):
-                ctx = base.Ctx(dtype=F64, key=prng.fold_in(prng.fold_in(key, "dropout"), 0))
                 out = base.loss(case.loss_fn, params, batch, ctx)
             else:
                 out = base.Loss(*case.loss_fn(params, batch))
@@ -54,11 +55,22 @@ def one_normalisation(case: Case) -> None:
         lead = pytree.map(lambda p: p[None], state.params)
         gradient, loss = pytree.map(lambda x: x[0], torch.func.vmap(torch.func.grad_and_value(mean))(lead))
         expected = pytree.map(lambda p, g: p - rate * g, clone(state.params), gradient)
+        expected = moved_by_rule(case.loss_fn, expected, batch, state.params, ctx)
         state, metrics = step(state, batch)
         assert_close(state.params, expected, rtol=1e-10, atol=1e-13)
         assert_close(metrics.loss, loss, rtol=1e-12, atol=0.0)
         assert_close(metrics.grad_norm, optim.global_norm(gradient), rtol=1e-10, atol=0.0)
         assert int(metrics.num_tokens) == int(batch["mask"].sum())
+
+
+def moved_by_rule(loss_fn: Any, expected: Any, batch: Any, before: Any, ctx: base.Ctx) -> Any:
+    """`expected` with the leaves that a rule of the model moves, by the counts of the whole batch."""
+    rules = loss_fn.after if isinstance(loss_fn, base.Model) else {}
+    if not rules:
+        return expected
+    tables, leaves = base.loss(loss_fn, before, batch, ctx).tables, pytree.named_leaves(before)
+    moved = {name: rule(leaves[name], tables) for name, rule in rules.items() if rule}
+    return pytree.map_named(lambda name, leaf: moved.get(name, leaf), expected)
 
 
 def weights_are_counts(scale: float) -> None:

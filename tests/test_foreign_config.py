@@ -60,7 +60,7 @@ def changed(folder, entry, value):
 @pytest.mark.parametrize(("model", "entry"), [case(*both) for both in ENTRIES])
 def test_every_number_is_refused_by_name_where_it_cannot_compute(folders, model, entry):
     name = entry.rpartition(".")[2]
-    truth = name == "tie_word_embeddings"
+    truth = name in ("tie_word_embeddings", "norm_topk_prob")
     for value in (*WRONG, *(() if name in ZERO_IS_FINE else (0,))):
         if truth and isinstance(value, bool):
             continue
@@ -93,7 +93,7 @@ def test_every_size_is_compared_with_the_weights(folders, model):
         "resid_pdrop",
         "embd_pdrop",
     }
-    free |= {"router_aux_loss_coef", "num_experts_per_tok", "max_position_embeddings"}
+    free |= {"norm_topk_prob", "router_aux_loss_coef", "num_experts_per_tok", "max_position_embeddings"}
     free |= {"routed_scaling_factor", "topk_group", "n_group"}
     free |= {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}
     free |= {"n_head"}  # any divisor of n_embd makes the same tensors

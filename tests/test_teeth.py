@@ -6,6 +6,7 @@ import laws
 import pytest
 import torch
 from law_cases import CASES, OPTIMIZERS, case_of
+from moe_balance_cases import equals_written_out
 
 from fzero import models, optim
 from fzero.core import precision, prng, pytree, stack
@@ -248,6 +249,23 @@ def expert_weights_not_renormalised(monkeypatch):
         return ids, weights, probabilities
 
     monkeypatch.setattr(moe, "route", route)
+
+
+@caught_by(("balance moe dropless", lambda: equals_written_out("moe dropless", 4)))
+def bias_moved_in_each_micro_batch(monkeypatch):
+    seen = []
+    wrap(monkeypatch, gradient, "sum_losses", lambda f: lambda losses, *rest: seen.extend(losses) or f(losses, *rest))
+
+    def each(f):
+        def move(model, plan, state, tables, *rest, **named):
+            parts, seen[:] = [loss.tables for loss in seen], []
+            for part in parts:
+                state = f(model, plan, state, part, *rest, **named)
+            return state
+
+        return move
+
+    wrap(monkeypatch, step, "move_leaves", each)
 
 
 @caught_by(of_model(laws.as_written, "moe capacity"))

@@ -67,14 +67,19 @@ def verify(corpus: Path) -> int:
     metavar="HF_CONFIG.json",
     help="The file with the model's sizes. Default: config.json in SOURCE.",
 )
-def import_command(source: Path, out: Path, hf_config: Path | None) -> None:
+@click.option(
+    "--upcycle",
+    metavar="experts=N,top=K",
+    help="Make a mixture of experts of a dense model. Each expert is a copy of its feed-forward part.",
+)
+def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str | None) -> None:
     """Make a run folder of a GPT-2, Llama, Qwen, Mistral, Gemma, ... that another system saved.
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint. It uses no GPU."""
     from fzero.run import exchange
 
-    say(exchange.import_weights(source, out, hf_config))
+    say(exchange.import_weights(source, out, hf_config, upcycle))
 
 
 @click.command()

@@ -101,8 +101,9 @@ def static_signature(leaves: Sequence[Any]) -> tuple:
 
 
 def _detached(loss: Any) -> Any:
-    """The loss with gradients only through its total; `extra` is detached."""
-    return loss._replace(extra={name: value.detach() for name, value in loss.extra.items()})
+    """The loss with gradients only through its total; `extra` and `tables` are detached."""
+    beside = {field: getattr(loss, field) for field in ("extra", "tables")}
+    return loss._replace(**{field: {n: x.detach() for n, x in sums.items()} for field, sums in beside.items()})
 
 
 # How each function of a model is called: (f, parameters, x, arguments that are not differentiated, number of the layer)

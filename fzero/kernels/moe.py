@@ -288,6 +288,11 @@ def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels 
     return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
 
 
+def room_of(factor: float, tokens: int, k: int, experts: int) -> int:
+    """The tokens of a sequence that an expert takes at this capacity factor."""
+    return math.ceil(factor * tokens * k / experts)
+
+
 def capacity(
     p: Tree,
     x: Tensor,
@@ -307,7 +312,7 @@ def capacity(
     b, t, d = x.shape
     k, experts = ids.shape[-1], p["w_gate"].shape[0]
     first, count = own or (0, experts)
-    room = math.ceil(factor * t * k / count)
+    room = room_of(factor, t, k, count)
     choice = ids.transpose(1, 2).reshape(b, k * t)  # all first choices, then all second ones
     choice = choice - first
     taken = (choice[..., None] == torch.arange(experts, device=x.device)).to(torch.int64)

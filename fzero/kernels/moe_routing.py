@@ -42,15 +42,16 @@ def refuse_dtype(x: Tensor) -> str:
 # ---- route -----------------------------------------------------------------------------------------------------------
 
 
-def route_reference(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def route_reference(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(ids int64 [..., k], weights [..., k] that sum to 1, probabilities [..., E]) of router logits [..., E], in
     float32 or wider.
 
-    The largest logit first; of equal ones that with the lower number.
+    The largest logit first; of equal ones that with the lower number. With a bias [E] the largest probability + bias.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    ids = torch.sort(wide.detach(), dim=-1, descending=True, stable=True).indices[..., :top_k]
     probabilities = torch.softmax(wide, -1)
+    ranked = wide.detach() if bias is None else probabilities.detach() + bias.to(wide.dtype)
+    ids = torch.sort(ranked, dim=-1, descending=True, stable=True).indices[..., :top_k]
     weights = torch.gather(probabilities, -1, ids)
     return ids, weights / weights.sum(-1, keepdim=True), probabilities
 
@@ -168,7 +169,9 @@ def _route_triton(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, weights, probabilities
 
 
-def _route_supports(logits: Tensor, top_k: int) -> str:
+def _route_supports(logits: Tensor, top_k: int, bias: Tensor | None = None) -> str:
+    if bias is not None:
+        return "a bias moves the choice; it takes logits alone"
     if logits.shape[-1] > MAX_EXPERTS:
         return f"there are {logits.shape[-1]} experts; it takes {MAX_EXPERTS} at most"
     return refuse_dtype(logits) or triton_runs(logits)
@@ -177,9 +180,9 @@ def _route_supports(logits: Tensor, top_k: int) -> str:
 route = Op(
     "route",
     route_reference,
-    Form("triton", _route_triton, supports=_route_supports, prefers=on_cuda),
-    flops=lambda logits, top_k: (4 + 2 * top_k) * logits.numel(),
-    bytes=lambda logits, top_k: (
+    Form("triton", _route_triton, supports=_route_supports, prefers=lambda logits, *_: on_cuda(logits)),
+    flops=lambda logits, top_k, bias=None: (4 + 2 * top_k) * logits.numel(),
+    bytes=lambda logits, top_k, bias=None: (
         logits.numel() * (logits.element_size() + 4) + logits.numel() // logits.shape[-1] * top_k * 12
     ),
 )

@@ -102,6 +102,7 @@ class Loss(NamedTuple):
     total: Tensor  # float scalar: the objective in nats, summed over tokens
     num_tokens: Tensor
     extra: dict[str, Tensor] = {}  # noqa: RUF012  (further sums to report; never mutated)
+    tables: dict[str, Tensor] = {}  # noqa: RUF012  (sums by layer, float64 [layers of a stack, ...]; see Model.after)
 
 
 class Model(NamedTuple):
@@ -140,12 +141,21 @@ class Model(NamedTuple):
     prepare: Callable[[Batch, Ctx], Any] | None = None
     start: Mapping[str, Start] = {}  # by leaf name
     frozen: frozenset[str] = frozenset()  # leaves that are never trained
+    # Leaves that no gradient moves, by name, each with the rule that moves it once a step, on the sums over the global
+    # batch: (leaf, loss.tables) -> leaf, both of the layers that a rank holds; None: it stays. They are in float32 or
+    # wider, on the device, and whole on every rank of dp and cp. A step that is skipped moves none.
+    after: Mapping[str, Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None] = {}
     foreign: bool = False  # its layers are somebody's code: a first step under tp compares them with whole ones
     # x -> [B, T, D] after the last norm, outside the tensor-parallel regions, and the leaf [V, D] by which the head
     # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
     splits: bool = False  # whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks
+
+
+def with_still_leaves(model: Model) -> Model:
+    """The model whose leaves that a rule moves stay as they are: for another loss than its own."""
+    return model._replace(after=dict.fromkeys(model.after))
 
 
 class Start(NamedTuple):

@@ -21,7 +21,7 @@ from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models.attend import attend
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.batch import Batch
-from fzero.models.experts import MOE_RULES, enter_routing, mean_over_positions, mixture
+from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, enter_routing, mixture
 from fzero.models.layers import (
     Split,
     add,
@@ -36,6 +36,7 @@ from fzero.models.layers import (
     positions_of,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
+from fzero.models.routing import balance_by_bias, count, no_counts, tables
 from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
 
@@ -50,8 +51,9 @@ class DeepSeekConfig:
     units for every token, and `n_experts` of which a token uses the `top_k` with the highest scores in its `top_groups`
     of `n_groups` groups.
 
-    The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the layers with experts: load_e counts
-    e's tokens per position and score_e is e's mean share of the scores.
+    A bias moves the choice of experts and not their weights, by `bias_rate` once a step towards equal loads of the
+    experts of a layer (0: it stays). The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the
+    layers with experts: load_e counts e's tokens per position and score_e is e's mean share of the scores.
 
     Raises ValueError for experts that cannot be chosen so, and sizes out of bounds.
 
@@ -84,6 +86,7 @@ class DeepSeekConfig:
     dropout: float = 0.0
     init_std: float = 0.006
     balance_coef: float = 1e-4
+    bias_rate: float = 0.001
     pattern: str = "full"  # attention pattern, see Pattern.parse
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ RULES = (
     (r"/attn/w_o$", "[L/pp, H/tp, D]"),
     (r"/attn/w_(q|kv)_a$", "[L/pp, D, R]"),
     (r"/attn/norm_(q|kv)/scale$", "[L/pp, R]"),
-    (r"/moe/bias$", "[L/pp, E]"),
+    MOE_BIAS_RULE,
     (r"^blocks_\w+/norm_", "[L/pp, D]"),
     (r"^head/norm/", "[D]"),
 )
@@ -246,9 +249,10 @@ def _largest(x: Tensor, count: int) -> Tensor:
 def deepseek(config: DeepSeekConfig) -> Model:
     """Return the DeepSeek-V3 of these sizes, as a Model of two stacks: "blocks_dense" and "blocks_experts".
 
-    The activations are a tree: x, and the balance loss of each sequence. The loss reports cross_entropy and balance in
-    `extra`. The bias of the router is a leaf that no gradient moves: balancing by it, and predicting more than one
-    token, are not there. Heads, units and vocabulary are split over tp, experts over ep, layers over pp.
+    The activations are a tree: x, and the balance loss and the routing counts of each sequence. The loss reports
+    cross_entropy and balance in `extra`. The bias of the router is a leaf that no gradient moves, but the counts of a
+    step (see `routing.balance_by_bias`). Predicting more than one token is not there. Heads, units and vocabulary are
+    split over tp, experts over ep, layers over pp.
 
     >>> sizes = {"d_model": 16, "n_layers": 2, "n_dense": 1, "n_heads": 2, "q_rank": 8, "kv_rank": 4, "d_ff": 32}
     >>> more = {"n_experts": 4, "n_groups": 2, "top_groups": 1, "top_k": 2, "d_expert": 8}
@@ -262,8 +266,8 @@ def deepseek(config: DeepSeekConfig) -> Model:
 
     def embed_with_balance(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        return {"x": x, "balance": torch.zeros(x.shape[0], dtype=wide, device=x.device)}
+        counts = no_counts(x, c.n_layers - c.n_dense, c.n_experts, ctx)
+        return {"x": x, "balance": counts["entropy"][:, 0].clone(), **counts}
 
     def attend(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
         h = latent_attention(c, p["attn"], norm(p["norm_1"], x, c.norm_eps, ctx), ctx)
@@ -276,8 +280,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
     def routed(p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(p, state["x"], ctx)
         ids, weights, scores = choose_experts(c, p["moe"], h)
-        chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(scores.dtype)
-        load, share = mean_over_positions(ctx, chosen, scores / scores.sum(-1, keepdim=True))
+        counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
         out = mixture(p["moe"], h, ids, weights, ctx)
@@ -285,13 +288,14 @@ def deepseek(config: DeepSeekConfig) -> Model:
             gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
             out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)
         x = add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
-        return {"x": x, "balance": state["balance"] + balance}
+        return {"x": x, "balance": state["balance"] + balance, **counts}
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
         total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(state["balance"].dtype)
         balance = (state["balance"] * weight).sum()
-        return Loss(total + c.balance_coef * balance, num_tokens, {"cross_entropy": total, "balance": balance})
+        extra = {"cross_entropy": total, "balance": balance}
+        return Loss(total + c.balance_coef * balance, num_tokens, extra, tables("blocks_experts", state))
 
     return Model(
         config=c,
@@ -305,6 +309,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
         features=lambda params, state, ctx: features(c, params, state["x"], ctx),
         unembed=unembed(c),
+        after=balance_by_bias("blocks_experts", c.bias_rate),
         splits=True,
     )
 

@@ -27,6 +27,7 @@ MOE_RULES = (
     (r"/moe/w_(gate|up)$", "[L/pp, E/ep, D, F/tp]"),
     (r"/moe/w_down$", "[L/pp, E/ep, F/tp, D]"),
 )
+MOE_BIAS_RULE = (r"/moe/bias$", "[L/pp, E]")
 
 
 def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, capacity_factor: float = 0.0) -> Tensor:

@@ -21,7 +21,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block
-from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks
+from fzero.models.base import CODES, SCALES, Ctx, MakeLeaf, Model, leaf_shapes, map_blocks, with_still_leaves
 from fzero.models.weights import ConfigOver, LowRankSum, WeightInParts, block_weights, weights_of
 from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
 from fzero.sharding.shapes import shapes_of
@@ -85,7 +85,7 @@ def lora(
     if dora and model.foreign:
         raise ValueError("lora: dora=True is for fzero's own models; of one made from a module leave it out")
     config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora), model.start
-    model = model._replace(start={})  # the functions below hold no weights
+    model = with_still_leaves(model)._replace(start={})  # the functions below hold no weights
 
     def texts_of(mesh: Mesh) -> dict[str, str]:
         texts = match_rules(model.rules(mesh), pytree.names(shapes_of(model)), what="the model's sharding rules")

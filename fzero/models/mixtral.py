@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.pytree import Tree
+from fzero.core.pytree import Tree, nearest
 from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Ctx, Loss, Model, token_loss
 from fzero.models.batch import Batch
-from fzero.models.experts import MOE_RULES, enter_routing, mean_over_positions, mixture
+from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, enter_routing, mixture
 from fzero.models.layers import Attention, Split, add, enter, leave, linear
 from fzero.models.llama import (
     LlamaConfig,
@@ -31,11 +31,19 @@ from fzero.models.llama import (
     rules,
     unembed,
 )
+from fzero.models.routing import balance_by_bias, count, no_counts, positions_of_batch, tables
+
+BALANCE = ("loss", "bias")
 
 
 @dataclass(frozen=True)
 class MoEConfig(LlamaConfig):
     """The sizes of a Mixtral: a Llama with `n_experts` SwiGLUs of d_ff units each, of which a token uses `top_k`.
+
+    norm_top_k: whether the weights of a token's experts are divided by their sum; else they are their probabilities.
+    balance: "loss" adds the balance loss, weighted by balance_coef, to the objective; "bias" does not, and a bias moves
+    the choice of experts and not their weights, by `bias_rate` once a step towards equal loads (Wang et al. 2024,
+    "Auxiliary-loss-free load balancing strategy for mixture-of-experts"). The balance loss is reported with both.
 
     The balance loss of a sequence is E sum_e load_e prob_e, where load_e counts e's tokens per position and prob_e is
     e's mean router probability, both averaged over its positions and the layers (Fedus et al. 2021, "Switch
@@ -54,6 +62,9 @@ class MoEConfig(LlamaConfig):
     capacity_factor: float = 0.0  # 0: dropless
     balance_coef: float = 0.02
     z_coef: float = 0.001
+    balance: str = "loss"  # or "bias"
+    bias_rate: float = 0.001
+    norm_top_k: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +77,8 @@ class MoEConfig(LlamaConfig):
         for name, only in (("norms", "in"), ("norm_offset", False), ("activation", "silu"), ("embed_scaled", False)):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {only!r} only")
+        if self.balance not in BALANCE:
+            raise ValueError(f"balance is {self.balance!r}{nearest(self.balance, BALANCE)}; it must be loss or bias")
         if self.logit_cap:
             raise ValueError(f"logit_cap is {self.logit_cap}; a model with experts has none, so it must be 0")
 
@@ -84,30 +97,34 @@ def mixtral(config: MoEConfig) -> Model:
     Ref: Jiang et al. 2024, "Mixtral of experts", arXiv:2401.04088, section 2.
     """
     c = config
+    by_bias = c.balance == "bias"
 
     def moe(w: Callable[..., Any], out_std: float) -> Tree:
         e, d, f = c.n_experts, c.d_model, c.d_ff
-        leaves = {"router": w("moe/router", d, e), "w_gate": w("moe/w_gate", e, d, f), "w_up": w("moe/w_up", e, d, f)}
-        return {"moe": {**leaves, "w_down": w("moe/w_down", e, f, d, std=out_std)}}
+        bias = {"bias": w("moe/bias", e, std=0.0)} if by_bias else {}
+        into = {name: w(f"moe/{name}", e, d, f) for name in ("w_gate", "w_up")}
+        return {
+            "moe": {"router": w("moe/router", d, e), **bias, **into, "w_down": w("moe/w_down", e, f, d, std=out_std)}
+        }
 
     def embed_with_statistics(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
-        zeros = torch.zeros(
-            x.shape[0], c.n_experts, dtype=torch.promote_types(ctx.dtype, torch.float32), device=x.device
-        )
-        return {"x": x, "load": zeros, "prob": zeros, "z": zeros[:, 0]}
+        counts = no_counts(x, c.n_layers, c.n_experts, ctx)
+        return {"x": x, **counts, "prob": counts["load"][:, 0].clone(), "z": counts["entropy"][:, 0].clone()}
 
     def block(how: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(c, how, p, state["x"], ctx)
         router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
-        ids, weights, probabilities = moe_kernels.route(router, c.top_k, impl=ctx.kernels["route"])
-        chosen = (ids[..., None] == torch.arange(c.n_experts, device=x.device)).sum(-2).to(router.dtype)
-        load, prob, z = mean_over_positions(ctx, chosen, probabilities, torch.logsumexp(router, -1, keepdim=True) ** 2)
+        bias = (p["moe"]["bias"],) if by_bias else ()
+        ids, weights, probabilities = moe_kernels.route(router, c.top_k, *bias, impl=ctx.kernels["route"])
+        weights = weights if c.norm_top_k else torch.gather(probabilities, -1, ids)
+        z = torch.logsumexp(router, -1, keepdim=True) ** 2
+        counts, (_, prob, z) = count(state, ids, probabilities, 0, ctx, z)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
         out = mixture(p["moe"], h, ids, weights, ctx, c.capacity_factor)
         return {
             "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
-            "load": state["load"] + load,
+            **counts,
             "prob": state["prob"] + prob,
             "z": state["z"] + z[:, 0],
         }
@@ -116,11 +133,16 @@ def mixtral(config: MoEConfig) -> Model:
         total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
         z: Tensor = state["z"]
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(z.dtype)
-        balance = (c.n_experts * (state["load"] * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()
+        positions = positions_of_batch(batch, ctx)
+        load = state["load"].sum(1) / positions
+        balance = (c.n_experts * (load * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()
         z = (z / c.n_layers * weight).sum()
         extra = {"cross_entropy": total, "balance": balance, "router_z": z}
-        return Loss(total + c.balance_coef * balance + c.z_coef * z, num_tokens, extra)
+        total = total + (0.0 if by_bias else c.balance_coef) * balance + c.z_coef * z
+        room = moe_kernels.room_of(c.capacity_factor, positions, c.top_k, c.n_experts) if c.capacity_factor else 0
+        return Loss(total, num_tokens, extra, tables("blocks", state, room))
 
+    own_rules = (*MOE_RULES, *((MOE_BIAS_RULE,) if by_bias else ()))
     return Model(
         config=c,
         init=lambda make: init(c, make, moe),
@@ -128,10 +150,11 @@ def mixtral(config: MoEConfig) -> Model:
         block=in_layers(c, lambda how: functools.partial(block, how)),
         head=head,
         logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
-        rules=lambda mesh: rules(c, mesh, MOE_RULES, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
+        rules=lambda mesh: rules(c, mesh, own_rules, Split("blocks/moe/w_gate", 3, c.d_ff, "d_ff")),
         shared=("embed/tokens",) if c.tied else (),
         linear=r"blocks/attn/w_\w+",
         features=lambda params, state, ctx: features(c, params, state["x"], ctx),
         unembed=unembed(c),
+        after=balance_by_bias("blocks", c.bias_rate) if by_bias else {},
         splits=not c.capacity_factor,  # whose places are those of one rank's tokens
     )

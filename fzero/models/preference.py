@@ -18,7 +18,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model, loss
+from fzero.models.base import Batch, Ctx, Loss, Model, loss, with_still_leaves
 from fzero.models.layers import enter
 
 
@@ -64,7 +64,7 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
         gains = over_cp(answer_sums(model, params, x, batch, ctx), ctx) - sum_by_document(batch["reference"], batch)
         return preference_loss(beta * gains, batch, ctx, torch.promote_types(ctx.dtype, torch.float32), smoothing)
 
-    return model._replace(head=head)
+    return with_still_leaves(model)._replace(head=head)
 
 
 def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:
@@ -105,7 +105,7 @@ def answers(model: Model) -> Model:
         sums = answer_sums(model, params, x, batch, ctx)
         return Loss(sums.sum(), torch.ones_like(sums[0, 0]), {"log_probs": sums})
 
-    return model._replace(head=head)
+    return with_still_leaves(model)._replace(head=head)
 
 
 @checked()

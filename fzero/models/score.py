@@ -23,7 +23,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
-from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model
+from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
 from fzero.models.layers import Split, enter, expect_divisible
 from fzero.models.preference import expect_own_head, over_cp, own_positions, preference_loss, sum_by_document
 from fzero.models.weights import ConfigOver
@@ -158,7 +158,8 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         found = scores(params, x, ctx)
         return class_loss(found, batch) if config.labels else reward_loss(found[..., 0], batch, ctx)
 
-    return model._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE)
+    still = with_still_leaves(model)
+    return still._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE)
 
 
 def class_loss(scores: Tensor, batch: Batch) -> Loss:

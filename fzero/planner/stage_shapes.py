@@ -18,7 +18,7 @@ from fzero.sharding import Plan, fake_mesh
 from fzero.train.batch import split_batch
 from fzero.train.between import signature_of
 from fzero.train.execution import Execution
-from fzero.train.loss import context_of
+from fzero.train.loss import Layout, context_of
 from fzero.train.streamed import Activations, StreamedModel, parts_of, stages_of
 
 
@@ -57,8 +57,8 @@ def stage_shapes(
         else:
             behind[part.name] = [(tuple(leaf.shape), leaf.dtype) for leaf in x.leaves], x.treedef
     assert plan.stages is not None  # a plan with pp
-    leaves, treedef = pytree.flatten(loss)
-    known: dict[Any, Any] = {"loss": (treedef, [leaf.dtype for leaf in leaves])}
+    assert loss is not None  # the head is the last part
+    known: dict[Any, Any] = {"loss": Layout.of(loss)}
     for rank in range(plan.stages.size):
         for stage, held in stages_of(parts_of(job.model, plan), plan, rank).items():
             if held[-1].kind != "head":

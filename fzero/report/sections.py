@@ -16,6 +16,7 @@ from fzero.report.parts import PAIR, Code, Section, Table, command_of, pair, tab
 from fzero.report.read import WARM_UP, warm_rows
 from fzero.report.sections_cost import communication, memory, stragglers, time
 from fzero.report.sections_curves import loss, norms, samples, throughput
+from fzero.report.sections_experts import experts
 from fzero.report.sections_pipeline import pipeline
 from fzero.report.values import RunReport, shown
 
@@ -32,6 +33,7 @@ def of_run(run: RunReport) -> list[Section]:
         time,
         communication,
         pipeline,
+        experts,
         norms,
         stragglers,
         attempts,

@@ -12,6 +12,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface, peft
+from fzero.checkpoint.convert.upcycle import Upcycle, upcycled_config, upcycled_leaves
 from fzero.core import pytree
 from fzero.data.chat import read_chat, write_chat
 from fzero.models.presets import without_adapters
@@ -26,15 +27,19 @@ from fzero.sharding.shapes import shapes_of
 BUFFER_BYTES = 64 << 20  # of memory for writing
 
 
-def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
+def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle: str | None = None) -> str:
     """Make the run folder `out` of the weights in `folder`, and of the tokenizer there or beside `config`; returns a
     line about it.
 
-    config: a config.json of transformers; None takes the one in `folder`. Raises ValueError as `convert.open_source`
-    does."""
+    config: a config.json of transformers; None takes the one in `folder`. upcycle: "experts=8,top=2" makes a mixture of
+    experts of a dense model. Raises ValueError as `convert.open_source` does, and for a model that has no mixture."""
+    how = Upcycle.parse(upcycle) if upcycle is not None else None
     if not (out / run_lock.LOCK).exists():
         run_folder.expect_free(out)
     source = convert.open_source(folder, config)
+    if how is not None:
+        routed = upcycled_config(source.config, how)
+        source = source._replace(config=routed, leaves=upcycled_leaves(source.leaves, routed))
     value = recipe("", source.config)
     tokenizer = tokenizer_of(folder, source.hf_config)
     leaves = {name: checkpoint.Lazy(*leaf) for name, leaf in source.leaves.items()}
@@ -56,9 +61,9 @@ def import_weights(folder: Path, out: Path, config: Path | None = None) -> str:
             raise
     count = sum(math.prod(leaf.shape) for leaf in leaves.values())
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
-    return (
-        f"{out}: {count:,} parameters of a {source.kind}, {text}; train on with: fzero pretrain --init {out} --data ..."
-    )
+    made = f", made {how.experts} experts of each layer, of which a token uses {how.top}" if how is not None else ""
+    then = f"train on with: fzero pretrain --init {out} --data ..."
+    return f"{out}: {count:,} parameters of a {source.kind}{made}, {text}; {then}"
 
 
 def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:

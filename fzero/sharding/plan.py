@@ -65,6 +65,7 @@ class LeafPlan:
     opt: Spec  # of the optimizer's per-parameter state, and of the update
     use: Spec  # between the micro-batches of a step: at rest, but for a leaf that pp shards until it is used
     trained: bool = True  # False: no gradient, no optimizer state, no update; leaves that are not floating never are
+    moved: bool = False  # by a rule of the model once a step, see models.base.Model.after
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +131,11 @@ class Plan:
     def frozen(self) -> frozenset[str]:
         """The names of the leaves that are not trained."""
         return frozenset(name for name, leaf in self.leaves.items() if not leaf.trained)
+
+    @cached_property
+    def moved(self) -> frozenset[str]:
+        """The names of the leaves that a rule of the model moves."""
+        return frozenset(name for name, leaf in self.leaves.items() if leaf.moved)
 
     def trained(self, tree: Tree) -> Tree:
         """The part of a tree like the parameters that is trained: the tree itself, or {name: leaf} if some leaves
@@ -242,9 +248,10 @@ def zero_plan(
     floats = {name: leaf for name, leaf in named.items() if name not in fixed}
     params = in_memory(params, named, sizes, offload.params)
     grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
-    never = model.frozen if hasattr(model, "rules") else frozenset()
+    moved, never = moved_and_frozen(model)
+    params, use = ({**specs, **whole_over_data(moved, compute)} for specs in (params, use))
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    leaves = leaves_of(named, (compute, params, grads, opt, use), fixed, out, policy)
+    leaves = leaves_of(named, (compute, params, grads, opt, use), fixed, out, moved, policy)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
     users = outside_users(model, named, stages)
@@ -270,15 +277,36 @@ def leaves_of(
     specs: tuple[dict[str, Spec], ...],
     fixed: frozenset[str],
     frozen: frozenset[str],
+    moved: frozenset[str],
     policy: Policy,
 ) -> dict[str, LeafPlan]:
     """The LeafPlans of leaves. specs: as they are used, of parameters, gradients and optimizer states at rest, and
-    between micro-batches. fixed: those that keep their dtype. frozen: those that are not trained."""
+    between micro-batches. fixed: those that keep their dtype. frozen: those that no gradient trains; moved: those
+    of them that a rule moves."""
     found = {}
     for name, leaf in named.items():
-        dtype = leaf.dtype if name in fixed else policy.param
-        found[name] = LeafPlan(tuple(leaf.shape), dtype, *(one[name] for one in specs), name not in frozen)
+        dtype = leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
+        places = (one[name] for one in specs)
+        found[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in frozen, name in moved)
     return found
+
+
+def moved_and_frozen(model: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The leaves that a rule of a Model moves, and those and the others that no gradient does."""
+    if not hasattr(model, "rules"):
+        return frozenset(), frozenset()
+    moved = frozenset(model.after)
+    return moved, moved | model.frozen
+
+
+def whole_over_data(names: frozenset[str], compute: Mapping[str, Spec]) -> dict[str, Spec]:
+    """The specs of leaves that are whole on the ranks of dp and cp, which all move them alike."""
+    return {name: replace(compute[name], partial=frozenset()) for name in names}
+
+
+def wide_dtype(policy: Policy) -> torch.dtype:
+    """That of leaves that a rule moves, by steps which a narrow one would round away."""
+    return torch.promote_types(policy.state, torch.float32)
 
 
 def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any) -> None:

@@ -139,6 +139,12 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
     cuts."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
+        moving = [name for name, rule in loss_fn.after.items() if rule]
+        if plan.delayed and moving:
+            raise ValueError(
+                f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
+                'would see it move; use update="end"'
+            )
     cut = [
         name
         for name, leaf in plan.leaves.items()

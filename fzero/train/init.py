@@ -75,7 +75,9 @@ def init_state(
             masters[name] = part_of(leaf, plan, name) if drawn else narrow_to(leaf, plan.leaves[name].opt, plan.mesh)
             masters[name] = copy_of(masters[name], policy.state, device)
         rest = leaf if drawn else narrow_to(leaf, plan.leaves[name].params, plan.mesh)
-        return rest if drawn and rest.dtype == policy.param else copy_of(rest, plan.leaves[name].dtype, device)
+        return (
+            rest if drawn and rest.dtype == plan.leaves[name].dtype else copy_of(rest, plan.leaves[name].dtype, device)
+        )
 
     if drawn:
         init_key = prng.fold_in(key, "init")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import BY_TOKENS, gather_rows
+from fzero.comm.collectives import psum
+from fzero.comm.tables import BY_TOKENS, gather_rows, links_of
 from fzero.core import prng, pytree
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
@@ -76,12 +78,52 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY
     """The sums of micro-batch losses over those of all ranks along `axes`: by default of all with other tokens. On
     meshes of one cp they have the same bits.
 
-    They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64.
-    Communicates: an all_gather of a few float64 over each of dp, rp and cp.
+    They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64. `tables`,
+    whose counts have one sum in any order, are added on each rank first.
+    Communicates: an all_gather of a few float64 over each of dp, rp and cp, and a psum of the tables.
     """
-    first, treedef = pytree.flatten(losses[0])
-    rows = torch.stack([torch.cat([x.to(torch.float64).reshape(-1) for x in pytree.leaves(loss)]) for loss in losses])
+    rows, layout = packed([loss._replace(tables={}) for loss in losses])
     with mesh.ledger.phase("metrics"):
-        table = gather_rows(rows, mesh, leaf="loss", axes=axes)
-    sums = tree_sum_rows(table.transpose(0, 1).flatten(0, 1)).split([leaf.numel() for leaf in first])
-    return pytree.unflatten([x.reshape(leaf.shape).to(leaf.dtype) for x, leaf in zip(sums, first)], treedef)
+        gathered = gather_rows(rows, mesh, leaf="loss", axes=axes)
+        tables = sum_tables([loss.tables for loss in losses], mesh, axes) if losses[0].tables else {}
+    return layout.unpack(tree_sum_rows(gathered.transpose(0, 1).flatten(0, 1)))._replace(tables=tables)
+
+
+def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[str]) -> dict[str, Tensor]:
+    """The sums of `Loss.tables` over micro-batches and the ranks along `axes`."""
+    rows, layout = packed(tables)
+    sums = rows.sum(0)
+    for link in links_of(axes, {axis.name: axis.size for axis in mesh.axes}):
+        sums = psum(sums, mesh[link], leaf="tables")
+    return layout.unpack(sums)
+
+
+class Layout(NamedTuple):
+    """The structure of a tree of tensors, such as a Loss, and the shape and dtype of each of its leaves."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> Layout:
+        """The layout of a tree."""
+        leaves, treedef = pytree.flatten(tree)
+        return cls(treedef, tuple(tuple(leaf.shape) for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+
+    @property
+    def size(self) -> int:
+        """The numbers that its leaves have together."""
+        return sum(map(math.prod, self.shapes))
+
+    def unpack(self, row: Tensor) -> Any:
+        """The tree of these numbers, [size]."""
+        parts = row.split([math.prod(shape) for shape in self.shapes])
+        found = [x.reshape(shape).to(dtype) for x, shape, dtype in zip(parts, self.shapes, self.dtypes)]
+        return pytree.unflatten(found, self.treedef)
+
+
+def packed(trees: Sequence[Any]) -> tuple[Tensor, Layout]:
+    """(the numbers of trees of one layout as float64 [trees, size], the layout)."""
+    rows = [torch.cat([leaf.to(torch.float64).reshape(-1) for leaf in pytree.leaves(tree)]) for tree in trees]
+    return torch.stack(rows), Layout.of(trees[0])

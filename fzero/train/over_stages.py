@@ -21,6 +21,7 @@ from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked, local_shape
+from fzero.train.loss import Layout, packed
 
 Users = dict[str, list[tuple[str, int]]]  # by leaf (stream of gradients, rank of pp), in the order of their sum
 
@@ -104,16 +105,16 @@ def share_losses(
     axis = plan.mesh["pp"]
     with plan.mesh.ledger.phase("metrics"):
         if "loss" not in known:
-            leaves, treedef = pytree.flatten(losses[0] if losses else ())
-            told = pytree.unflatten(range(len(leaves)), treedef), [leaf.dtype for leaf in leaves]
-            tree, dtypes = tell(told, plan.stages.ranks[-1], axis, device)
-            known["loss"] = pytree.flatten(tree)[1], dtypes
-        treedef, dtypes = known["loss"]
-        rows = torch.zeros(parts, len(dtypes), dtype=torch.float64, device=device)
-        for row, loss in zip(rows, losses):
-            row.copy_(torch.stack([leaf.to(torch.float64) for leaf in pytree.leaves(loss)]))
+            treedef, *rest = Layout.of(losses[0]) if losses else (pytree.flatten(())[1], (), ())
+            told = pytree.unflatten(range(treedef.num_leaves), treedef), *rest
+            tree, *rest = tell(told, plan.stages.ranks[-1], axis, device)
+            known["loss"] = Layout(pytree.flatten(tree)[1], *rest)
+        layout: Layout = known["loss"]
+        rows = torch.zeros(parts, layout.size, dtype=torch.float64, device=device)
+        if losses:
+            rows.copy_(packed(losses)[0])
         rows = start_psum(rows, axis, leaf="loss").wait()
-    return [pytree.unflatten([x.to(dtype) for x, dtype in zip(row, dtypes)], treedef) for row in rows]
+    return [layout.unpack(row) for row in rows]
 
 
 def tell(value: Any, source: int, axis: Axis, device: torch.device) -> Any:

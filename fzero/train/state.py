@@ -39,7 +39,7 @@ class TrainState(NamedTuple):
     """
 
     step: Tensor  # int64 scalar: steps made, skipped ones among them
-    params: Tree  # in policy.param; leaves that are not floating-point in their own dtype
+    params: Tree  # in policy.param; leaves that are not floating-point, or moved by a rule, in their own dtype
     master: Tree  # the trained ones in policy.state, in the optimizer's layout, or ()
     opt_state: Tree
     scaler: ScalerState | tuple[()]
@@ -98,18 +98,17 @@ def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
 def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
     """A rank's state with meta tensors for leaves: shapes and dtypes without memory."""
 
-    def local(specs: Tree, dtype: torch.dtype) -> Tree:
-        def make(leaf: Tensor, spec: Spec) -> Tensor:
-            shape = local_shape(tuple(leaf.shape), spec, plan.mesh)
-            return leaf.new_empty(shape, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
+    def local(part: str, of_trained: torch.dtype) -> Tree:
+        def make(name: str, leaf: Tensor) -> Tensor:
+            own = plan.leaves[name]
+            shape = local_shape(tuple(leaf.shape), getattr(own, part), plan.mesh)
+            return leaf.new_empty(shape, dtype=of_trained if own.trained else own.dtype)
 
-        return pytree.map(make, plan.like, specs)
+        return pytree.map_named(make, plan.like)
 
     policy = plan.policy
-    params, opt = (
-        local(plan.params, policy.param),
-        plan.trained(local(plan.opt, policy.state if policy.has_master else policy.param)),
-    )
+    params = local("params", policy.param)
+    opt = plan.trained(local("opt", policy.state if policy.has_master else policy.param))
     return TrainState(
         step=torch.empty((), dtype=torch.int64, device="meta"),
         params=params,

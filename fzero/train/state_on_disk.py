@@ -24,7 +24,7 @@ from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.optim.average import AVERAGE
-from fzero.sharding import Mesh, Plan
+from fzero.sharding import Plan
 from fzero.sharding.draw import Box, draw_leaf
 from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
@@ -129,7 +129,7 @@ def init_on_disk(
     fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
     out |= {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assemble_state(like, out, store)
-    commit(nvme, state, plan.mesh)
+    commit(nvme, state, plan)
     return in_host_memory(state, specs)
 
 
@@ -175,17 +175,23 @@ def assemble_state(like: TrainState, held: dict[str, Any], store: VersionedStore
     return pytree.from_named(named, like)
 
 
-def commit(nvme: Nvme | None, state: TrainState, mesh: Mesh) -> None:
+def commit(nvme: Nvme | None, state: TrainState, plan: Plan) -> None:
     """Make the state the last complete step of its store, with the values that lie outside of it: counts, keys, the
-    loss scale."""
+    loss scale, and leaves that a rule moves."""
     if nvme is None or nvme.store is None:
         return
     leaves = pytree.named_leaves(state)
     owner = pytree.owners(list(leaves), pytree.names(state.params))
-    names = [name for name in leaves if owner[name] is None]
+    beside = values_beside(plan)
+    names = [name for name in leaves if owner[name] is None or name in beside]
     small = dict(zip(names, start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}
-    nvme.store.commit(int(small["step"]), values, partial(barrier, mesh))
+    nvme.store.commit(int(small["step"]), values, partial(barrier, plan.mesh))
+
+
+def values_beside(plan: Plan) -> frozenset[str]:
+    """The parameters, as leaves of a state, that are kept with the record of a store: those that a rule moves."""
+    return frozenset(f"params/{name}" for name in plan.moved)
 
 
 @checked()
@@ -242,10 +248,14 @@ def reopen_state(
 def missing_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
     """The leaves of a state that its store neither holds nor determines: parameters follow from master weights."""
     stored, owner = leaves_on_disk(like, specs, plan), owner_of(like, plan)
+    beside = values_beside(plan)
     return [
         name
         for name, of in owner.items()
-        if of is not None and name not in stored and not (name.startswith("params/") and f"master/{of}" in stored)
+        if of is not None
+        and name not in stored
+        and name not in beside
+        and not (name.startswith("params/") and f"master/{of}" in stored)
     ]
 
 
@@ -274,7 +284,7 @@ def put_on_disk(
             for rows in row_blocks(leaves[name].chunk):
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
     state = assemble_state(like, held, store)
-    commit(nvme, state, plan.mesh)
+    commit(nvme, state, plan)
     return in_host_memory(state, specs)
 
 

@@ -26,6 +26,7 @@ from fzero.optim.norm import Squared, summed_by_kernel
 from fzero.optim.sharded_leaves import ShardedLeaves, bind, shards_of
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
+from fzero.train.after import move_leaves
 from fzero.train.batch import expect_own_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
@@ -67,6 +68,7 @@ class Metrics(NamedTuple):
     spike: Tensor | tuple[()] = ()  # bool: the loss was a spike; () where that is not judged
     squares: dict[str, Squared] | tuple[()] = ()  # of this rank's sums of gradients, leaf by leaf: see Execution.norms
     factor: Tensor | tuple[()] = ()  # beside the squares: by which those sums are gradients of the mean loss
+    tables: dict[str, Tensor] = {}  # noqa: RUF012  (the loss function's own sums by layer, see Loss; as they are)
     # With update="speculate": the layers that were updated in the backward pass, and how many of them were put right
     # afterwards, as the step was clipped or skipped: all or none.
     speculated: Tensor | tuple[()] = ()
@@ -106,7 +108,6 @@ def make_train_step(
     own, and that tokens are in a Model's vocabulary. A step raises ValueError if the batch does not divide, or the
     state was donated or is of another plan or optimizer; FloatingPointError at the floor of the loss scale.
 
-    >>> import fzero, torch
     >>> model, tx = fzero.models.mlp(fzero.models.MLPConfig(4, 8, 1, 2)), fzero.optim.sgd(0.1)
     >>> plan = fzero.zero_plan(0, model, fzero.one_process())
     >>> step = fzero.make_train_step(model, tx, plan)
@@ -122,8 +123,7 @@ def make_train_step(
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = StepGradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
-    # A mesh for planning has nobody to compare with.
-    unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]
+    unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
     measured = partial(measure, plan, shards, skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -149,8 +149,10 @@ def make_train_step(
             moved = advance(plan, state, verdict, rows)
             gpu.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
-                new = (finish if early is None else early.finish)(sums, moved, metrics.skipped if skips else None)
-                commit(nvme, new, mesh)
+                skipped = metrics.skipped if skips else None
+                new = (finish if early is None else early.finish)(sums, moved, skipped)
+                new = move_leaves(model, plan, new, metrics.tables, skipped, donate=donate)
+                commit(nvme, new, plan)
             return hand_over(state, new) if donate else new, count_layers(metrics, early)
 
     return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
@@ -217,7 +219,8 @@ def check_ranks(step: contextlib.ExitStack, plan: Plan, batch: Any, micro_batche
 def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdict, scale: Tensor) -> Metrics:
     """The Metrics of a step from its sums over the batch and what was judged of them."""
     extra = {name: value / tokens_of(total) for name, value in total.extra.items()}
-    return Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
+    found = Metrics(loss, total.num_tokens, grad_norm, verdict.skipped, scale, extra, verdict.spike)
+    return found._replace(tables=total.tables)
 
 
 def join_metrics(each: list[Metrics]) -> Metrics:

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.convert.huggingface_families import FAMILIES, NOT_ZERO, PLAIN, REQUIRED, ROPE, Family
+from fzero.checkpoint.convert.huggingface_families import FAMILIES, MOE_PLAIN, NOT_ZERO, REQUIRED, ROPE, Family
 from fzero.checkpoint.convert.huggingface_layers import read_layers, write_layers
 from fzero.checkpoint.convert.huggingface_score import read_labels, scored_family, write_labels
 from fzero.core.bounds import check_bounds
@@ -46,7 +46,11 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     sizes: dict[str, Any] = dict(family.flags)
     kinds = {field.name: field.type for field in dataclasses.fields(family.config)}
     for field in family.fields:
-        value = hf.get(field.theirs, field.default)
+        value = hf.get(field.theirs, hf.get(field.also, field.default))
+        if field.also in hf and hf[field.also] != value:
+            raise ValueError(
+                f"{where}: {field.theirs} is {short(value)} and {field.also} {short(hf[field.also])}; they must agree"
+            )
         if value is REQUIRED:
             raise ValueError(f"{where}: {field.theirs} is missing")
         allowed = {"int": int, "bool": bool}.get(str(kinds[field.ours]), float)
@@ -64,7 +68,7 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     if family.config is GPT2Config:
         sizes["d_ff"] = 4 * sizes["d_model"] if sizes["d_ff"] is None else sizes["d_ff"]
     elif family.config is DeepSeekConfig:
-        sizes["balance_coef"] = 0.0  # transformers has no loss for it
+        sizes |= {"balance_coef": 0.0, "bias_rate": 0.0}  # transformers has no loss for it, and moves no bias
         sizes |= _read_rope(hf, family.theta, where)
         if sizes.pop("rope_scaling") is not None:
             raise ValueError(f"{where}: RoPE is scaled; fzero computes {family.architecture} without scaling")
@@ -207,7 +211,7 @@ def _family_of(config: Any, architecture: str) -> tuple[Family, dict[str, Any]]:
     flagged = [f for f in named if all(getattr(config, name) == flag for name, flag in f.flags.items())]
     if not flagged:
         given = {name: getattr(config, name) for name in named[0].flags}
-        said = " and ".join(f"{name}={value}" for name, value in given.items() if value != PLAIN[name])
+        said = " and ".join(f"{name}={value}" for name, value in given.items() if value != MOE_PLAIN[name])
         raise ValueError(
             f"a {type(config).__name__} with {said or 'these options'} has no architecture in transformers"
         )

@@ -19,6 +19,8 @@ from fzero.checkpoint.convert.huggingface_names import (
     OLMO2_ROWS,
     OUTER,
     PHI3_ROWS,
+    QWEN3_MOE_FUSED_ROWS,
+    QWEN3_MOE_ROWS,
     Row,
 )
 from fzero.models import DeepSeekConfig, GPT2Config, LlamaConfig, MoEConfig
@@ -28,13 +30,14 @@ REQUIRED = object()
 
 class Field(NamedTuple):
     """A size of ours and its entry in config.json; `default`: the value that transformers assumes if there is none;
-    `null`: our value for null, where that is allowed.
+    `null`: our value for null, where that is allowed; `also`: another spelling of the entry, which is read.
     """
 
     ours: str
     theirs: str
     default: Any = REQUIRED
     null: Any = REQUIRED
+    also: str = ""
 
 
 class Family(NamedTuple):
@@ -117,6 +120,15 @@ MIXTRAL_FIELDS = (
     Field("top_k", "num_experts_per_tok", 2),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
+# The experts' units in place of those of dense layers, of which there are none.
+QWEN3_MOE_FIELDS = (
+    *(field for field in _llama_fields(32768, 1e-6, 4) if field.ours != "d_ff"),
+    Field("d_ff", "moe_intermediate_size", 768),
+    Field("n_experts", "num_experts", 128, also="num_local_experts"),
+    Field("top_k", "num_experts_per_tok", 8),
+    Field("norm_top_k", "norm_topk_prob", False),
+    Field("balance_coef", "router_aux_loss_coef", 0.001),
+)
 LLAMA_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "attention_dropout": (0.0,), "mlp_bias": (False,)}
 GPT2_FIXED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -139,6 +151,12 @@ GEMMA2_FIELDS = (
     Field("score_cap", "attn_logit_softcapping", 50.0, 0.0),
 )
 NOT_ZERO = {"query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping"}  # null leaves a cap out
+QWEN3_MOE_FIXED = {
+    **QWEN3_FIXED,
+    "use_sliding_window": (False,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
 MIXTRAL_FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0,), "router_jitter_noise": (0.0,)}
 DEEPSEEK_FIXED = {
     "hidden_act": ("silu",),
@@ -164,6 +182,7 @@ PLAIN: dict[str, Any] = {
     "score_cap": 0.0,
     "logit_cap": 0.0,
 }
+MOE_PLAIN = {**PLAIN, "balance": "loss", "norm_top_k": True}
 _GEMMA2 = {**PLAIN, "norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True}
 GEMMA2_FLAGS = {name: _GEMMA2[name] for name in PLAIN if name not in ("score_dim", "score_cap", "logit_cap")}
 GEMMA3_FLAGS = {**GEMMA2_FLAGS, "qk_norm": True, "score_cap": 0.0}
@@ -305,9 +324,20 @@ FAMILIES = (
         _llama_fields(131072, 1e-5) + MIXTRAL_FIELDS,
         MIXTRAL_FIXED,
         INV_FREQ,
-        {**PLAIN},
+        MOE_PLAIN,
         layers="window",
         theta=1e6,
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        MoEConfig,
+        "model.",
+        (QWEN3_MOE_ROWS, QWEN3_MOE_FUSED_ROWS),
+        QWEN3_MOE_FIELDS,
+        QWEN3_MOE_FIXED,
+        INV_FREQ,
+        {**PLAIN, "qk_norm": True, "balance": "loss"},
     ),
     Family(
         "DeepseekV3ForCausalLM",

@@ -95,6 +95,24 @@ MIXTRAL_FUSED_ROWS = (
     Row("blocks/moe/w_down", "layers.{l}.mlp.experts.down_proj", True),
     *HEAD_ROWS,
 )
+QWEN3_ROUTER_ROWS = (
+    *ATTENTION_ROWS,
+    *HEAD_NORMS,
+    Row("blocks/moe/router", "layers.{l}.mlp.gate.weight", True),
+    *HEAD_ROWS,
+)
+QWEN3_MOE_ROWS = (
+    *QWEN3_ROUTER_ROWS,
+    *(
+        Row(f"blocks/moe/w_{n}", f"layers.{{l}}.mlp.experts.{{e}}.{n}_proj.weight", True)
+        for n in ("gate", "up", "down")
+    ),
+)
+QWEN3_MOE_FUSED_ROWS = (
+    *QWEN3_ROUTER_ROWS,
+    *_fused("layers.{l}.mlp.experts.gate_up_proj", "blocks/moe/w_gate", "blocks/moe/w_up"),
+    Row("blocks/moe/w_down", "layers.{l}.mlp.experts.down_proj", True),
+)
 DENSE = "blocks_dense/norm_1/scale"  # its layers come before those with experts
 
 

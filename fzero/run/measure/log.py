@@ -20,7 +20,7 @@ from fzero.core.gpu import HOST, Copied, copy_out, memory_of, reset_peak
 from fzero.core.storage import naming
 from fzero.run import run_folder
 from fzero.run.build import Job
-from fzero.run.measure import norms
+from fzero.run.measure import experts, norms
 from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.rank_times import RankTimes
@@ -46,6 +46,7 @@ def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
     shown = {
         "loss": metrics.loss,
         **metrics.extra,
+        **experts.imbalance(metrics.tables),
         "grad_norm": metrics.grad_norm,
         "loss_scale": metrics.loss_scale,
         "skipped": metrics.skipped,
@@ -118,7 +119,7 @@ class Meter:
         end = self.clock.now()
         numbers = copy_out(values)
         if self.measures(step):
-            measured = self.norms(state, metrics) | memory_row(self.job.device)
+            measured = self.norms(state, metrics) | self.experts(state, metrics) | memory_row(self.job.device)
         return Made(step, names, numbers, (self.began, end), self.waited, measured)
 
     def row(self, made: Made) -> dict[str, Any]:
@@ -149,6 +150,11 @@ class Meter:
         )
         params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}
+
+    def experts(self, state: TrainState, metrics: Metrics) -> dict[str, Any]:
+        """How the tokens of a step that is measured are spread over the experts; {} without any."""
+        top_k = getattr(self.job.model.config, "top_k", 1)
+        return experts.spread_of(metrics.tables, state.params, self.job.plan, top_k)
 
     def cut(self, step: int) -> Stretch:
         """The time since the row before, which ends here with that of step `step`, for `times`."""
