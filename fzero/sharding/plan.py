@@ -286,8 +286,9 @@ def leaves_of(
     found = {}
     for name, leaf in named.items():
         dtype = leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
-        places = (one[name] for one in specs)
-        found[name] = LeafPlan(tuple(leaf.shape), dtype, *places, name not in frozen, name in moved)
+        compute, params, grads, opt, use = (one[name] for one in specs)
+        told = {"trained": name not in frozen, "moved": name in moved}
+        found[name] = LeafPlan(tuple(leaf.shape), dtype, compute, params, grads, opt, use, **told)
     return found
 
 
