@@ -71,18 +71,7 @@ def describe(plan: Plan) -> str:
         )
         if text
     )
-    over = links_of(SHARDS, plan.sizes)
-    cut = plan.stage and over
-    whole = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
-    among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in SHARDS if plan.sizes[axis] > 1)
-    notes = [f"not divisible by {among}, so whole on every rank: {', '.join(whole)}"] if whole else []
-    if plan.sizes["pp"] > 1:
-        few = [name for name, leaf in plan.leaves.items() if "pp" not in leaf.opt.axes]
-        notes += (
-            [f"not divisible by pp={plan.sizes['pp']} (and dp), so whole on every rank of it: {', '.join(few)}"]
-            if few
-            else []
-        )
+    notes = whole_text(plan)
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     notes += [context_text(plan)] if plan.context is not None else []
     notes += [experts_text(plan)] if plan.experts is not None else []
@@ -104,6 +93,18 @@ def describe(plan: Plan) -> str:
             f"{dtype_name(reduce_dtype(plan))}"
         )
     return "\n".join([top, *lines, *notes])
+
+
+def whole_text(plan: Plan) -> list[str]:
+    """The lines that name the leaves which rest whole on every rank, as their dims do not divide."""
+    cut = plan.stage and links_of(SHARDS, plan.sizes)
+    whole = [n for n, leaf in plan.leaves.items() if cut and "dp" not in leaf.opt.axes and leaf.dtype.is_floating_point]
+    among = " x ".join(f"{axis}={plan.sizes[axis]}" for axis in SHARDS if plan.sizes[axis] > 1)
+    notes = [f"not divisible by {among}, so whole on every rank: {', '.join(whole)}"] if whole else []
+    few = [name for name, leaf in plan.leaves.items() if plan.sizes["pp"] > 1 and "pp" not in leaf.opt.axes]
+    if few:
+        notes.append(f"not divisible by pp={plan.sizes['pp']} (and dp), so whole on every rank of it: {', '.join(few)}")
+    return notes
 
 
 def context_text(plan: Plan) -> str:
