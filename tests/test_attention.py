@@ -127,8 +127,8 @@ def test_blocked_in_many_blocks_and_where_the_number_is_capped(monkeypatch):
     for smallest, most in ((4, 100), (1, 8), (1, 53)):
         monkeypatch.setattr(attention_blocked, "MIN_BLOCK", smallest)
         monkeypatch.setattr(attention_blocked, "MAX_BLOCKS", most)
-        blocks = attention_blocked._blocks(53, FULL)
-        assert len(blocks) <= most and [b[0] for b in blocks[1:]] == [b[1] for b in blocks[:-1]] and blocks[-1][1] == 53
+        rows = [block.queries for block in attention_blocked._blocks(53, 53, FULL)]
+        assert len(rows) <= most and [r.start for r in rows[1:]] == [r.stop for r in rows[:-1]] and rows[-1].stop == 53
         assert_close(
             gradients(attn.blocked_attention, tensors, pattern=Pattern("window", 5)), expected, rtol=1e-11, atol=1e-14
         )

@@ -84,11 +84,10 @@ def test_nothing_grows_faster_than_the_sequence(model, small_chunks, monkeypatch
 
 def test_blocks_of_queries_have_a_number_of_scores_that_does_not_grow_with_its_square():
     for t in (1, 100, 1000, 8192, 8193, 30_000, 65_536, 300_000):
-        blocks = attention_blocked._blocks(t, FULL)
-        rows = max(end - start for start, end, _ in blocks)
-        assert rows * t <= max(attention_blocked.MAX_SCORES, 128 * t)
-        assert [start for start, _, _ in blocks] == [0, *(end for _, end, _ in blocks[:-1])] and blocks[-1][1] == t
-    assert len(attention_blocked._blocks(8192, FULL)) == 8
+        rows = [block.queries for block in attention_blocked._blocks(t, t, FULL)]
+        assert max(r.stop - r.start for r in rows) * t <= max(attention_blocked.MAX_SCORES, 128 * t)
+        assert [r.start for r in rows] == [0, *(r.stop for r in rows[:-1])] and rows[-1].stop == t
+    assert len(attention_blocked._blocks(8192, 8192, FULL)) == 8
 
 
 class Line(NamedTuple):

@@ -165,6 +165,7 @@ class Small(NamedTuple):
     init: object
     rules: object
     frozen: frozenset = frozenset()
+    after: tuple = ()
 
 
 def small(*rules):

@@ -22,7 +22,7 @@ from fzero.cli.process import quiet, say
 )
 @click.option(
     "--mesh",
-    help="The sizes of the axes dp, rp, tp, pp, cp. Default: the run's own if it fits the processes, else dp over all.",
+    help="The sizes of the axes dp, rp, tp, pp, cp, ep. Default: the run's own if it fits, else dp over all processes.",
 )
 @click.option("--zero", type=int, help="The ZeRO stage, 0 to 3. Default: the run's own.")
 @RUNS_DEVICE

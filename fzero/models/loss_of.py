@@ -15,6 +15,7 @@ def loss_of(out: Any) -> base.Loss:
     """The Loss that a plain function returned; raises TypeError or ValueError, with what to write instead, for anything
     else."""
     pair = "return (losses.sum(), losses.numel())"
+    out, tables = (out[:3], out.tables) if isinstance(out, base.Loss) else (out, {})
     if isinstance(out, dict):
         raise TypeError(
             f"the loss function returned a dict of {', '.join(map(str, out)) or 'nothing'}; return (sum, number of "
@@ -45,4 +46,5 @@ def loss_of(out: Any) -> base.Loss:
         # A number is written where the loss is: copying it there would wait for a GPU.
         return x.to(total.device) if isinstance(x, Tensor) else torch.full((), x, device=total.device)
 
-    return base.Loss(total, beside(number), *({n: beside(x) for n, x in e.items()} for e in extra))
+    extra = {name: beside(x) for name, x in extra[0].items()} if extra else {}
+    return base.Loss(total, beside(number), extra, tables)
