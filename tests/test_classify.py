@@ -43,7 +43,7 @@ def start_of(folder, objective, *more):
 
 def test_lora_learns_the_labels_and_the_run_resumes_and_goes_to_transformers(folder, tmp_path, fz):
     run, resumed = tmp_path / "run", tmp_path / "resumed"
-    start = start_of(folder, "classify", "--lora", "rank=8", "--steps", 36, "--lr", "2e-2")
+    start = start_of(folder, "classify", "--lora", "rank=8", "--steps", 36, "--lr", "1e-2")
     code, out, err = fz(*start, "--out", run)
     assert (code, err) == (0, "") and "nats per text" in out
     assert "3 labels, with texts to train + to validate: bad 1" in out and "the commonest is 3" in out, out
