@@ -102,7 +102,8 @@ class Loss(NamedTuple):
     total: Tensor  # float scalar: the objective in nats, summed over tokens
     num_tokens: Tensor
     extra: dict[str, Tensor] = {}  # noqa: RUF012  (further sums to report; never mutated)
-    tables: dict[str, Tensor] = {}  # noqa: RUF012  (sums by layer, float64 [layers of a stack, ...]; see Model.after)
+    # Sums by layer, float64 [layers of a stack, ...], see Model.after; of whole sequences: the same on all ranks of cp.
+    tables: dict[str, Tensor] = {}  # noqa: RUF012
 
 
 class Model(NamedTuple):

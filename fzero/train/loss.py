@@ -90,10 +90,11 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY
 
 
 def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[str]) -> dict[str, Tensor]:
-    """The sums of `Loss.tables` over micro-batches and the ranks along `axes`."""
+    """The sums of `Loss.tables` over micro-batches and the ranks along `axes` but cp, whose ranks all count the whole
+    sequences."""
     rows, layout = packed(tables)
     sums = rows.sum(0)
-    for link in links_of(axes, {axis.name: axis.size for axis in mesh.axes}):
+    for link in links_of([axis for axis in axes if axis != "cp"], {axis.name: axis.size for axis in mesh.axes}):
         sums = psum(sums, mesh[link], leaf="tables")
     return layout.unpack(sums)
 
