@@ -278,7 +278,7 @@ def state_layout(case: Case, tx: optim.GradientTransformation) -> None:
     plan = fzero.zero_plan(0, case.source, MESH)
     tx = optim.with_average(tx, 0.9)
     step, state = make(case, tx)
-    layout = pytree.named_leaves(tx.spec(plan.opt))
+    layout = pytree.named_leaves(tx.spec(plan.trained(plan.opt)))
     shape = {name: (leaf.shape, leaf.dtype) for name, leaf in pytree.named_leaves(state).items()}
     for i in range(3):
         named = pytree.named_leaves(state.opt_state)
