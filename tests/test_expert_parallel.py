@@ -36,7 +36,7 @@ SIZES = {
 
 
 def options_of(form, **more):
-    return {"plan_options": {"experts": form, **more}}
+    return {"experts": form, "plan_options": more}
 
 
 @functools.cache

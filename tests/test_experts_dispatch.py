@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused_in_one_line():
             r"ep=4 does not divide the 6 experts; use ep in \{1, 2",
         ),
         (
-            lambda: fzero.zero_plan(0, moe_of(capacity_factor=1.0), mesh({"ep": 2}), experts="exchange"),
+            lambda: fzero.zero_plan(0, moe_of(capacity_factor=1.0), mesh({"ep": 2})).with_experts("exchange"),
             r"experts exchange: the model has a capacity_factor",
         ),
     ):

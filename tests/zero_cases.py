@@ -72,6 +72,7 @@ def train(
     micro_batches,
     *,
     plan_options=None,
+    experts="auto",
     steps=STEPS,
     policy=FP64,
     rows=24,
@@ -83,7 +84,7 @@ def train(
     """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global
     batch."""
     model = model_of(name, dropout=dropout, **(sizes or {}))
-    plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}), policy=policy)
+    plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}), policy=policy).with_experts(experts)
     tx = OPTIMIZERS[optimizer]
     local = micro_batches // mesh.data_size
     state = fzero.init_state(model, tx, plan, seed=3)

@@ -108,9 +108,9 @@ def build(
         sequence=Context.parse(config.context, over_tp=config.sequence),
         offload=config.offload,
         pipeline=config.pipeline,
-        experts=config.experts,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
+    plan = plan.with_experts(config.experts)
     plan = plan.with_updates(delayed_updates(config, micro_batches)) if config.train.update == "delayed" else plan
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)

@@ -54,11 +54,13 @@ class Experts:
 
 
 class Routed(NamedTuple):
-    """The experts of a model's blocks: how many there are, of which a token uses top_k, and the size of a token."""
+    """The experts of a model's blocks: how many there are, of which a token uses top_k, the size of a token, and
+    whether an expert takes a limited number of tokens."""
 
     experts: int
     top_k: int
     width: int
+    capacity: bool = False
 
     def sent(self, form: str, ranks: int) -> float:
         """The elements of tokens that a rank of ep sends in a layer's forward pass by a form, there and back, for each
@@ -90,11 +92,12 @@ def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]
         for dim, axes in enumerate(spec.dims):
             if "ep" in axes:
                 config = model.config
-                return Routed(named[name].shape[dim], config.top_k, config.d_model)
+                capacity = bool(getattr(config, "capacity_factor", 0.0))
+                return Routed(named[name].shape[dim], config.top_k, config.d_model, capacity)
     return None
 
 
-def experts_for(experts: Experts | str, model: Any, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
+def experts_for(experts: Experts | str, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
     """The Experts of a plan on a mesh of these sizes, with nothing "auto"; None without ep.
 
     Raises ValueError for a model without experts, for a number of them that ep does not divide, and for experts with a
@@ -111,8 +114,7 @@ def experts_for(experts: Experts | str, model: Any, routed: Routed | None, sizes
     if routed.experts % ranks:
         fits = ", ".join(str(n) for n in range(1, routed.experts + 1) if routed.experts % n == 0)
         raise ValueError(f"ep={ranks} does not divide the {routed.experts} experts; use ep in {{{fits}}}")
-    capacity = bool(getattr(model.config, "capacity_factor", 0.0))
-    if capacity and experts.form == "exchange":
+    if routed.capacity and experts.form == "exchange":
         raise ValueError(
             "experts exchange: the model has a capacity_factor, by which experts take the tokens of a sequence in "
             "order; use gather, or capacity_factor=0"
@@ -120,4 +122,4 @@ def experts_for(experts: Experts | str, model: Any, routed: Routed | None, sizes
     if experts.form != "auto":
         return experts
     less = routed.sent("exchange", ranks) < routed.sent("gather", ranks)
-    return replace(experts, form="exchange" if less and not capacity else "gather")
+    return replace(experts, form="exchange" if less and not routed.capacity else "gather")

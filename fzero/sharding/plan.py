@@ -94,7 +94,7 @@ class Plan:
     context: Context | None = None  # on a mesh with cp
     heads: Heads | None = None  # of attention on a rank of tp
     delayed: int = 0  # the delayed updates of a step; 0: one that is not, after its gradient
-    experts: Experts | None = None  # on a mesh with ep
+    experts: Experts | None = None  # on a mesh with ep, see with_experts
     routed: Routed | None = None  # the experts of the model's blocks
     # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
     outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
@@ -174,6 +174,20 @@ class Plan:
                     )
         return replace(self, delayed=updates)
 
+    def with_experts(self, experts: Experts | str) -> Plan:
+        """This plan with tokens that come to the experts of other ranks of ep so: "gather", "exchange", "exchange:3"
+        (see Experts), or "auto", as `zero_plan` has it: the form that sends less. Without ep nothing changes.
+
+        Raises ValueError for an exchange of a model whose experts have a capacity.
+
+        >>> model = fzero.models.build(fzero.models.MoEConfig(n_layers=2, n_experts=4))
+        >>> plan = fzero.zero_plan(0, model, fzero.fake_mesh({"ep": 2}))
+        >>> plan.experts.form, plan.with_experts("exchange:3").experts
+        ('gather', Experts(form='exchange', slack=3.0))
+        """
+        expect_kind("experts", experts, (Experts, str), 'write "auto" or, for example, "exchange:3"')
+        return replace(self, experts=experts_for(experts, self.routed, self.sizes))
+
     def _tree(self, group: str) -> Tree:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
@@ -190,7 +204,6 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
-    experts: Experts | str = "auto",
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
@@ -212,7 +225,6 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
-    experts: how tokens come to the experts of other ranks of ep: "gather", "exchange", "exchange:SLACK" or "auto".
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -227,7 +239,7 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline, experts)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
@@ -238,7 +250,7 @@ def zero_plan(
     stages = stages_for(pipeline, model, named, sizes["pp"]) if pipeline else None
     compute = specs_in_use(model, named, mesh, {"tp"} if split else set(), stages)
     routed = experts_of(model, named, compute)
-    dispatch = experts_for(experts, model, routed, sizes)
+    dispatch = experts_for("auto", routed, sizes)
     check_all_dims(named, compute, sizes)
     fixed = frozenset(name for name, leaf in named.items() if not leaf.is_floating_point())
     shards = {name: shard_over_data(name, tuple(named[name].shape), spec, sizes) for name, spec in compute.items()}
@@ -310,7 +322,7 @@ def wide_dtype(policy: Policy) -> torch.dtype:
     return torch.promote_types(policy.state, torch.float32)
 
 
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, experts: Any) -> None:
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
     """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
@@ -318,7 +330,6 @@ def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: 
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
-    expect_kind("experts", experts, (Experts, str), 'write experts="auto" or, for example, experts="exchange:3"')
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:
