@@ -40,9 +40,9 @@ def options_of(form, **more):
 
 
 @functools.cache
-def serial(name, optimizer, micro_batches, steps, dropout):
+def serial(name, optimizer, micro_batches, steps, **options):
     state, _, log = train(
-        fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, sizes=SIZES[name], dropout=dropout
+        fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, sizes=SIZES[name], **options
     )
     return state, log
 
@@ -63,7 +63,8 @@ def equals_one_process(mesh, cases, steps=STEPS):
     results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
     for (case, options), (state, log) in zip(given, results[0]):
         name, tx, _, m = case
-        expected, expected_log = serial(name, tx, m, steps, options.get("dropout", 0.0))
+        same = {key: options[key] for key in ("dropout", "compiled") if key in options}
+        expected, expected_log = serial(name, tx, m, steps, **same)
         try:
             assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
             assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
@@ -90,7 +91,10 @@ FEW = {
         ("moe dropless", "adam", 3, 1, options_of("exchange:4", sequence=True)),
         ("deepseek", "sgd", 1, 2, options_of("gather", sequence=True)),
     ],
-    "pp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:4"))],
+    "pp2 x ep2": [
+        ("moe dropless", "adam", 3, 2, options_of("exchange:4")),
+        ("deepseek", "sgd", 1, 2, options_of("gather")),  # the last rank has no dense layer
+    ],
     "cp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:4"))],
     "rp2 x ep2": [("deepseek", "adam", 3, 2, options_of("gather"))],
 }
@@ -113,13 +117,6 @@ def test_every_product_equals_one_process(mesh, form):
     equals_one_process(mesh, [(name, "clipped adam", stage, 2, options_of(form, **more)) for name, stage in cases])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("offload", ["params=host,opt=host", "params=nvme,opt=nvme"])
-def test_experts_in_other_memories(offload):
-    cases = [("moe dropless", "adam", stage, 2, options_of("exchange:4", offload=offload)) for stage in (1, 3)]
-    equals_one_process("dp2 x ep2", cases)
-
-
 @pytest.mark.slow
 def test_canonical_sums():
     """They are those of one process within rounding: an expert adds the rows of all ranks of ep in one product, whose
@@ -129,6 +126,7 @@ def test_canonical_sums():
 
 @pytest.mark.exhaustive
 def test_compiled_blocks():
+    """Beside compiled blocks of one process: RoPE's float32 angles go through another library's cosine there."""
     cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "compiled": True})]
     equals_one_process("ep2", cases, steps=2)
 

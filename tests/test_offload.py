@@ -112,6 +112,9 @@ def model_of(name):
     """(loss, what the plan and the state are made of)."""
     if name == "plain":
         return plain_loss, plain_tree()
+    if name == "mixtral":
+        model = models.mixtral(models.MoEConfig(**SIZES, n_experts=4))
+        return model, model
     sizes = {**SIZES, "n_layers": 4} if name == "tied and deep" else SIZES
     model = models.llama(models.LlamaConfig(**sizes, tied=name.startswith("tied")))
     return model, model
@@ -386,6 +389,32 @@ CP2, FORMS = (("cp", 2),), ("gather", "ulysses", "ring", "hierarchical")
 )
 def test_split_sequences_have_the_same_bits(case, folder):
     """Bitwise the run over cp without offload."""
+    check(case, folder)
+
+
+EP2 = (("ep", 2),)
+
+
+@each(
+    [
+        later(few._replace(offload="params=nvme,opt=nvme", mesh=EP2, stage=3, model="mixtral")),
+        *(
+            pytest.param(case, marks=pytest.mark.exhaustive, id=name_of(case))
+            for case in (
+                *(
+                    single(tier, group, 3 if group != "grads" else 1, EP2, "fp32", model="mixtral")
+                    for tier, group in itertools.product(TIERS, GROUPS)
+                ),
+                *(
+                    few._replace(offload=where, mesh=mesh, stage=3, policy="bf16", micro=2, model="mixtral")
+                    for mesh, where in itertools.product((EP2, (*DP2, *EP2)), (ALL, HOST))
+                ),
+            )
+        ),
+    ]
+)
+def test_experts_of_other_ranks_have_the_same_bits(case, folder):
+    """Bitwise the run over ep without offload."""
     check(case, folder)
 
 

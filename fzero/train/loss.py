@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import psum
-from fzero.comm.tables import BY_TOKENS, gather_rows, links_of
+from fzero.comm.tables import BY_TOKENS, gather_rows
 from fzero.core import prng, pytree
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
@@ -94,8 +94,9 @@ def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[s
     sequences."""
     rows, layout = packed(tables)
     sums = rows.sum(0)
-    for link in links_of([axis for axis in axes if axis != "cp"], {axis.name: axis.size for axis in mesh.axes}):
-        sums = psum(sums, mesh[link], leaf="tables")
+    for axis in axes:
+        if axis != "cp":
+            sums = psum(sums, mesh[axis], leaf="tables")
     return layout.unpack(sums)
 
 

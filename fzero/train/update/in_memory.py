@@ -87,6 +87,8 @@ def spread(plan: Plan, target: Tree, params: Tree, done: Collection[str] = ()) -
                 if value is not leaf and name not in done:
                     leaf.copy_(value)
                 continue
+            if not leaf.numel():
+                continue  # a stack of which this rank's stages have no layer
             if dim and value[0].numel() * leaf.element_size() >= SMALL:
                 for i in range(leaf.shape[0]):
                     gather(value[i], name, leaf[i])
