@@ -11,11 +11,14 @@ import ranks
 import torch
 from pretend_gpu import pretend
 from test_offload_run import MODEL, batch_at, in_memory
+from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import optim
 from fzero.core import precision, pytree
 from fzero.run import build, config_table, memory_check
+from fzero.sharding.plan import shapes_of
+from fzero.sharding.slices import is_stacked
 from fzero.train.batch import local_batch
 from fzero.train.update import offloaded
 from fzero.train.update.in_backward import EarlyUpdate
@@ -30,19 +33,23 @@ FP16 = dataclasses.replace(precision.fp16(), loss_scale=precision.LossScale(init
 POLICIES = {"fp32": precision.fp32(), "bf16": precision.bf16(), "fp16": FP16}
 
 
-def trained(offload, update, policy, folder=None, *, clip=CLIP, micro=1, steps=8, stage=0, mesh=None, device="cpu"):
+def trained(
+    offload, update, policy, folder=None, *, clip=CLIP, micro=1, steps=8, stage=0, mesh=None, device="cpu",
+    given=(MODEL, batch_at),
+):  # fmt: skip
     """([(loss, norm, skipped, layers updated early, layers put right)], the leaves of the state)."""
     warnings.filterwarnings("ignore", ".*its file system refuses direct transfers")
-    mesh = mesh or fzero.one_process()
-    plan = fzero.zero_plan(stage, MODEL, mesh, offload=offload, policy=POLICIES[policy])
-    tx = optim.chain(optim.clip_by_global_norm(clip), optim.adamw(1e-2, impl="reference"))
+    (model, batches), mesh = given, mesh or fzero.one_process()
+    plan = fzero.zero_plan(stage, model, mesh, offload=offload, policy=POLICIES[policy])
+    tx = optim.adamw(1e-2, impl="reference")
+    tx = optim.chain(optim.clip_by_global_norm(clip), tx) if clip else tx
     nvme = fzero.Nvme(folder) if "nvme" in offload else None
-    state = fzero.init_state(MODEL, tx, plan, seed=0, nvme=nvme, device=device)
+    state = fzero.init_state(model, tx, plan, seed=0, nvme=nvme, device=device)
     options = {"micro_batches": micro, "update": update, "nvme": nvme}
-    step = fzero.make_train_step(MODEL, tx, plan, execution=fzero.Execution(kernels="reference"), **options)
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(kernels="reference"), **options)
     rows = []
     for i in range(steps):
-        batch = {name: x.to(device) for name, x in local_batch(batch_at(i), mesh, micro).items()}
+        batch = {name: x.to(device) for name, x in local_batch(batches(i), mesh, micro).items()}
         state, metrics = step(state, batch)
         rows.append([metrics.loss, metrics.grad_norm, metrics.skipped, metrics.speculated, metrics.put_right])
     rows = [[None if isinstance(x, tuple) else float(x) for x in row] for row in rows]
@@ -83,6 +90,27 @@ def test_a_speculating_step_has_the_bits_of_an_update_at_the_end(offload, policy
     assert (3, 0) in guesses and (3, 3) in guesses and (0, 0) in guesses  # right, put right, none
     skipped = [row for row in found[0] if row[2]]
     assert bool(skipped) == (policy == "fp16") and all(row[3:] == [3, 3] for row in skipped)
+
+
+@pytest.mark.parametrize(
+    "name, offload, update, clip",
+    [
+        ("deepseek", "params=nvme,opt=nvme", "speculate", 1e9),
+        pytest.param("deepseek", "params=nvme,opt=nvme", "backward", 0.0, marks=slow),
+        pytest.param("deepseek", "opt=host", "speculate", 1e-3, marks=slow),
+        pytest.param("encoder and decoder", "opt=host", "speculate", 1e9, marks=slow),
+    ],
+)
+def test_stacks_of_other_depths_are_all_updated(name, offload, update, clip, tmp_path):
+    """A layer is complete when the leaves of the stacks that have it have arrived, not those of all stacks."""
+    model = model_of(name)
+    depths = {leaf.shape[0] for name, leaf in pytree.named_leaves(shapes_of(model)).items() if is_stacked(name)}
+    given = model, functools.partial(batch_for, rows=4)
+    expected = trained("", "end", "bf16", clip=clip, steps=3, given=given)
+    found = trained(offload, update, "bf16", tmp_path, clip=clip, steps=3, given=given)
+    assert not differences(found, expected)
+    if update == "speculate":
+        assert [row[3] for row in found[0]] == [max(depths) if clip > 1 or i == 0 else 0 for i in range(3)]
 
 
 @pytest.mark.parametrize("mistake", ["exchange gives nothing back", "exchange keeps what was updated"])

@@ -64,6 +64,7 @@ class EarlyUpdate:
         self.stacked = {name for name in how.shards if shard_dim(name) == 1}
         self.update: Update | None = None
         self.layers: dict[int | None, list[UpdateUnit]] = {}
+        self.names: dict[int | None, set[str]] = {}  # of the leaves that have the layer
         self.waiting: dict[int, dict[str, tuple[Any, Copied | None]]] = {}  # layers of which leaves are missing
         # The layer to be updated next, see `Update.layer`.
         self.ready: tuple[int, dict[str, tuple[Any, Callable[[], Any] | None]]] | None = None
@@ -80,6 +81,8 @@ class EarlyUpdate:
         self.update.begin_store()
         for unit in self.how.units(self.update.width()):
             self.layers.setdefault(unit[0].layer, []).append(unit)
+        # A stack may have fewer layers than another.
+        self.names = {layer: {part.name for unit in units for part in unit} for layer, units in self.layers.items()}
 
     def take(self, name: str, layer: int, value: Any, copied: Copied | None = None) -> None:
         """Receive the reduced gradient of one leaf of one layer; update layers all of whose leaves have arrived."""
@@ -89,7 +92,7 @@ class EarlyUpdate:
         if self.leaves(held[name]) and value.nbytes >= SMALL_COPY:
             copied = copy_out(value)
             held[name] = copied.tensor, copied
-        if len(held) == len(self.stacked):
+        if held.keys() == self.names[layer]:
             small = {n: x for n, (x, one) in held.items() if self.leaves((x, one))}
             gone = copy_out_together([*small.values()], rooms_beside([*small.values()])) if small else []
             held |= {n: (one.tensor, one) for n, one in zip(small, gone)}
