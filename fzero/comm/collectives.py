@@ -56,6 +56,7 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "start_all_gather",
+    "start_all_to_all",
     "start_psum",
     "start_psum_scatter",
 ]
@@ -455,6 +456,16 @@ def start_psum_scatter(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tenso
     """
     _dim(x, 0, axis, _what("psum_scatter", axis, leaf), divide=True)
     return ready(x) if axis.size == 1 else _start("psum_scatter", x, axis, leaf)
+
+
+def start_all_to_all(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tensor]:
+    """Start `all_to_all` along dim 0 of a plain contiguous tensor, [N n, ...] -> [N n, ...], in the order of the
+    senders; on an axis of size 1 the result is x.
+
+    Communicates: (N-1)/N of x. Raises ValueError if N does not divide the size of dim 0.
+    """
+    _dim(x, 0, axis, _what("all_to_all", axis, leaf), divide=True)
+    return ready(x) if axis.size == 1 else _start("all_to_all", x, axis, leaf)
 
 
 def start_psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tensor]:

@@ -2,6 +2,7 @@
 
 from fzero.comm.collectives import Axis
 from fzero.sharding.at_rest import ZERO
+from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
 from fzero.sharding.experts import Experts
 from fzero.sharding.mesh import AXES, Mesh, fake_mesh, make_mesh, one_process
@@ -16,6 +17,7 @@ __all__ = [
     "AXES",
     "ZERO",
     "Axis",
+    "Codec",
     "Context",
     "Experts",
     "LeafPlan",

@@ -28,6 +28,7 @@ from fzero.sharding.at_rest import (
     stage_specs,
     with_owed,
 )
+from fzero.sharding.codec import Codec, coded_plan
 from fzero.sharding.context import Context
 from fzero.sharding.context_cost import Heads, context_for, heads_of
 from fzero.sharding.describe import describe
@@ -96,6 +97,9 @@ class Plan:
     delayed: int = 0  # the delayed updates of a step; 0: one that is not, after its gradient
     experts: Experts | None = None  # on a mesh with ep, see with_experts
     routed: Routed | None = None  # the experts of the model's blocks
+    codec: Codec | None = None  # in how few bytes parameters and gradients travel
+    coded: frozenset[str] = frozenset()  # leaves that are gathered in codes
+    coded_grads: frozenset[str] = frozenset()  # leaves whose gradients are sent in codes
     # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
     outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
@@ -152,7 +156,7 @@ class Plan:
 
     def link(self, name: str) -> Axis:
         """The ranks among which ZeRO shards a leaf, as one axis: those of dp, ep and cp, of an expert those of dp and
-        cp."""
+        cp. With a codec with hpz those of a node, which share what rests over rp as well."""
         return self.mesh.link(shard_axes(self.leaves[name].compute))
 
     def with_updates(self, updates: int) -> Plan:
@@ -192,7 +196,7 @@ class Plan:
         return pytree.from_named({name: getattr(leaf, group) for name, leaf in self.leaves.items()}, self.like)
 
 
-@checked("stage model mesh policy sequence frozen offload", **PLAN)
+@checked("stage model mesh policy sequence frozen offload codec", **PLAN)
 def zero_plan(
     stage: int,
     model: Any,
@@ -204,6 +208,7 @@ def zero_plan(
     frozen: str | None = None,
     offload: Offload | str = ALL_ON_DEVICE,
     pipeline: Pipeline | None = None,
+    codec: Codec | str | None = None,
 ) -> Plan:
     """Return the plan of a ZeRO stage for `model` on `mesh`: where every parameter, gradient and optimizer state lives.
 
@@ -225,6 +230,7 @@ def zero_plan(
     frozen: a regex of leaves that are not trained, beside those that the model itself freezes.
     offload: the memory that each group of leaves rests in, e.g. "params=nvme,opt=nvme"; the specs say it leaf by leaf.
     pipeline: how a layered Model is cut into stages over pp, and the order of their work; None: Pipeline().
+    codec: in how few bytes parameters and gradients travel, e.g. "params=int8,grads=int4,hpz"; None: as they are.
     Raises ValueError for an unknown stage or choice, a dim that its axes do not divide, rules that do not fit the
     leaves, complex leaves, and a tree of which nothing is trained.
 
@@ -239,7 +245,7 @@ def zero_plan(
     Ref: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models",
     arXiv:1910.02054, section 5.
     """
-    expect_kinds(mesh, sequence, frozen, offload, pipeline)
+    expect_kinds(mesh, sequence, frozen, offload, pipeline, codec)
     policy = policy_of(policy)
     check_choices(stage, mesh, reduce)
     named = pytree.named_leaves(like := shapes_of(model))
@@ -267,7 +273,8 @@ def zero_plan(
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
     users = outside_users(model, named, stages)
-    return Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside=users)
+    plan = Plan(stage, mesh, policy, like, leaves, reduce, split, offload.acts.memory, float8, *rest, outside=users)
+    return plan if codec is None else coded_plan(plan, codec)
 
 
 def specs_in_use(
@@ -322,7 +329,7 @@ def wide_dtype(policy: Policy) -> torch.dtype:
     return torch.promote_types(policy.state, torch.float32)
 
 
-def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any) -> None:
+def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: Any, codec: Any) -> None:
     """Raise TypeError for options of a plan that are of other kinds, ValueError for what is no regex."""
     expect_kind("mesh", mesh, Mesh, 'write fzero.make_mesh({"dp": 2}), or fzero.one_process()')
     expect_kind("frozen", frozen, (str, type(None)), "write a regular expression over the leaves' names, or None")
@@ -330,6 +337,7 @@ def expect_kinds(mesh: Any, sequence: Any, frozen: Any, offload: Any, pipeline: 
     expect_kind("offload", offload, (Offload, str), 'write offload="" or, for example, offload="opt=host"')
     expect_kind("sequence", sequence, (bool, Context), 'write sequence=True, or sequence=fzero.Context("gather")')
     expect_kind("pipeline", pipeline, (Pipeline, type(None)), 'write fzero.Pipeline("1f1b"), or None')
+    expect_kind("codec", codec, (Codec, str, type(None)), 'write codec="params=int8,grads=int4", or None')
 
 
 def gathered_as_float8(linear: str, leaves: Mapping[str, LeafPlan], policy: Policy) -> frozenset[str]:

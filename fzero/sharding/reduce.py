@@ -25,6 +25,8 @@ from fzero.core.future import Future
 from fzero.core.gpu import Copied, copy_out
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
+from fzero.sharding.codec import Coder
+from fzero.sharding.coded_sums import is_coded, sum_coded
 from fzero.sharding.moves import Moves, moves, reduce_dtype, without_pp
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
@@ -53,6 +55,7 @@ class GradientReducer:
     narrow: with one micro-batch the sums keep its dtype at the end.
     squares_of: (a leaf, or a layer of one) -> what the norm is made of; of a sum that leaves the GPU or is handed to
     `early` it is taken before that, and is in `squared`, so that nobody reads the sum again.
+    coder: of the leaves of plan.coded_grads.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
@@ -65,6 +68,7 @@ class GradientReducer:
         rooms: dict[Any, Tensor] | None = None,
         narrow: bool = False,
         squares_of: Callable[[Tensor], list[Any]] | None = None,
+        coder: Coder | None = None,
     ):
         self.mesh, self.accumulate, self.parts, self.away, self.early = (
             plan.mesh,
@@ -81,7 +85,8 @@ class GradientReducer:
             name: home if plan.stages is None or is_stacked(name) else "device" for name, home in self.homes.items()
         }
         self.canonical = plan.reduce == "canonical"
-        self.reduce = reduce_dtype(plan)
+        self.reduce, self.coder = reduce_dtype(plan), coder
+        self.coded = plan.coded_grads if coder is not None else frozenset[str]()
         self.moves = {
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
             for name, leaf in plan.leaves.items()
@@ -119,7 +124,7 @@ class GradientReducer:
         self.finish()
         self.mesh.ledger.holds("grads", grads)
         self.last = last
-        kinds = [(self.moves[name], name in again) for name in names]
+        kinds = [(self.moves[name], name in again, name in self.coded) for name in names]
         for bucket in bucket_groups(grads, kinds):
             chosen, tensors = [names[i] for i in bucket], [grads[i] for i in bucket]
             ends = last and (self.canonical or not kinds[bucket[0]][1])
@@ -177,6 +182,9 @@ class GradientReducer:
         """The tensors after the collectives of `path`; the list `tensors` is emptied."""
         for op, name in path:
             axis, shapes = self.mesh[name], [t.shape for t in tensors]
+            if names[0] in self.coded and is_coded(op, name):
+                tensors = yield from sum_coded(op, names, tensors, axis, self.coder, self.accumulate, self.mesh.ledger)
+                continue
             bundle = pack(tensors, axis.size if op == "scatter" else 1, self.reduce)
             tensors.clear()
             start = {"scatter": start_psum_scatter, "psum": start_psum, "gather": start_all_gather}[op]

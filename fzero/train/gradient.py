@@ -20,9 +20,10 @@ from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.pipelines import users_of
-from fzero.sharding.prefetch import Group, ParamFetcher
+from fzero.sharding.prefetch import Coding, Group, Kept, ParamFetcher
 from fzero.sharding.reduce import GradientReducer, LayerSums
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
+from fzero.train.codes import grads_coder, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
@@ -54,13 +55,17 @@ def make_backward(
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)
 
+    coding = params_coding(plan, how.kernels)
+
     def plain(
         turns: Sequence[Turn], batches: Batches, seed: Tensor, ready: Any = None, update: Any = None
     ) -> list[base.Loss]:
         out, each = list[base.Loss](), len(batches.parts) // max(1, batches.updates)
         for j, (part, first) in enumerate(zip(batches.parts, batches.firsts)):
-            params, sink = turns[j // each]
-            grads, losses = functional(call, whole_params(params, plan, seed.device), plan, [part], [first], (), seed)
+            params, sink = turns[j // each][:2]
+            whole = whole_params(params, plan, seed.device, coding)
+            grads, losses = functional(call, whole, plan, [part], [first], (), seed)
+            del whole
             out += losses
             put_whole(sink, grads, last=(j + 1) % each == 0)
             del grads, params, sink
@@ -111,7 +116,8 @@ class StepGradient:
         self, params: Tree, parts: list[Any], firsts: list[int], key: Any, seed: Tensor
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
-        grads, losses = functional(self.loss, params, self.plan, parts, firsts, key, seed)
+        seen = rounded_params(params, self.plan, self.how.kernels)
+        grads, losses = functional(self.loss, seen, self.plan, parts, firsts, key, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
         return own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {}
 
@@ -126,8 +132,10 @@ class StepGradient:
 
     def turn(self, params: Tree, parts: int, device: torch.device, shown: LayerSums | None = None) -> Turn:
         """The turn of so many micro-batches at these parameters (at rest)."""
-        sink = GradientReducer(self.plan, parts, self.away, shown, *self.lasting, self.squares_of)
-        return Turn(gather_over_pp(params, self.plan, self.users, device), sink)
+        coder = grads_coder(self.plan, self.how.kernels)
+        sink = GradientReducer(self.plan, parts, self.away, shown, *self.lasting, self.squares_of, coder)
+        kept: Kept | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
+        return Turn(gather_over_pp(params, self.plan, self.users, device), sink, kept)
 
     def collect(
         self,
@@ -191,12 +199,12 @@ def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:
             reducer.put(Group("all", (name,), i), (name,), [grad], last=last)
 
 
-def whole_params(params: Tree, plan: Plan, device: torch.device) -> Tree:
+def whole_params(params: Tree, plan: Plan, device: torch.device, coding: Coding | None = None) -> Tree:
     """All parameters gathered over dp, for a plain loss function."""
-    gather = ParamFetcher(params, plan, device)
+    gather = ParamFetcher(params, plan, device, coding)
 
     def whole(name: str, leaf: Any) -> Tensor:
-        if name not in gather.sharded and name not in gather.away:
+        if not gather.moves(name) and name not in gather.away:
             return leaf
         layers = range(leaf.shape[0]) if shard_dim(name) else [None]
         out = [gather.start(Group("all", (name,), i), "forward").wait()[0] for i in layers]

@@ -28,7 +28,7 @@ from fzero.sharding.pipeline.simulate import simulate
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipelines import Pipeline, schedule_for, users_of
 from fzero.sharding.plan import Plan
-from fzero.sharding.prefetch import Prefetcher, Resident
+from fzero.sharding.prefetch import Kept, Prefetcher, Resident
 from fzero.train.between import Between, signature_of
 from fzero.train.over_stages import gather_over_pp, share_losses
 from fzero.train.streamed import Activations, Headed, Held, Part, Passed, StreamedModel, Told, stages_of
@@ -48,6 +48,7 @@ class Turn(NamedTuple):
 
     params: Tree  # as they are used, see `gather_over_pp`
     sink: Any  # a GradientReducer, or what takes its place
+    kept: Kept | None = None  # of parameters that rest over rp too, what their nodes hold: see ParamFetcher
 
 
 def schedule_of(plan: Plan, parts: int, updates: int | None = None) -> Schedule:
@@ -170,7 +171,7 @@ def run_row(
             continue
         one, later = held.pop(at), None if act.kind == "B" else owed.setdefault(at, [])
         if act.stage in whole or isinstance(one.ahead, Resident):  # which may be dropped since
-            one = one._replace(ahead=whole.get(act.stage) or model.fetcher(turn.params, device))
+            one = one._replace(ahead=whole.get(act.stage) or model.fetcher(turn.params, device, turn.kept))
         if head is not None:
             headed[at] = headed.get(at) or late_head(model, head, one)
             losses.append(headed[at].loss)
@@ -204,7 +205,7 @@ def enter(
     """(what a stage's forward pass is given, its parameters, and who is told of its stacks)."""
     told = between.teller(act.part, act.stage, body)
     x = between.take(act.part, act.stage, True, preparer(model, body, batch, ctx, turn.params, told))
-    ahead = whole.get(act.stage) or model.fetcher(turn.params, pytree.leaves(batch)[0].device)
+    ahead = whole.get(act.stage) or model.fetcher(turn.params, pytree.leaves(batch)[0].device, turn.kept)
     return x, ahead, told
 
 
@@ -253,7 +254,7 @@ def evaluate_row(model: StreamedModel, params: Tree, batch: Any) -> base.Loss:
     params = gather_over_pp(params, plan, users, device)
     between.open([signature_of(batch)])
     losses = []
-    ahead = model.fetcher(params, device)
+    ahead = model.fetcher(params, device, exact=True)
     for act in row:
         parts = stages[act.stage]
         told = between.teller(0, act.stage, parts)

@@ -22,13 +22,13 @@ from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
 from fzero.core.vjp_pair import VjpPair
-from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
-from fzero.sharding.prefetch import Coding, Group, ParamFetcher, Prefetcher, Resident
+from fzero.sharding.prefetch import Group, Kept, ParamFetcher, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
+from fzero.train.codes import params_coding
 
 
 class Part(NamedTuple):
@@ -380,10 +380,10 @@ class StreamedModel(NamedTuple):
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
         return base.prepare(self.model, batch, self.ctx._replace(first=row, **key))
 
-    def fetcher(self, params: Tree, device: torch.device) -> Prefetcher:
-        """The fetches of one pass over the model."""
-        coding = Coding(*(partial(op, impl=self.ctx.kernels[op.name]) for op in (narrow_weight, widen_weight)))
-        return Prefetcher(ParamFetcher(params, self.plan, device, coding), self.ahead)
+    def fetcher(self, params: Tree, device: torch.device, kept: Kept | None = None, exact: bool = False) -> Prefetcher:
+        """The fetches of one pass over the model. kept: see ParamFetcher. exact: no parameter is rounded on its way."""
+        coding = params_coding(self.plan, self.ctx.kernels, exact)
+        return Prefetcher(ParamFetcher(params, self.plan, device, coding, kept), self.ahead)
 
     def resident_stage(self, parts: Sequence[Part], params: Tree, device: torch.device, *, forward: bool) -> Resident:
         """The parameters of a stage, to stay whole for several passes, of which the first one is forward or not."""

@@ -1,0 +1,153 @@
+"""In how few bytes parameters and gradients travel between the ranks over which ZeRO shards, and what that changes.
+
+    qwZ    parameters are gathered as codes; a step is one on rounded parameters
+    qgZ    each rank's term of a sum of gradients is rounded once, sent to the rank that keeps the sum, added in float32
+    hpZ    parameters rest over rp as well; what the ranks of a node hold together stays for the rest of the step
+
+Source: Wang et al. 2023, "ZeRO++: extremely efficient collective communication for giant model training",
+arXiv:2306.10209, sections 3.1 to 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core.pytree import nearest
+from fzero.sharding.slices import shard_dim
+
+Plan = Any  # fzero.sharding.plan.Plan, which is made with this
+LeafPlan = Any
+KINDS = ("int8", "int4", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How parameters and gradients travel between ranks, in codes of blocks that share a scale (see kernels.quantize).
+
+    params: the kind of code in which stage 3 gathers parameters, "int8", "int4" or "fp8_e4m3"; "": as they are.
+    grads: that of gradients on their way to the rank that keeps their sum; "": in policy.reduce.
+    hpz: whether parameters rest over dp and rp, and each rank keeps, from their first use in a step on, the codes that
+        dp alone shards: they pass between the ranks of rp, which are slow links, once a step.
+    block: the elements that share a scale, a power of two from 16 to 8192.
+
+    Leaves of one dim in a layer (biases, norms) and integers travel as they are.
+
+    >>> Codec.parse("params=int8,grads=int4,hpz")
+    Codec(params='int8', grads='int4', hpz=True, block=128)
+    """
+
+    params: str = ""
+    grads: str = ""
+    hpz: bool = False
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        for name, kind in (("params", self.params), ("grads", self.grads)):
+            if kind and kind not in KINDS:
+                raise ValueError(f"codec: {name} is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
+        if not 16 <= self.block <= 8192 or self.block & (self.block - 1):
+            raise ValueError(f"codec: block is {self.block}; it must be a power of two from 16 to 8192")
+        if not (self.params or self.grads or self.hpz):
+            raise ValueError('codec: nothing is coded; write "params=int8", "grads=int4", "hpz", or several')
+
+    @classmethod
+    def parse(cls, text: str) -> Codec:
+        """The Codec of a text such as "params=int8,grads=int4,hpz,block=64"; raises ValueError for another one."""
+        found: dict[str, Any] = {}
+        for part in filter(None, text.replace(" ", "").split(",")):
+            name, _, value = part.partition("=")
+            if name not in ("params", "grads", "hpz", "block") or name in found:
+                raise ValueError(
+                    f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz and block=N, each once"
+                )
+            if (name == "hpz") == bool(value) or (name == "block" and not re.fullmatch("[0-9]+", value)):
+                raise ValueError(f"codec {text!r}: {part!r} has another form; write for example params=int8,hpz,block=64")
+            found[name] = True if name == "hpz" else int(value) if name == "block" else value
+        return cls(**found)
+
+    def __str__(self) -> str:
+        parts = [f"{name}={kind}" for name, kind in (("params", self.params), ("grads", self.grads)) if kind]
+        return ",".join([*parts, *["hpz"] * self.hpz, *[f"block={self.block}"] * (self.block != 128)])
+
+    def bytes_of(self, kind: str, elements: int, last: int) -> float:
+        """The bytes of so many elements in codes of a kind, with their scales, in rows of `last` elements."""
+        each = 0.5 if kind == "int4" else 1.0
+        return elements * each + elements // last * -(-last // self.block) * 4
+
+
+class Coder(NamedTuple):
+    """The operations of a kind of code, by blocks of the last dim. Codes are uint8, scales float32.
+
+    encode: x [.., n] -> (codes, scales). decode: ((codes, scales), dtype, n) -> x. add: (codes [R, ..], scales [R, ..])
+    and n -> (codes, scales) of the sum over R, in float32 and in order.
+    """
+
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[[tuple[Tensor, ...], torch.dtype, int], Tensor]
+    add: Callable[[tuple[Tensor, ...], int], tuple[Tensor, ...]]
+
+
+def is_matrix(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a leaf, or a layer of a stacked one, has two dims or more, and is floating-point."""
+    return dtype.is_floating_point and len(shape) - shard_dim(name) >= 2
+
+
+def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
+    """The plan with a codec; raises ValueError for one that does not go with the plan."""
+    codec = Codec.parse(codec) if isinstance(codec, str) else codec
+    expect_codec(codec, plan)
+    leaves = dict(plan.leaves)
+    if codec.hpz:
+        leaves = {name: over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
+    fit = [name for name, leaf in leaves.items() if is_matrix(name, leaf.shape, leaf.dtype)]
+    gathered = frozenset(name for name in fit if codec.params and "dp" in leaves[name].use.axes)
+    summed = frozenset(name for name in fit if codec.grads and leaves[name].trained)
+    return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=summed)
+
+
+def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
+    """A leaf that rests over rp too, behind the other axes of its dim, where that divides it."""
+    dim = shard_dim(name)
+    specs = {group: getattr(leaf, group) for group in ("params", "grads", "opt", "use")}
+    ranks = max(math.prod(sizes[axis] for axis in spec.dims[dim]) for spec in specs.values()) if leaf.shape[dim:] else 0
+    if not ranks or "dp" not in leaf.params.axes or leaf.shape[dim] % (ranks * sizes["rp"]):
+        return leaf
+    cut = {}
+    for group, spec in specs.items():
+        at = [axis for axis in spec.dims[dim] if axis != "pp"]  # a leaf outside the layers rests over pp behind all
+        dims = list(spec.dims)
+        dims[dim] = (*at, "rp", *spec.dims[dim][len(at) :])
+        cut[group] = replace(spec, dims=tuple(dims), partial=spec.partial - {"rp"})
+    return replace(leaf, **cut)
+
+
+def expect_codec(codec: Codec, plan: Plan) -> None:
+    """Raise ValueError for what a codec does not go with: the stage, mesh, order of sums or float8 gathers of a plan."""
+    stage, sizes = plan.stage, plan.sizes
+    if plan.reduce == "canonical":
+        raise ValueError(
+            f'codec {codec}: reduce="canonical" promises the same bits on every mesh, and rounded sums depend on it; use '
+            'reduce="fast"'
+        )
+    if (codec.params or codec.hpz) and stage != 3:
+        what = "params" if codec.params else "hpz"
+        raise ValueError(f"codec {codec}: {what} is of stage 3, which gathers parameters, and the stage is {stage}")
+    if codec.grads and stage < 2:
+        raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
+    if codec.hpz and sizes["rp"] == 1:
+        raise ValueError(
+            f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; for "
+            "two nodes of 8 write --mesh dp=8,rp=2"
+        )
+    if codec.params and plan.policy.gather:
+        raise ValueError(
+            f"codec {codec}: policy {plan.policy.name} gathers weights as {plan.policy.gather} already; use another "
+            "policy, or no params"
+        )

@@ -1,0 +1,60 @@
+"""Sums of gradients over ranks in codes: each rank's term is rounded once, sent to the rank that keeps its part of the
+sum, and added there in float32, in the order of the ranks.
+
+Source: Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3.3 (qgZ).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fzero.comm.bucket import pack, unpack
+from fzero.comm.collectives import Axis, Ledger, start_all_gather, start_all_to_all
+from fzero.comm.tables import BY_TOKENS
+from fzero.sharding.codec import Coder
+
+
+
+def is_coded(op: str, link: str) -> bool:
+    """Whether an operation of `moves` sends codes: a sum over ranks that have other tokens."""
+    return op in ("scatter", "psum") and link.split("+")[0] in BY_TOKENS
+
+
+def sum_coded(
+    op: str, names: Sequence[str], tensors: list[Tensor], axis: Axis, coder: Coder, dtype: torch.dtype, ledger: Ledger
+) -> Iterator[Any]:
+    """The tensors after a "scatter" or a "psum" over `axis`, float32 or `dtype` if that is wider; `tensors` is emptied.
+
+    Of a psum the sums are rounded once more, and are the same on all ranks. Yields whenever collectives have been
+    started.
+    Communicates: an all_to_all of codes and one of scales; for a psum then an all_gather of both.
+    """
+    shapes, label, ranks = [t.shape for t in tensors], " ".join(names), axis.size
+    dtype, wide = torch.promote_types(dtype, torch.float32), torch.promote_types(tensors[0].dtype, torch.float32)
+    rows = pack(tensors, ranks if op == "scatter" else 1, wide)
+    tensors.clear()
+    if op == "psum":
+        rows = F.pad(rows, (0, -rows.shape[1] % (ranks * 16))).view(ranks, -1)
+    width = rows.shape[1]
+    sent = coder.encode(rows)
+    del rows
+    with ledger.phase("reduce"):
+        pending = [start_all_to_all(part, axis, leaf=label) for part in sent]
+    yield pending
+    parts = tuple(one.wait() for one in pending)
+    if op == "scatter":
+        total = coder.decode(tuple(part[:1] for part in parts), dtype, width)
+        for rank in range(1, ranks):
+            total += coder.decode(tuple(part[rank : rank + 1] for part in parts), dtype, width)
+        return unpack(total, [(shape[0] // ranks, *shape[1:]) for shape in shapes])
+    with ledger.phase("reduce"):
+        pending = [start_all_gather(part[None], axis, leaf=label) for part in coder.add(parts, width)]
+    yield pending
+    whole = coder.decode(tuple(one.wait() for one in pending), dtype, width).flatten()
+    return unpack(whole[None, : sum(math.prod(shape) for shape in shapes)].contiguous(), shapes)

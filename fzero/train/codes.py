@@ -1,0 +1,104 @@
+"""The codes in which parameters and gradients travel, made by the kernels of an execution."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.kernels import quantize as kernels
+from fzero.kernels.float8_gather import narrow_weight, widen_weight
+from fzero.kernels.quantize_codes import KINDS
+from fzero.kernels.registry import Kernels
+from fzero.sharding.codec import Codec, Coder
+from fzero.sharding.plan import Plan
+from fzero.sharding.prefetch import Coding
+
+
+def coder_of(kind: str, block: int, impl: Kernels) -> Coder:
+    """The operations of a kind of code. impl: the form of each kernel, by its name.
+
+    >>> coder = coder_of("int8", 64, Kernels())
+    >>> codes, scales = coder.encode(torch.full((2, 96), 3.0))
+    >>> codes.shape, codes.dtype, scales.shape, coder.decode((codes, scales), torch.float32, 96)[0, 0]
+    (torch.Size([2, 96]), torch.uint8, torch.Size([2, 2]), tensor(3.))
+    """
+    quantize, dequantize, add = (
+        partial(op, impl=impl[op.name]) for op in (kernels.quantize, kernels.dequantize, kernels.dequantize_sum_requantize)
+    )
+    own = KINDS[kind].dtype
+
+    def sent(made: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return made[0].view(torch.uint8), made[1]
+
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        return sent(quantize(x if x.dtype in NARROW else x.to(torch.float32), kind, block))
+
+    def decode(parts: tuple[Tensor, ...], dtype: torch.dtype, size: int) -> Tensor:
+        return dequantize((parts[0].view(own), parts[1]), kind, block, dtype, size)
+
+    return Coder(encode, decode, lambda parts, size: sent(add(parts[0].view(own), parts[1], kind, block, size)))
+
+
+NARROW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels read
+
+
+def params_coding(plan: Plan, impl: Kernels, exact: bool = False) -> Coding:
+    """How parameters travel under a plan. exact: not in the codes of its codec, which round them."""
+    float8 = (partial(op, impl=impl[op.name]) for op in (narrow_weight, widen_weight))
+    return Coding(*float8, None if exact else _coder(plan.codec, "params", impl))
+
+
+class _Rounded(torch.autograd.Function):
+    """A tensor as it is when it has travelled, whose gradient is that of the tensor."""
+
+    @staticmethod
+    def forward(x: Tensor, coder: Coder) -> Tensor:
+        return coder.decode(coder.encode(x), x.dtype, x.shape[-1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, coder: Coder) -> tuple[Tensor, int]:
+        return _Rounded.apply(x.movedim(in_dims[0], 0), coder), 0
+
+
+def rounded_params(params: Tree, plan: Plan, impl: Kernels) -> Tree:
+    """The parameters at rest as a step with the plan's codec sees them: the definition of such a step, and
+    differentiable: the gradient is that of the rounded ones.
+
+    Raises ValueError for a codec of gradients, whose sums are made behind the backward pass.
+    """
+    if plan.codec is None:
+        return params
+    if plan.codec.grads:
+        raise ValueError(
+            f"codec {plan.codec}: grads are rounded behind the backward pass of a step, which is transformed here; use "
+            "donate=True outside of torch.func, or a codec of params"
+        )
+    coder = _coder(plan.codec, "params", impl)
+    return pytree.map_named(lambda name, x: _Rounded.apply(x, coder) if name in plan.coded else x, params)
+
+
+def grads_coder(plan: Plan, impl: Kernels) -> Coder | None:
+    """How gradients travel under a plan; None: as they are."""
+    return _coder(plan.codec, "grads", impl)
+
+
+def _coder(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:
+    kind = getattr(codec, group) if codec is not None else ""
+    return coder_of(kind, codec.block, impl) if codec is not None and kind else None
