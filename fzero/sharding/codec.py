@@ -113,9 +113,10 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
 
 
 def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
-    """A leaf that rests over rp too, behind the other axes of its dim, where that divides it."""
+    """A leaf that rests over rp too, behind the other axes of its dim, where that divides it. Gradients are summed over
+    rp once a step."""
     dim = shard_dim(name)
-    specs = {group: getattr(leaf, group) for group in ("params", "grads", "opt", "use")}
+    specs = {group: getattr(leaf, group) for group in ("params", "opt", "use")}
     ranks = max(math.prod(sizes[axis] for axis in spec.dims[dim]) for spec in specs.values()) if leaf.shape[dim:] else 0
     if not ranks or "dp" not in leaf.params.axes or leaf.shape[dim] % (ranks * sizes["rp"]):
         return leaf

@@ -26,6 +26,11 @@ def is_coded(op: str, link: str) -> bool:
     return op in ("scatter", "psum") and link.split("+")[0] in BY_TOKENS
 
 
+def padded(elements: int, ranks: int) -> int:
+    """The elements of a whole sum in codes, of which each rank adds up as many: a multiple of 16 of them."""
+    return elements + -elements % (16 * ranks)
+
+
 def sum_coded(
     op: str, names: Sequence[str], tensors: list[Tensor], axis: Axis, coder: Coder, dtype: torch.dtype, ledger: Ledger
 ) -> Iterator[Any]:
@@ -40,7 +45,7 @@ def sum_coded(
     rows = pack(tensors, ranks if op == "scatter" else 1, wide)
     tensors.clear()
     if op == "psum":
-        rows = F.pad(rows, (0, -rows.shape[1] % (ranks * 16))).view(ranks, -1)
+        rows = F.pad(rows, (0, padded(rows.shape[1], ranks) - rows.shape[1])).view(ranks, -1)
     width = rows.shape[1]
     sent = coder.encode(rows)
     del rows

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.comm.tables import SHARDS, links_of
 from fzero.sharding.at_rest import shard_axes
+from fzero.sharding.coded_sums import is_coded, padded
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.moves import moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
@@ -75,6 +77,7 @@ def describe(plan: Plan) -> str:
     top = f"ZeRO stage {plan.stage} on {used}{extra}: {total:,} parameters, {at_rest:,} at rest on a rank"
     notes += [context_text(plan)] if plan.context is not None else []
     notes += [experts_text(plan)] if plan.experts is not None else []
+    notes += codec_text(plan) if plan.codec is not None else []
     dtypes = {"params": policy.param, "grads": policy.accumulate, "master": policy.state}
     sizes = ", ".join(f"{bytes_of[group]:,} bytes of {WHAT[group]} in {dtype_name(dtypes[group])}" for group in held)
     notes.append(f"policy {policy.name}: a rank holds {sizes}")
@@ -159,35 +162,110 @@ def rank_bytes(plan: Plan, name: str) -> dict[str, int]:
     }
 
 
+class Traffic(NamedTuple):
+    """What a rank sends of one leaf by one collective: in words, over which link, in bytes for a micro-batch and once a
+    step."""
+
+    words: str
+    link: str
+    part: float
+    once: float
+
+
 def communication(plan: Plan, name: str) -> tuple[str, float, float]:
-    """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step).
+    """(the communication of one leaf, in words; bytes that a rank sends of it for a micro-batch; and once a step)."""
+    found = traffic(plan, name)
+    words = ", ".join(one.words for one in found) or "nothing"
+    return words, sum(one.part for one in found), sum(one.once for one in found)
+
+
+def traffic(plan: Plan, name: str) -> list[Traffic]:
+    """What a rank sends of one leaf, collective by collective.
 
     Excludes the activations that tensor parallelism and pipelines send (see fzero.sharding.sent for what each rank of a
     pipeline sends). A leaf that the head shares counts once, and one that pp shards as sent to one rank that uses it.
-    The parameters of a layer are gathered a second time for its
-    backward pass, as Execution(reshard=True) has them.
+    The parameters of a layer are gathered a second time for its backward pass, as Execution(reshard=True) has them.
     """
     leaf, sizes = plan.leaves[name], plan.sizes
     n = local_numel(leaf.shape, leaf.compute, sizes)
-    words, sent = [], [0.0, 0.0]
     over = "".join(links_of(shard_axes(leaf.compute), sizes))
-    share, width = n * missing_part(over, sizes) * plan.policy.param.itemsize, reduce_dtype(plan).itemsize
+    whole, found = n * plan.policy.param.itemsize, list[Traffic]()
+    if "rp" in leaf.use.axes:
+        held = gathered_bytes(plan, name, n // (ranks_of(over, sizes) if over else 1)) * missing_part("rp", sizes)
+        found.append(Traffic(f"all_gather rp{coding_words(plan, name)} for use a step", "rp", 0.0, held))
     if over and "dp" in leaf.use.axes:
-        float8 = name in plan.float8
-        words.append(f"all_gather {over} for use" + " as float8" * float8)
-        sent[0] += share * (2 if is_stacked(name) else 1) / (plan.policy.param.itemsize if float8 else 1)
+        share = gathered_bytes(plan, name, n) * missing_part(over, sizes)
+        words = f"all_gather {over} for use{coding_words(plan, name)}"
+        found.append(Traffic(words, over, share * (2 if is_stacked(name) else 1), 0.0))
     if "pp" in leaf.params.axes and not is_stacked(name):
-        words.append("gather pp for use a step")
-        sent[1] += local_numel(leaf.shape, leaf.params, sizes) * plan.policy.param.itemsize
-    cut = 1
+        gathered = local_numel(leaf.shape, leaf.params, sizes) * plan.policy.param.itemsize
+        found.append(Traffic("gather pp for use a step", "pp", 0.0, gathered))
     for when, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
-        for op, axis in path:
-            words.append(WORDS[op].format(axis) + (" a step" if when else " a micro-batch") * (op != "gather"))
-            sent[when] += (
-                width * n / (cut if op != "gather" else 1) * missing_part(axis, sizes) * (2 if op == "psum" else 1)
-            )
-            cut *= ranks_of(axis, sizes) if op == "scatter" else 1
+        for op, link in path:
+            words = WORDS[op].format(link)
+            bytes_sent = summed_bytes(plan, name, op, link, n) * missing_part(link, sizes)
+            if name in plan.coded_grads and is_coded(op, link):
+                words += f" as {plan.codec.grads}"
+            words += (" a step" if when else " a micro-batch") * (op != "gather")
+            found.append(Traffic(words, link, bytes_sent * (not when), bytes_sent * when))
+            n = n // ranks_of(link, sizes) if op == "scatter" else n * ranks_of(link, sizes) if op == "gather" else n
     if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
-        words.append(f"all_gather {over} after the update")
-        sent[1] += share
-    return ", ".join(words) or "nothing", sent[0], sent[1]
+        found.append(Traffic(f"all_gather {over} after the update", over, 0.0, whole * missing_part(over, sizes)))
+    return found
+
+
+def coding_words(plan: Plan, name: str) -> str:
+    """In what a leaf is gathered, in words; "" as it is."""
+    return " as float8" if name in plan.float8 else f" as {plan.codec.params}" if name in plan.coded else ""
+
+
+def gathered_bytes(plan: Plan, name: str, elements: int) -> float:
+    """The bytes of so many elements of a leaf on their way to where they are used."""
+    if name in plan.float8:
+        return elements
+    if name not in plan.coded:
+        return elements * plan.leaves[name].dtype.itemsize
+    leaf = plan.leaves[name]
+    last = leaf.shape[-1] // math.prod(plan.sizes[axis] for axis in leaf.compute.dims[-1])
+    return plan.codec.bytes_of(plan.codec.params, elements, last)
+
+
+def summed_bytes(plan: Plan, name: str, op: str, link: str, elements: int) -> float:
+    """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather those of the result."""
+    ranks, width = ranks_of(link, plan.sizes), reduce_dtype(plan).itemsize
+    if name not in plan.coded_grads or not is_coded(op, link):
+        return elements * width * {"scatter": 1, "psum": 2, "gather": ranks}[op]
+    row = elements // ranks if op == "scatter" else padded(elements, ranks) // ranks
+    return plan.codec.bytes_of(plan.codec.grads, row * ranks, row) * (2 if op == "psum" else 1)
+
+
+def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
+    """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}; see
+    `traffic` for what is left out.
+
+    >>> import fzero
+    >>> params, mesh = {"w": torch.zeros(64, 512)}, fzero.fake_mesh({"dp": 2, "rp": 2})
+    >>> fzero.zero_plan(3, params, mesh, codec="params=int8,grads=int4,hpz").sent_by_link()
+    {'rp': (4352.0, 8448.0), 'dp': (25600.0, 0.0)}
+    """
+    found: dict[str, list[float]] = {}
+    for name in plan.leaves:
+        for one in traffic(plan, name):
+            so_far = found.setdefault(one.link, [0.0, 0.0])
+            so_far[0], so_far[1] = so_far[0] + one.part, so_far[1] + one.once
+    return {link: (part, once) for link, (part, once) in found.items()}
+
+
+def codec_text(plan: Plan) -> list[str]:
+    """The lines that say what a codec sends over each link, beside the same plan without one."""
+    plain = replace(plan, codec=None, coded=frozenset(), coded_grads=frozenset())
+    before, rounded = sent_by_link(plain), []
+    if plan.coded:
+        rounded.append(f"steps see {plan.codec.params} roundings of {len(plan.coded)} leaves of parameters")
+    if plan.coded_grads:
+        rounded.append(f"each rank's gradients of {len(plan.coded_grads)} leaves are rounded to {plan.codec.grads}")
+    lines = [f"codec {plan.codec}: " + "; ".join([*rounded, f"{plan.codec.block} elements share a scale"] if rounded else [])]
+    for link, (part, once) in sent_by_link(plan).items():
+        was = " (" + " and ".join(f"{x:,.0f}" for x in before[link]) + " in full)" if (part, once) != before[link] else ""
+        lines.append(f"  over {link} a rank sends {part:,.0f} bytes a micro-batch and {once:,.0f} a step{was}")
+    return lines

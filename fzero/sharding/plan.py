@@ -31,7 +31,7 @@ from fzero.sharding.at_rest import (
 from fzero.sharding.codec import Codec, coded_plan
 from fzero.sharding.context import Context
 from fzero.sharding.context_cost import Heads, context_for, heads_of
-from fzero.sharding.describe import describe
+from fzero.sharding.describe import describe, sent_by_link
 from fzero.sharding.experts import Experts, Routed, experts_for, experts_of
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
@@ -158,6 +158,16 @@ class Plan:
         """The ranks among which ZeRO shards a leaf, as one axis: those of dp, ep and cp, of an expert those of dp and
         cp. With a codec with hpz those of a node, which share what rests over rp as well."""
         return self.mesh.link(shard_axes(self.leaves[name].compute))
+
+    def sent_by_link(self) -> dict[str, tuple[float, float]]:
+        """{link: bytes of parameters and gradients that a rank sends over it for a micro-batch, and once a step}, by
+        axis or several, such as "dp+cp"; without activations. A layer is gathered for each of its passes.
+
+        >>> params, mesh = {"w": torch.zeros(64, 512)}, fzero.fake_mesh({"dp": 2, "rp": 2})
+        >>> fzero.zero_plan(3, params, mesh, codec="params=int8,grads=int8,hpz").sent_by_link()
+        {'rp': (0.0, 8448.0), 'dp': (25344.0, 0.0)}
+        """
+        return sent_by_link(self)
 
     def with_updates(self, updates: int) -> Plan:
         """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
