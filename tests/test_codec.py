@@ -8,14 +8,13 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from zero_cases import SIZES, model_of, train, trained_whole, whole
+from zero_cases import SIZES, model_of, train, trained_whole
 
 import fzero
 from fzero import optim
 from fzero.core import pytree
 from fzero.kernels.registry import Kernels
 from fzero.sharding import codec, coded_sums, reduce
-from fzero.sharding.codec import Codec
 from fzero.sharding.prefetch import ParamFetcher
 from fzero.train.batch import local_batch
 from fzero.train.codes import coder_of
@@ -151,7 +150,7 @@ def test_a_step_in_codes_is_one_on_rounded_parameters_bit_for_bit(mesh, kind, na
     found = ranks.run(n, trained_whole, [(case, coded)], mesh=sizes)
     expected = ranks.run(n, rounded, [(case, plain)], kind, mesh=sizes)
     exact = ranks.run(n, trained_whole, [(case, plain)], mesh=sizes)
-    for (((state, log),), ((same, same_log),)) in zip(found, expected):
+    for ((state, log),), ((same, same_log),) in zip(found, expected):
         assert log == same_log
         assert_same(state, same)
     assert found[0][0][1] != exact[0][0][1]
@@ -286,7 +285,8 @@ def sent(mesh, codec_text, micro_batches):
 
 
 @pytest.mark.parametrize(
-    "codec_text", [None, "params=int8,grads=int8,hpz,block=16", pytest.param("params=int4,grads=int4,hpz,block=16", marks=slow)]
+    "codec_text",
+    [None, "params=int8,grads=int8,hpz,block=16", pytest.param("params=int4,grads=int4,hpz,block=16", marks=slow)],
 )
 def test_bytes_over_each_link_are_those_of_the_ledger(codec_text):
     for found, said in ranks.run(4, sent, codec_text, 2, mesh=MESHES["dp2 x rp2"]):

@@ -98,6 +98,7 @@ PLACED = {
     "sequence": True,
     "context": "ulysses",
     "experts": "exchange",
+    "codec": "params=int8,block=64",
     "pipeline.schedule": "interleaved",
     "pipeline.chunks": 2,
     "pipeline.layout": "1,2,3,2",

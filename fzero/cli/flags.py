@@ -38,6 +38,7 @@ SHORTHANDS = {
     "sequence": "sequence",
     "context": "context",
     "experts": "experts",
+    "codec": "codec",
     "schedule": "pipeline.schedule",
     "chunks": "pipeline.chunks",
     "layout": "pipeline.layout",
@@ -127,6 +128,11 @@ VALUES = (
         "--experts",
         metavar="FORM",
         help="How tokens come to experts over ep: gather, exchange, exchange:SLACK; or auto, the default.",
+    ),
+    click.option(
+        "--codec",
+        metavar="CODES",
+        help="What travels in codes of few bytes: params=int8,grads=int4,hpz. Default: nothing.",
     ),
     click.option(
         "--schedule",

@@ -24,6 +24,7 @@ PLACEMENT = (
     "sequence",
     "context",
     "experts",
+    "codec",
     "schedule",
     "chunks",
     "layout",

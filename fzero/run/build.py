@@ -108,6 +108,7 @@ def build(
         sequence=Context.parse(config.context, over_tp=config.sequence),
         offload=config.offload,
         pipeline=config.pipeline,
+        codec=config.codec or None,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     plan = plan.with_experts(config.experts)

@@ -178,6 +178,7 @@ class RunConfig:
     sequence: bool = False  # sequence parallelism over tp
     context: str = "auto"  # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
     experts: str = "auto"  # how tokens come to experts over ep: gather, exchange, exchange:SLACK
+    codec: str = ""  # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again

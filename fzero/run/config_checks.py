@@ -22,6 +22,7 @@ from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
+from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
 from fzero.sharding.experts import Experts
 from fzero.sharding.memory import Offload
@@ -124,6 +125,8 @@ def check_leaf(name: str, value: Any) -> None:
         Context.parse(value)
     if name == "experts":
         Experts.parse(value)
+    if name == "codec" and value:
+        Codec.parse(value)
     if name in BOUNDS:
         check_bounds(name, value, BOUNDS[name])
     elif isinstance(value, float) and not math.isfinite(value):

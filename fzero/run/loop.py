@@ -45,7 +45,7 @@ from fzero.run.resume.saver import CheckpointSaver
 from fzero.run.rows import Rows, due_after
 from fzero.run.stages import stage_at
 from fzero.run.waiting import sleep_while_shared
-from fzero.sharding.describe import context_text, experts_text
+from fzero.sharding.describe import codec_text, context_text, experts_text
 from fzero.sharding.digests import digest_text
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.capture import take_news
@@ -241,6 +241,8 @@ def announce(attempt: Attempt) -> None:
         say(context_text(job.plan))
     if job.plan.experts is not None:
         say(experts_text(job.plan))
+    for line in codec_text(job.plan) if job.plan.codec is not None else []:
+        say(line)
     for line in offload_summary(job):
         say(line)
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"

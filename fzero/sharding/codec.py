@@ -51,7 +51,9 @@ class Codec:
     def __post_init__(self) -> None:
         for name, kind in (("params", self.params), ("grads", self.grads)):
             if kind and kind not in KINDS:
-                raise ValueError(f"codec: {name} is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}")
+                raise ValueError(
+                    f"codec: {name} is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}"
+                )
         if not 16 <= self.block <= 8192 or self.block & (self.block - 1):
             raise ValueError(f"codec: block is {self.block}; it must be a power of two from 16 to 8192")
         if not (self.params or self.grads or self.hpz):
@@ -68,7 +70,9 @@ class Codec:
                     f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz and block=N, each once"
                 )
             if (name == "hpz") == bool(value) or (name == "block" and not re.fullmatch("[0-9]+", value)):
-                raise ValueError(f"codec {text!r}: {part!r} has another form; write for example params=int8,hpz,block=64")
+                raise ValueError(
+                    f"codec {text!r}: {part!r} has another form; write for example params=int8,hpz,block=64"
+                )
             found[name] = True if name == "hpz" else int(value) if name == "block" else value
         return cls(**found)
 
@@ -130,12 +134,12 @@ def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
 
 
 def expect_codec(codec: Codec, plan: Plan) -> None:
-    """Raise ValueError for what a codec does not go with: the stage, mesh, order of sums or float8 gathers of a plan."""
+    """Raise ValueError for what a codec does not go with: a plan's stage, mesh, order of sums or float8 gathers."""
     stage, sizes = plan.stage, plan.sizes
     if plan.reduce == "canonical":
         raise ValueError(
-            f'codec {codec}: reduce="canonical" promises the same bits on every mesh, and rounded sums depend on it; use '
-            'reduce="fast"'
+            f'codec {codec}: reduce="canonical" promises the same bits on every mesh, and rounded sums depend on it; '
+            'use reduce="fast"'
         )
     if (codec.params or codec.hpz) and stage != 3:
         what = "params" if codec.params else "hpz"
@@ -144,8 +148,8 @@ def expect_codec(codec: Codec, plan: Plan) -> None:
         raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
     if codec.hpz and sizes["rp"] == 1:
         raise ValueError(
-            f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; for "
-            "two nodes of 8 write --mesh dp=8,rp=2"
+            f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; "
+            "for two nodes of 8 write --mesh dp=8,rp=2"
         )
     if codec.params and plan.policy.gather:
         raise ValueError(

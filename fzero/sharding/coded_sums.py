@@ -1,5 +1,5 @@
 """Sums of gradients over ranks in codes: each rank's term is rounded once, sent to the rank that keeps its part of the
-sum, and added there in float32, in the order of the ranks.
+sum, and added there in float32, in the order of a plain sum (see core.tree_sum).
 
 Source: Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3.3 (qgZ).
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from fzero.comm.bucket import pack, unpack
 from fzero.comm.collectives import Axis, Ledger, start_all_gather, start_all_to_all
 from fzero.comm.tables import BY_TOKENS
+from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
-
 
 
 def is_coded(op: str, link: str) -> bool:
@@ -54,10 +54,10 @@ def sum_coded(
     yield pending
     parts = tuple(one.wait() for one in pending)
     if op == "scatter":
-        total = coder.decode(tuple(part[:1] for part in parts), dtype, width)
-        for rank in range(1, ranks):
-            total += coder.decode(tuple(part[rank : rank + 1] for part in parts), dtype, width)
-        return unpack(total, [(shape[0] // ranks, *shape[1:]) for shape in shapes])
+        total = TreeSum()
+        for rank in range(ranks):
+            total.add(coder.decode(tuple(part[rank : rank + 1] for part in parts), dtype, width))
+        return unpack(total.sum(), [(shape[0] // ranks, *shape[1:]) for shape in shapes])
     with ledger.phase("reduce"):
         pending = [start_all_gather(part[None], axis, leaf=label) for part in coder.add(parts, width)]
     yield pending

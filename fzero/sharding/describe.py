@@ -231,7 +231,7 @@ def gathered_bytes(plan: Plan, name: str, elements: int) -> float:
 
 
 def summed_bytes(plan: Plan, name: str, op: str, link: str, elements: int) -> float:
-    """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather those of the result."""
+    """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather, of the result."""
     ranks, width = ranks_of(link, plan.sizes), reduce_dtype(plan).itemsize
     if name not in plan.coded_grads or not is_coded(op, link):
         return elements * width * {"scatter": 1, "psum": 2, "gather": ranks}[op]
@@ -258,14 +258,16 @@ def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
 
 def codec_text(plan: Plan) -> list[str]:
     """The lines that say what a codec sends over each link, beside the same plan without one."""
-    plain = replace(plan, codec=None, coded=frozenset(), coded_grads=frozenset())
+    plain, codec = replace(plan, codec=None, coded=frozenset(), coded_grads=frozenset()), plan.codec
     before, rounded = sent_by_link(plain), []
     if plan.coded:
-        rounded.append(f"steps see {plan.codec.params} roundings of {len(plan.coded)} leaves of parameters")
+        rounded.append(f"steps see {codec.params} roundings of {len(plan.coded)} leaves of parameters")
     if plan.coded_grads:
-        rounded.append(f"each rank's gradients of {len(plan.coded_grads)} leaves are rounded to {plan.codec.grads}")
-    lines = [f"codec {plan.codec}: " + "; ".join([*rounded, f"{plan.codec.block} elements share a scale"] if rounded else [])]
-    for link, (part, once) in sent_by_link(plan).items():
-        was = " (" + " and ".join(f"{x:,.0f}" for x in before[link]) + " in full)" if (part, once) != before[link] else ""
-        lines.append(f"  over {link} a rank sends {part:,.0f} bytes a micro-batch and {once:,.0f} a step{was}")
+        rounded.append(f"each rank's gradients of {len(plan.coded_grads)} leaves are rounded to {codec.grads}")
+    if rounded:
+        rounded.append(f"{codec.block} elements share a scale")
+    lines = [f"codec {codec}: " + ("; ".join(rounded) or "parameters rest over rp as well")]
+    for link, sent in sent_by_link(plan).items():
+        was = f" ({before[link][0]:,.0f} and {before[link][1]:,.0f} in full)" if sent != before[link] else ""
+        lines.append(f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{was}")
     return lines

@@ -67,8 +67,8 @@ class ParamFetcher:
     coding: how leaves of plan.float8 and plan.coded travel; None: as they are. kept: of leaves that rest over rp too,
     what the ranks of a node hold together, for all that is fetched in a step; None: nothing is kept.
     Communicates: an all_gather over dp, ep and cp (of experts over dp and cp) for each large leaf, and one for all
-    small leaves of a group; of leaves that rest over rp, before it the same over rp, unless it is kept. With float8, one
-    before them for the largest magnitudes of all its leaves. A leaf in codes has two tensors, codes and scales.
+    small leaves of a group; of leaves that rest over rp, before it the same over rp, unless it is kept. With float8,
+    one before them for the largest magnitudes of all its leaves. A leaf in codes has two tensors, codes and scales.
     """
 
     def __init__(

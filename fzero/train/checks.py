@@ -100,7 +100,8 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
     if plan.codec is not None and plan.codec.hpz and (execution.resident or not execution.reshard) and layered:
         raise ValueError(
             f"codec {plan.codec}: hpz keeps what a node holds of parameters that are gathered again, and with "
-            f"reshard={execution.reshard} and resident={execution.resident} they stay whole; use reshard=True and resident=0"
+            f"reshard={execution.reshard} and resident={execution.resident} they stay whole; use reshard=True and "
+            "resident=0"
         )
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")

@@ -28,7 +28,8 @@ def coder_of(kind: str, block: int, impl: Kernels) -> Coder:
     (torch.Size([2, 96]), torch.uint8, torch.Size([2, 2]), tensor(3.))
     """
     quantize, dequantize, add = (
-        partial(op, impl=impl[op.name]) for op in (kernels.quantize, kernels.dequantize, kernels.dequantize_sum_requantize)
+        partial(op, impl=impl[op.name])
+        for op in (kernels.quantize, kernels.dequantize, kernels.dequantize_sum_requantize)
     )
     own = KINDS[kind].dtype
 
