@@ -12,7 +12,7 @@ import math
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Mesh:
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
     # Several of dp, ep and cp as one, where they are in use: see comm.tables.joined_links.
     links: tuple[Axis, ...] = field(default=(), compare=False, repr=False)
+    members: Axis = Axis("rp")  # of whose ranks this is the mesh of one, see `member`
 
     def __getitem__(self, name: str) -> Axis:
         for axis in (*self.axes, *self.links):
@@ -104,15 +105,27 @@ class Mesh:
         names = links_of([axis for axis in SHARDS if axis in axes], {axis.name: axis.size for axis in self.axes})
         return self[names[0]] if names else self[SHARDS[0]]
 
+    def member(self) -> Mesh:
+        """The mesh of one member of local steps (see make_local_step): of the processes with this one's number along
+        rp, which has size 1 in it. Rows of batches are still those of the run.
+
+        >>> from fzero.sharding import fake_mesh
+        >>> mesh = fake_mesh({"dp": 2, "rp": 4}, rank=5).member()
+        >>> print(mesh, mesh.size, mesh.data_size, mesh.data_rank)
+        Mesh(dp=2) 2 8 5
+        """
+        axes = tuple(Axis("rp") if axis.name == "rp" else axis for axis in self.axes)
+        return replace(self, axes=axes, members=self["rp"], owned=False)
+
     @property
     def data_size(self) -> int:
-        """The number of ranks with data of their own: rp times dp times ep."""
-        return math.prod(self[name].size for name in BY_DATA_RANK)
+        """The number of ranks with data of their own: rp times dp times ep, those of other members among them."""
+        return self.members.size * math.prod(self[name].size for name in BY_DATA_RANK)
 
     @property
     def data_rank(self) -> int:
         """This process's number among those."""
-        rank = 0
+        rank = self.members.rank
         for name in BY_DATA_RANK:
             rank = rank * self[name].size + self[name].rank
         return rank

@@ -1,0 +1,296 @@
+"""Local steps: members that train apart and agree once in H steps."""
+
+import functools
+import math
+
+import pytest
+import ranks
+import torch
+from close import assert_close, assert_same
+from law_cases import FP64
+from zero_cases import SIZES, model_of, whole
+
+import fzero
+from fzero import optim
+from fzero.checkpoint import restore, save, step_folder
+from fzero.core import pytree
+from fzero.train.batch import local_batch
+from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
+from fzero.train.state import state_specs
+
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+INNER = {"SGD": optim.sgd(0.3), "ADAM": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5))}
+OUTER = {
+    "LocalSGD": optim.sgd(1.0),
+    "SlowMo": optim.sgd(0.8, momentum=0.6),
+    "DiLoCo": optim.sgd(0.7, momentum=0.9, nesterov=True),
+}
+
+
+def batch(step, rows=8):
+    g = torch.Generator().manual_seed(step)
+    tokens, targets = (torch.randint(0, SIZES["vocab_size"], (rows, 8), generator=g) for _ in range(2))
+    return {"tokens": tokens, "targets": targets}
+
+
+def start(mesh, tx, outer, local, stage=0, policy=FP64, name="llama", dropout=0.0):
+    """(step, state, plan, specs) of this rank's member."""
+    model, tx, outer = model_of(name, dropout=dropout), INNER[tx], OUTER[outer]
+    plan = fzero.zero_plan(stage, model, mesh.member(), policy=policy)
+    state = init_local(fzero.init_state(model, tx, plan, seed=3), plan, outer, local)
+    inner = fzero.make_train_step(model, tx, plan)
+    specs = local_specs(state_specs(plan, tx), plan, outer, local)
+    return make_local_step(inner, plan, outer, mesh["rp"], local), state, plan, specs
+
+
+def trained(mesh, tx, outer, local, steps, stage=0, dropout=0.0):
+    """(whole parameters, whole x_0) of this rank's member after some steps."""
+    step, state, plan, specs = start(mesh, tx, outer, local, stage, dropout=dropout)
+    for i in range(steps):
+        state, _ = step(state, local_batch(batch(i), mesh, 1))
+    found = whole(state, specs, plan.mesh)
+    return found.params, found.extra["outer"]
+
+
+def plain_data_parallel(steps):
+    model, mesh = model_of("llama", dropout=0.1), fzero.one_process()
+    plan = fzero.zero_plan(0, model, mesh, policy=FP64)
+    state, step = fzero.init_state(model, INNER["SGD"], plan, seed=3), fzero.make_train_step(model, INNER["SGD"], plan)
+    for i in range(steps):
+        state, _ = step(state, batch(i))
+    return state.params
+
+
+@pytest.mark.parametrize(
+    "sizes, stage",
+    [({"rp": 2}, 0), pytest.param({"rp": 2, "dp": 2}, 3, marks=slow), pytest.param({"rp": 4}, 1, marks=slow)],
+)
+def test_agreeing_after_every_step_is_plain_data_parallelism(sizes, stage):
+    """H = 1, an outer rate of 1 and no momentum: the mean of members after a step of SGD is a step on the mean. Dropout
+    is by the rows of the run, so that members do not drop alike."""
+    local = Local(every=1)
+    results = ranks.run(math.prod(sizes.values()), trained, "SGD", "LocalSGD", local, 4, stage, 0.1, mesh=sizes)
+    for params, _ in results:
+        assert_close(params, plain_data_parallel(4), rtol=1e-12, atol=1e-12)
+
+
+# ---- the definition, written out -------------------------------------------------------------------------------------
+
+
+def nesterov(lr, momentum):
+    def update(d, b):
+        b = momentum * b + d
+        return -lr * (d + momentum * b), b
+
+    return update
+
+
+def heavy_ball(lr, momentum):
+    def update(d, b):
+        b = momentum * b + d
+        return -lr * b, b
+
+    return update
+
+
+BY_HAND = {"LocalSGD": heavy_ball(1.0, 0.0), "SlowMo": heavy_ball(0.8, 0.6), "DiLoCo": nesterov(0.7, 0.9)}
+
+
+@functools.cache
+def written_out(method, members, every, steps):
+    """The parameters on which members agree, one member after the other in this process."""
+    model = model_of("llama", dropout=0.0)
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64)
+    states = [fzero.init_state(model, INNER["ADAM"], plan, seed=3) for _ in range(members)]
+    step = fzero.make_train_step(model, INNER["ADAM"], plan, donate=False)
+    agreed = states[0].params
+    momentum = pytree.map(torch.zeros_like, agreed)
+    for i in range(steps):
+        parts = {name: leaf.chunk(members) for name, leaf in batch(i).items()}
+        states = [step(s, {name: leaf[r] for name, leaf in parts.items()})[0] for r, s in enumerate(states)]
+        if (i + 1) % every == 0:
+            mean = pytree.map(lambda *x: sum(x) / members, *(s.params for s in states))
+            d = pytree.map(torch.sub, agreed, mean)
+            updates = pytree.map(lambda d, b: BY_HAND[method](d, b)[0], d, momentum)
+            momentum = pytree.map(lambda d, b: BY_HAND[method](d, b)[1], d, momentum)
+            agreed = pytree.map(torch.add, agreed, updates)
+            states = [s._replace(params=agreed) for s in states]
+    return agreed, [s.params for s in states]
+
+
+@pytest.mark.parametrize(
+    "method, sizes, stage",
+    [
+        ("DiLoCo", {"rp": 2}, 0),
+        pytest.param("SlowMo", {"rp": 2, "dp": 2}, 3, marks=slow),
+        pytest.param("LocalSGD", {"rp": 4}, 0, marks=slow),
+        pytest.param("DiLoCo", {"rp": 2, "tp": 2}, 1, marks=slow),
+        pytest.param("DiLoCo", {"rp": 2, "pp": 2}, 2, marks=exhaustive),
+        pytest.param("SlowMo", {"rp": 2, "cp": 2}, 3, marks=exhaustive),
+    ],
+)
+def test_members_equal_the_written_out_method(method, sizes, stage):
+    results = ranks.run(math.prod(sizes.values()), trained, "ADAM", method, Local(every=3), 7, stage, mesh=sizes)
+    agreed, each = written_out(method, sizes["rp"], 3, 7)
+    mine = [params for params, _ in results]
+    for params, outer in results:
+        (x,) = (one.params for one in outer.values())
+        assert_close(pytree.from_named(x, agreed), agreed, rtol=1e-9, atol=1e-10)
+    # the ranks of a member are next to each other, within those of each stage of a pipeline
+    per, stages = len(mine) // sizes["rp"] // sizes.get("pp", 1), sizes.get("pp", 1)
+    for r, expected in enumerate(each):
+        for stage_rank in range(stages):
+            at = stage_rank * (len(mine) // stages) + r * per
+            assert_close(mine[at], expected, rtol=1e-9, atol=1e-10)
+    assert any((a != b).any() for a, b in zip(pytree.leaves(each[0]), pytree.leaves(each[1])))
+
+
+def test_the_sign_of_the_outer_step_is_that_of_descent(monkeypatch):
+    """A pseudo-gradient of the other sign leads away: the loss rises."""
+    from fzero.train import local as module
+
+    sent = module.send
+    losses = {}
+    for name, sign in (("right", 1.0), ("wrong", -1.0)):
+        monkeypatch.setattr(
+            module, "send", lambda *args, sign=sign: lambda: {n: sign * x for n, x in sent(*args)().items()}
+        )
+        mesh = fzero.one_process()
+        step, state, _, _ = start(mesh, "ADAM", "DiLoCo", Local(every=4))
+        for _ in range(24):
+            state, metrics = step(state, batch(0))
+        losses[name] = float(metrics.loss)
+    assert losses["right"] < 2.5 < losses["wrong"]
+
+
+# ---- fragments, overlap, codes ---------------------------------------------------------------------------------------
+
+
+def agreed_at(mesh, local, steps):
+    """By step, the leaves of x_0 that changed."""
+    step, state, _, _ = start(mesh, "ADAM", "DiLoCo", local)
+    changed = []
+    for i in range(steps):
+        before = pytree.map(torch.clone, state.extra["outer"])
+        state, _ = step(state, local_batch(batch(i), mesh, 1))
+        names = pytree.named_leaves(state.extra["outer"])
+        old = pytree.named_leaves(before)
+        changed.append({name[0] for name in names if "/params/" in name and not torch.equal(names[name], old[name])})
+    return changed, step.finish(state).params
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_fragments_agree_in_turn(overlap):
+    results = ranks.run(2, agreed_at, Local(every=4, fragments=2, overlap=overlap), 8, mesh={"rp": 2})
+    turns = [set(), {"0"}, set(), {"1"}, set(), {"0"}, set(), {"1"}]
+    for changed, _ in results:
+        assert changed == [set()] * overlap + turns[: 8 - overlap]
+
+
+def mixed(mesh, mix):
+    step, state, plan, _ = start(mesh, "ADAM", "LocalSGD", Local(every=2, mix=mix))
+    for i in range(2):
+        state, _ = step(state, local_batch(batch(i), mesh, 1))
+    return state.params, state.extra["outer"]["0"].params
+
+
+def test_a_member_may_keep_a_part_of_what_it_has():
+    alone, half = ranks.run(2, mixed, 0.0, mesh={"rp": 2}), ranks.run(2, mixed, 0.5, mesh={"rp": 2})
+    assert_same(alone[0][0], alone[1][0])
+    a, b = (pytree.named_leaves(params) for params, _ in half)
+    assert any((a[name] != b[name]).any() for name in a)
+    mean = {name: (a[name] + b[name]) / 2 for name in a}
+    # each is half way between its own and the mean, so that their mean is the mean
+    assert_close(mean, half[0][1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind, bound", [("int4", 0.08), pytest.param("int8", 0.005, marks=slow)])
+def test_differences_in_codes_are_near_and_one_on_all_members(kind, bound):
+    coded = ranks.run(2, trained, "ADAM", "LocalSGD", Local(every=3, codec=kind), 3, mesh={"rp": 2})
+    exact = ranks.run(2, trained, "ADAM", "LocalSGD", Local(every=3), 3, mesh={"rp": 2})
+    assert_same(coded[0][0], coded[1][0])
+    found, expected = (pytree.named_leaves(one[0][0]) for one in (coded, exact))
+    gap = max(float((found[name] - expected[name]).abs().max()) for name in found)
+    assert 0 < gap < bound
+
+
+def bytes_sent(mesh, local, steps):
+    step, state, plan, _ = start(mesh, "ADAM", "DiLoCo", local, stage=3, policy=fzero.fp32())
+    mesh.ledger.clear()
+    for i in range(steps):
+        state, _ = step(state, local_batch(batch(i), mesh, 1))
+    sent = sum(row.bytes for row in mesh.ledger.rows() if row.axis == "rp" and row.phase == "outer")
+    others = [row for row in mesh.ledger.rows() if row.axis == "rp" and row.phase != "outer"]
+    updated = sum(leaf.numel() for leaf in pytree.leaves(state.params))
+    return sent, updated, others
+
+
+def test_members_send_twice_what_they_update_once_in_h_steps():
+    for sent, updated, others in ranks.run(4, bytes_sent, Local(every=2), 4, mesh={"rp": 2, "dp": 2}):
+        assert sent == 2 * (4 * updated)  # 4 steps are 2 times, and 2 (R-1)/R is 1 with 2 members
+        assert not others
+
+
+# ---- members come and go ---------------------------------------------------------------------------------------------
+
+
+def rounds(mesh, folder, local, first, last, saves):
+    """Train from the checkpoint of step `first` (0: from the start) to step `last`; save at the steps of `saves`."""
+    step, state, plan, specs = start(mesh, "ADAM", "DiLoCo", local)
+    if first:
+        state = restore(step_folder(folder, first), state, specs=specs, mesh=plan.mesh)
+    for i in range(first, last):
+        state, metrics = step(state, local_batch(batch(i), mesh, 1))
+        if i + 1 in saves:
+            state = agree(step, plan, OUTER["DiLoCo"], mesh["rp"], state, local)
+            save(folder, state, step=i + 1, specs=specs, mesh=mesh)
+    return state, float(metrics.loss)
+
+
+@pytest.mark.parametrize(
+    "local", [Local(every=3), pytest.param(Local(every=4, fragments=2, overlap=1, codec="int8"), marks=slow)], ids=repr
+)
+def test_a_run_resumed_where_members_agreed_has_its_bits(local, tmp_path):
+    through = ranks.run(2, rounds, tmp_path, local, 0, 10, (5,), mesh={"rp": 2})
+    resumed = ranks.run(2, rounds, tmp_path, local, 5, 10, (), mesh={"rp": 2})
+    for (state, loss), (same, same_loss) in zip(through, resumed):
+        assert loss == same_loss
+        assert_same(state, same)
+
+
+def test_members_leave_and_come_back_where_they_agree(tmp_path):
+    """Two members, then one, then four; each time all begin with what the others had, and the loss goes on falling."""
+    local, losses = Local(every=3), []
+    for n, first, last in ((2, 0, 12), (1, 12, 24), (4, 24, 36)):
+        results = ranks.run(n, rounds, tmp_path, local, first, last, (last,), mesh={"rp": n})
+        for state, _ in results:
+            assert_same(state, results[0][0])
+        losses.append(results[0][1])
+    assert losses == sorted(losses, reverse=True)
+    saved = restore(step_folder(tmp_path, 12), results[0][0])  # whole, on one process
+    assert int(saved.step) == 12
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"every": 0}, "local: every is 0; it is the steps between two times, at least 1"),
+        ({"codec": "int5"}, "local: codec is 'int5'; it must be one of int8, int4, fp8_e4m3"),
+        ({"every": 2, "fragments": 3}, r"local: fragments is 3; it must be in \[1, every = 2\]"),
+        ({"every": 2, "overlap": 2}, r"local: overlap is 2; it must be in \[0, every = 2\)"),
+        ({"mix": 1.0}, r"local: mix is 1.0; it must be in \[0, 1\)"),
+    ],
+)
+def test_bad_options_are_one_line(options, words):
+    with pytest.raises(ValueError, match=words):
+        Local(**options)
+
+
+def test_a_plan_that_sums_over_members_is_refused():
+    mesh = fzero.fake_mesh({"rp": 2})
+    plan = fzero.zero_plan(0, model_of("llama"), mesh)
+    with pytest.raises(ValueError, match=r"the plan sums gradients over rp=2; make it, .* with mesh.member\(\)"):
+        make_local_step(lambda state, batch: (state, None), plan, OUTER["DiLoCo"], mesh["rp"])
