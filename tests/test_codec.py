@@ -48,14 +48,14 @@ ROWS = {"rows": 48}
     "mesh, name, optimizer, m, options",
     [
         ("dp2 x rp2", "llama", "clipped adam", 2, {}),
-        pytest.param("dp2 x rp2", "gpt2", "sgd", 1, {"reduce": "once"}, marks=slow),
+        pytest.param("dp2 x rp2", "gpt2", "sgd", 1, {"reduce": "once"}, marks=exhaustive),
         pytest.param("dp2 x rp2", "moe dropless", "adam", 3, {}, marks=exhaustive),
         pytest.param("dp2 x rp2", "deepseek", "adam", 1, {"offload": "opt=host"}, marks=exhaustive),
         pytest.param("dp2 x rp2 x tp2", "llama", "clipped adam", 2, {"sequence": True}, marks=slow),
-        pytest.param("dp2 x rp2 x pp2", "gpt2", "clipped adam", 3, {}, marks=slow),
+        pytest.param("dp2 x rp2 x pp2", "gpt2", "clipped adam", 3, {}, marks=exhaustive),
         pytest.param("dp2 x rp2 x cp2", "llama", "adam", 1, {}, marks=exhaustive),
-        pytest.param("rp2 x cp2", "llama", "clipped adam", 2, {}, marks=slow),
-        pytest.param("rp2 x ep2", "moe dropless", "clipped adam", 2, {}, marks=slow),
+        pytest.param("rp2 x cp2", "llama", "clipped adam", 2, {}, marks=exhaustive),
+        pytest.param("rp2 x ep2", "moe dropless", "clipped adam", 2, {}, marks=exhaustive),
         pytest.param("dp4 x rp2", "llama", "adam", 1, {}, marks=exhaustive),
     ],
 )
@@ -121,7 +121,7 @@ def rounded(mesh, cases, kind):
 CODES = [
     ("dp2", "int8", "llama", 1, ""),
     *[
-        pytest.param(mesh, kind, name, m, more, marks=exhaustive if name == "moe dropless" else slow)
+        pytest.param(mesh, kind, name, m, more, marks=slow if more else exhaustive)
         for mesh, kind, name, m, more in (
             ("dp2", "int4", "gpt2", 3, ""),
             ("dp4", "fp8_e4m3", "llama", 2, ""),
@@ -222,8 +222,8 @@ def defined(mesh, cases):
     [
         ("dp2", "int8", "llama", 3, ""),
         pytest.param("dp2 x rp2", "int4", "llama", 2, ",hpz", marks=slow),
-        pytest.param("dp2 x tp2", "int8", "gpt2", 1, "", marks=slow),
-        pytest.param("dp2 x pp2", "fp8_e4m3", "gpt2", 2, "", marks=slow),
+        pytest.param("dp2 x tp2", "int8", "gpt2", 1, "", marks=exhaustive),
+        pytest.param("dp2 x pp2", "fp8_e4m3", "gpt2", 2, "", marks=exhaustive),
         pytest.param("dp2 x cp2", "int8", "llama", 1, "", marks=exhaustive),
     ],
 )
@@ -286,7 +286,11 @@ def sent(mesh, codec_text, micro_batches):
 
 @pytest.mark.parametrize(
     "codec_text",
-    [None, "params=int8,grads=int8,hpz,block=16", pytest.param("params=int4,grads=int4,hpz,block=16", marks=slow)],
+    [
+        None,
+        "params=int8,grads=int8,hpz,block=16",
+        pytest.param("params=int4,grads=int4,hpz,block=16", marks=exhaustive),
+    ],
 )
 def test_bytes_over_each_link_are_those_of_the_ledger(codec_text):
     for found, said in ranks.run(4, sent, codec_text, 2, mesh=MESHES["dp2 x rp2"]):

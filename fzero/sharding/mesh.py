@@ -73,7 +73,7 @@ class Mesh:
     owned: bool = field(default=False, compare=False, repr=False)  # whether make_mesh initialised torch.distributed
     # Several of dp, ep and cp as one, where they are in use: see comm.tables.joined_links.
     links: tuple[Axis, ...] = field(default=(), compare=False, repr=False)
-    members: Axis = Axis("rp")  # of whose ranks this is the mesh of one, see `member`
+    members: Axis = field(default_factory=lambda: Axis("rp"))  # of whose ranks this is the mesh of one, see `member`
 
     def __getitem__(self, name: str) -> Axis:
         for axis in (*self.axes, *self.links):

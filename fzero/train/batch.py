@@ -127,7 +127,10 @@ def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0], dealt]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
     group, first = mesh.size // mesh["pp"].size, {}
-    alike, tp = mesh["cp"].size * mesh["tp"].size, mesh["tp"].size  # neighbours of one data rank, and those of one tp group
+    alike, tp = (
+        mesh["cp"].size * mesh["tp"].size,
+        mesh["tp"].size,
+    )  # neighbours of one data rank, and those of one tp group
     for rank, (same, rows, passes) in enumerate(table):
         if rank % alike and same != table[rank - rank % alike][0]:
             kind = "tp" if rank % alike < tp else "cp"

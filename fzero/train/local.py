@@ -33,8 +33,8 @@ from fzero.core.pytree import Tree
 from fzero.kernels.registry import Kernels
 from fzero.optim import GradientTransformation, apply_updates
 from fzero.sharding import Plan, Spec
-from fzero.sharding.coded_sums import sum_coded
 from fzero.sharding.codec import KINDS, Coder
+from fzero.sharding.coded_sums import sum_coded
 from fzero.sharding.slices import is_stacked
 from fzero.train.codes import coder_of
 from fzero.train.state import TrainState
@@ -165,7 +165,7 @@ class Sent(NamedTuple):
 
 
 def make_local_step(
-    step: Step, plan: Plan, outer: GradientTransformation, members: Axis, local: Local = Local()  # noqa: B008
+    step: Step, plan: Plan, outer: GradientTransformation, members: Axis, local: Local = Local()
 ) -> Step:
     """The function `(state, batch) -> (state, Metrics)` of a member's step, after which a fragment agrees where one is
     due.
@@ -209,7 +209,7 @@ def make_local_step(
     def finish(state: TrainState) -> TrainState:
         return use(state, flying[-1].step) if flying else state
 
-    setattr(train_step, "finish", finish)
+    train_step.finish = finish
     return train_step
 
 
@@ -275,7 +275,7 @@ def agree(step: Step, plan: Plan, outer: GradientTransformation, members: Axis, 
 
     step: of `make_local_step`. Communicates over rp: d of every fragment, and the floating-point leaves of opt_state.
     """
-    state = getattr(step, "finish")(state)
+    state = step.finish(state)
     coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
     whole = Local(local.every, local.codec, local.fragments)
     for fragment in range(local.fragments):
