@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.kernels import flops
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
 from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
@@ -308,6 +309,7 @@ def _wide_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
     f"flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
     f"{PATTERN}, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
     _gradients,
+    flop=flops.flash_backward,
 )
 def flash_backward(
     g: Tensor,
@@ -338,6 +340,7 @@ def flash_backward(
     "flash_backward_at(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query, Tensor key, "
     f"{DOCUMENTS}, {PATTERN}) -> (Tensor, Tensor, Tensor)",
     _wide_gradients,
+    flop=flops.flash_backward_at,
 )
 def flash_backward_at(
     g: Tensor,
