@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fzero.core import kept, kept_programs, observe
 from fzero.core.backward_cut import cut_backward
+from fzero.core.both_orders import make_both_orders
 from fzero.core.compile import (
     Run,
     compile_graph,
@@ -336,6 +337,8 @@ def _split_programs(
         partition_by_cost(),
     ):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
+    for part in graphs:
+        make_both_orders(part)
     if split:
         graphs = (graphs[0], *cut_backward(graphs[1], sum(i < split for i in wanted)))
     if compiled:

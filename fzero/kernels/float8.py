@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
+from fzero.core.both_orders import BOTH
 from fzero.core.device import kind_of, target_of
 from fzero.core.graph import SHARED
 from fzero.core.pytree import nearest
@@ -245,6 +246,9 @@ def float8_both(x: Tensor, by_row: Tensor, by_column: Tensor, scaling: str, grad
     return outs
 
 
+BOTH[float8_numbers] = float8_both
+
+
 @operator(
     "float8_product(Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
@@ -278,7 +282,8 @@ def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
 
     A tensor with one scale is read for it once, in the forward pass or as a gradient; a gradient is read once for its
     numbers in both orders. In a compiled block, linears that share an input share its scale and its numbers
-    (`core.graph.merge_shared`), and the backward pass may keep these numbers in place of the input.
+    (`core.graph.merge_shared`), and the backward pass may keep these numbers in place of the input, which is then read
+    once for its numbers in both orders too (`core.both_orders`).
     """
     recipe = recipe_of(scaling)
 
