@@ -14,7 +14,7 @@ from kernel_cases import Case
 from torch import Tensor
 
 from fzero.kernels.attention import attention
-from fzero.run.measure.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
+from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 
 
 class Shape(NamedTuple):

@@ -10,13 +10,14 @@ from close import assert_close, assert_same
 from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, traced
 
 from fzero.core.device import FakeDevice, Target
+from fzero.core.product_flops import flop_of
 from fzero.kernels import attention_library, chips
 from fzero.kernels.attention import Pattern, attention
 from fzero.kernels.attention_library import LIBRARIES, library_attention
 from fzero.kernels.chips import Speed
+from fzero.kernels.flops import pairs
 from fzero.kernels.registry import explain
 from fzero.planner.calibrate.attention import Shape, measure_attention
-from fzero.run.measure.flops import flop_of, pairs
 
 H100, A100 = Target("cuda", 132, (9, 0), "NVIDIA H100 80GB HBM3"), Target("cuda", 108, (8, 0), "NVIDIA A100-SXM4-80GB")
 B200, MI300X = Target("cuda", 148, (10, 0), "NVIDIA B200"), Target("cuda", 304, (9, 4), "AMD Instinct MI300X")

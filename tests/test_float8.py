@@ -10,11 +10,13 @@ import ranks
 import torch
 import zero_cases
 from close import assert_close, assert_same
+from torch.fx.experimental.proxy_tensor import make_fx
 from zero_cases import train, whole
 
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
+from fzero.core.both_orders import make_both_orders
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8, float8_gather
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
@@ -252,8 +254,16 @@ def test_a_trace_gives_the_same_bits(impl, scaling):
     assert_same([list(outs), list(pair.backward(residuals, [cotangent]))], [out, grads])
 
 
-@every_scaling
-def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, monkeypatch):
+@pytest.mark.parametrize(
+    ("scaling", "compiled"),
+    [
+        ("tensorwise", False),
+        ("rowwise", False),
+        pytest.param("tensorwise", True, marks=pytest.mark.slow),
+        pytest.param("rowwise", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled, monkeypatch):
     """The bits are those of linears by themselves; no number of a weight is kept for the backward pass."""
     x, w, _ = operands()
     inputs, launched, launch = [x, w, w.flip(0)], [], float8._launch
@@ -263,15 +273,52 @@ def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, monkeypat
 
     out, grads = laws.both_passes(lambda *tensors: block(*tensors)[0], inputs)
     monkeypatch.setattr(float8, "_launch", lambda x, *rest: launched.append(tuple(x.shape)) or launch(x, *rest))
-    pair = vjp_pair(block, 3, compiled=False, budget=0.99)
+    pair = vjp_pair(block, 3, compiled=compiled, budget=0.99)
     outs, residuals = pair.forward(inputs)
     kept = [tuple(t.shape) for t in residuals if isinstance(t, torch.Tensor) and t.dtype.itemsize == 1]
     cotangent = laws.draw(outs[0].shape, seed=1)[0].to(x.dtype)
     assert_same([list(outs), list(pair.backward(residuals, [cotangent]))], [out, grads])
-    # x and x turned once, each of two weights twice, and the gradient: the sum gives both linears the same one, and
+    # x once for both orders, each of two weights twice, and the gradient: the sum gives both linears the same one, and
     # each reads it.
-    assert sorted(launched) == sorted([(32, 48), (48, 32), *[(64, 48), (48, 64)] * 2, *[(32, 64)] * 2])
-    assert set(kept) <= {(48, 32)}
+    assert sorted(launched) == sorted([(32, 48), *[(64, 48), (48, 64)] * 2, *[(32, 64)] * 2])
+    assert kept == [(48, 32)]
+
+
+def both_numbers(x, given, turned, same=False):
+    """Numbers of x, and of x turned by what `turned` makes of those; the second as a gradient's or `same`."""
+    first = float8.float8_numbers(x, given, "tensorwise", False)
+    return *first, *float8.float8_numbers(x.t(), turned(first, x), "tensorwise", not same)
+
+
+@pytest.mark.parametrize(
+    ("f", "joined"),
+    [
+        (lambda x, most: both_numbers(x, most, lambda first, x: most, True), True),
+        (lambda x, most: both_numbers(x, most, lambda first, x: x.abs().amax(), True), True),  # found before it
+        (lambda x, most: both_numbers(x, most, lambda first, x: first[1], True), False),  # needs the other's result
+        (lambda x, most: both_numbers(x, most, lambda first, x: most), False),  # another format
+        (lambda x, most: (*both_numbers(x + 1, most, lambda *_: most, True), x.t()), True),
+        (
+            lambda x, most: (
+                *float8.float8_numbers(x + 1, most, "tensorwise", False),
+                *float8.float8_numbers(x.t(), most, "tensorwise", False),
+            ),
+            False,
+        ),
+    ],
+    ids=["one-scale", "own-scale", "depends", "formats", "sum", "another"],
+)
+def test_numbers_in_both_orders_are_made_by_one_read_where_they_can(f, joined):
+    x = laws.draw((32, 48))[0].to(torch.bfloat16)
+    most = x.abs().amax() + 1
+    graph = make_fx(f)(x, most)
+    for node in graph.graph.nodes:
+        node.meta.setdefault("val", None)
+    make_both_orders(graph)
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(float8.float8_both) == joined
+    assert targets.count(float8.float8_numbers) == (0 if joined else 2)
+    assert_same([t.float() for t in graph(x, most)], [t.float() for t in f(x, most)])
 
 
 def test_what_it_refuses():

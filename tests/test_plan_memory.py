@@ -17,11 +17,11 @@ import torch
 from plan_cases import CASES, SLOW, THIN, made
 from torch.utils.flop_counter import FlopCounterMode
 
+from fzero.core.product_flops import FORMULAS
 from fzero.planner import devices, extrapolate
 from fzero.planner.operations import Op
 from fzero.planner.step_trace import Transfer, state_bytes, trace_step
 from fzero.run import build
-from fzero.run.measure.flops import formulas
 from fzero.run.measure.live_bytes import record_step
 from fzero.run.measure.moments import COMPONENTS
 from fzero.sharding import one_process
@@ -60,7 +60,7 @@ def measured(mesh, cases):
             mesh.ledger.clear()
             space = built.nvme
             moved, buffers = (space.moved(), space.buffers) if space else (None, None)
-            with FlopCounterMode(display=False, custom_mapping=formulas()) as counter:
+            with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
                 state, _, record = record_step(built.train_step, state, batch, mesh.ledger, buffers=buffers)
             disk = (0, 0)
             if space:

@@ -8,6 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fzero.core.device import CPU, FakeDevice
+from fzero.core.product_flops import FORMULAS, flop_of
+from fzero.kernels.flops import pairs
 from fzero.planner import devices, rates
 from fzero.planner.devices import Device, Level, Rates
 from fzero.planner.operations import Op, describe_op, describe_passes
@@ -15,8 +17,7 @@ from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_par
 from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
 from fzero.planner.timing import crossing, predict
 from fzero.run.config_table import from_table
-from fzero.run.measure import flops
-from fzero.run.measure.flops import hfu, mfu, pairs
+from fzero.run.measure.flops import hfu, mfu
 
 CONFIG = from_table(
     {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"compiled": False}}
@@ -519,7 +520,7 @@ def test_pairs_are_those_of_the_mask(kind, queries, keys, first):
 
 def count_flop(f, *args):
     """The FLOPs of the operators of f(*args), by torch's counter with the formulas of our own operators."""
-    with FlopCounterMode(display=False, custom_mapping=flops.formulas()) as counter:
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         f(*args)
     return counter.get_total_flops()
 
@@ -561,8 +562,8 @@ def test_utilizations():
 
 def test_flop_of_is_what_the_counter_says():
     a, b = torch.randn(4, 5), torch.randn(5, 6)
-    assert flops.flop_of(torch.ops.aten.mm.default, (a, b), {}, a @ b) == count_flop(torch.mm, a, b) == 240
-    assert flops.flop_of(torch.ops.aten.add.Tensor, (a, a), {}, a + a) == 0
+    assert flop_of(torch.ops.aten.mm.default, (a, b), {}, a @ b) == count_flop(torch.mm, a, b) == 240
+    assert flop_of(torch.ops.aten.add.Tensor, (a, a), {}, a + a) == 0
 
 
 def described(op, *args):

@@ -61,6 +61,7 @@ NAMES = {
     "is_fx_symbolic_tracing": "torch.fx._symbolic_trace:is_fx_symbolic_tracing",
     "joint_graph_passes": "torch._inductor.fx_passes.joint_graph:joint_graph_passes",
     "min_cut_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
+    "partitioners": "torch._functorch.partitioners",
     "peek_interpreter_stack": "torch._C._functorch:peek_interpreter_stack",
     "pick_vec_isa": "torch._inductor.cpu_vec_isa:pick_vec_isa",
     "run_autograd": "torch.autograd.graph:_engine_run_backward",

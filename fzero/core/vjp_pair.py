@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fzero.core import kept, kept_programs, observe
 from fzero.core.backward_cut import cut_backward
+from fzero.core.both_orders import make_both_orders
 from fzero.core.compile import (
     Run,
     compile_graph,
@@ -30,6 +31,7 @@ from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.graph import hold, merge_shared
 from fzero.core.largest import take_largest
 from fzero.core.loops import compiled_together
+from fzero.core.product_flops import partition_by_cost
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
@@ -330,8 +332,13 @@ def _split_programs(
     take_largest(graph)
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
     # would keep its result. What may be merged is named: see merge_shared.
-    with functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False):
+    with (
+        functorch_config.patch(activation_memory_budget=budget, cse=False, ban_recompute_materialized_backward=False),
+        partition_by_cost(),
+    ):
         graphs = min_cut_partition(graph, (primals, cotangents), num_fwd_outputs=len(outs))
+    for part in graphs:
+        make_both_orders(part)
     if split:
         graphs = (graphs[0], *cut_backward(graphs[1], sum(i < split for i in wanted)))
     if compiled:

@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.kernels import attention_flash, attention_tiled
 from fzero.kernels.attention_flash import flash_forward_at
 from fzero.kernels.attention_flash_backward import flash_backward_at
-from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_pattern import FULL, KINDS, Pattern
 from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.op_function import Fused, on_cuda, triton_runs
@@ -75,12 +75,12 @@ class How(NamedTuple):
     @property
     def numbers(self) -> list[int]:
         """The pattern in numbers, for operators."""
-        return [attention_tiled.KINDS.index(self.pattern.kind), self.pattern.size, self.pattern.keep]
+        return [KINDS.index(self.pattern.kind), self.pattern.size, self.pattern.keep]
 
     @classmethod
     def of_numbers(cls, pattern: list[int], scale: float, cap: float) -> How:
         """The value whose `numbers` are `pattern`."""
-        return cls(Pattern(attention_tiled.KINDS[pattern[0]], *pattern[1:]), scale, cap)
+        return cls(Pattern(KINDS[pattern[0]], *pattern[1:]), scale, cap)
 
 
 def given(

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.kernels import flops
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
@@ -163,6 +164,7 @@ PATTERN = "str kind, int size, int keep, float scale"
     f"flash_forward(Tensor q, Tensor k, Tensor v, {DOCUMENTS}, {PATTERN}, int query_start, int key_start) -> "
     "(Tensor, Tensor)",
     _outputs,
+    flop=flops.flash_forward,
 )
 def flash_forward(
     q: Tensor,
@@ -188,6 +190,7 @@ def flash_forward(
     f"flash_forward_at(Tensor q, Tensor k, Tensor v, Tensor query, Tensor key, {DOCUMENTS}, {PATTERN}) -> "
     "(Tensor, Tensor)",
     _wide_outputs,
+    flop=flops.flash_forward_at,
 )
 def flash_forward_at(
     q: Tensor,

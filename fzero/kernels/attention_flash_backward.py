@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.kernels import flops
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
 from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
@@ -44,12 +45,15 @@ from fzero.kernels.attention_tiles import (
     visible_pairs,
 )
 from fzero.kernels.op_function import INTERPRETED, operator
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.optional_triton import INSTALLED, VERSION, tl, triton
 
 # As in the forward pass: tiles of M queries and N keys.
 QUERY_CONFIGS = tables("_flash_dq")
 KEY_CONFIGS = tables("_flash_dkv")
 LOG2_E_ = tl.constexpr(LOG2_E)
+# Before 3.7 Triton loads a vector as a product's columns have it: 4 bytes at a time, and all of it in each warp. What
+# `gather` takes it loads once, and spreads it through shared memory, as later versions do.
+OLD = tl.constexpr(INSTALLED and VERSION < (3, 7))
 
 
 @triton.jit
@@ -173,8 +177,9 @@ def end_query(key, size, KIND: tl.constexpr):
 
 @triton.jit
 def load_values(base, at, count, WHOLE: tl.constexpr):
-    """Load base[at]; unless WHOLE (all exist), zeros from `count` on."""
-    return tl.load(base + at) if WHOLE else tl.load(base + at, mask=at < count, other=0.0)
+    """Load base[at] for the columns of a product; unless WHOLE (all exist), zeros from `count` on."""
+    values = tl.load(base + at) if WHOLE else tl.load(base + at, mask=at < count, other=0.0)
+    return tl.gather(values, tl.arange(0, at.shape[0]), 0) if OLD else values
 
 
 @triton.jit
@@ -308,6 +313,7 @@ def _wide_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
     f"flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
     f"{PATTERN}, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
     _gradients,
+    flop=flops.flash_backward,
 )
 def flash_backward(
     g: Tensor,
@@ -338,6 +344,7 @@ def flash_backward(
     "flash_backward_at(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor query, Tensor key, "
     f"{DOCUMENTS}, {PATTERN}) -> (Tensor, Tensor, Tensor)",
     _wide_gradients,
+    flop=flops.flash_backward_at,
 )
 def flash_backward_at(
     g: Tensor,

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 
 from fzero.core.device import fake_device_of, kind_of, target_of
-from fzero.kernels import chips
+from fzero.kernels import chips, flops
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.op_function import Fused, operator
 from fzero.kernels.registry import Form
@@ -134,7 +134,11 @@ def _rows_together(x: Tensor) -> Tensor:
     return (x if x.stride(3) == 1 else x.contiguous()).transpose(1, 2)
 
 
-@operator("library_forward(Tensor q, Tensor k, Tensor v, str library, float scale) -> (Tensor, Tensor)", _outputs)
+@operator(
+    "library_forward(Tensor q, Tensor k, Tensor v, str library, float scale) -> (Tensor, Tensor)",
+    _outputs,
+    flop=flops.library_forward,
+)
 def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of causal attention by a library of LIBRARIES."""
     out, lse = _ready(library).forward(*map(_rows_together, (q, k, v)), scale)
@@ -145,6 +149,7 @@ def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float)
     "library_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, str library, float scale) -> "
     "(Tensor, Tensor, Tensor)",
     lambda g, q, k, v, *_: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)),
+    flop=flops.library_backward,
 )
 def library_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, library: str, scale: float

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 LONGEST = 10**9  # tokens
+KINDS = ("full", "window", "local", "strided", "fixed")  # in the order of attention_tiled.cpp
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Pattern:
     keep: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("full", "window", "local", "strided", "fixed"):
+        if self.kind not in KINDS:
             raise ValueError(f"attention pattern {self.kind!r} is unknown; use full, window, local, strided or fixed")
         if self.kind != "full" and self.size < 1:
             raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at least 1")

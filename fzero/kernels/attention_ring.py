@@ -37,7 +37,9 @@ from fzero.comm.communicator import Communicator, communicator_of
 from fzero.comm.operators import define_ordered
 from fzero.core.autodiff import first_order
 from fzero.core.device import is_traced, kind_of
+from fzero.core.product_flops import add_formula
 from fzero.core.torch_private import FakeTensor
+from fzero.kernels import flops
 from fzero.kernels.attention_at import PARTS, How, Parts, Where, attention_at, parts_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.op_function import OPENED, Fused
@@ -182,8 +184,12 @@ ring_backward = define_ordered(
     _backward,
     _backward_shapes,
 )
-for made, run in ((ring_forward, _forward), (ring_backward, _backward)):
+for made, run, products in (
+    (ring_forward, _forward, flops.FORWARD_PRODUCTS),
+    (ring_backward, _backward, flops.BACKWARD_PRODUCTS),
+):
     OPENED[made] = run  # a count of memory sees what travels
+    add_formula(made.overloadpacket, flops.ring(products))
 
 
 # ---- the function ---------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from torch import Tensor
 from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
-from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels import flops
+from fzero.kernels.attention_pattern import FULL, KINDS, Pattern
 from fzero.kernels.op_function import Fused, operator
 
-KINDS = ("full", "window", "local", "strided", "fixed")  # in the order of attention_tiled.cpp
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 SHORT = 64  # queries below which plain products are as fast
 
@@ -88,7 +88,11 @@ def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape, dtype=wide if rest[-1] else q.dtype), q.new_empty((b, h, t), dtype=wide)
 
 
-@operator(f"tiled_forward(Tensor q, Tensor k, Tensor v, {WHERE}, {HOW}) -> (Tensor, Tensor)", _outputs)
+@operator(
+    f"tiled_forward(Tensor q, Tensor k, Tensor v, {WHERE}, {HOW}) -> (Tensor, Tensor)",
+    _outputs,
+    flop=flops.tiled(flops.FORWARD_PRODUCTS),
+)
 def tiled_forward(
     q: Tensor,
     k: Tensor,
@@ -128,6 +132,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
     f"tiled_backward(Tensor q, Tensor k, Tensor v, {WHERE}, Tensor out, Tensor lse, Tensor g, {HOW}) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     _gradients,
+    flop=flops.tiled(flops.BACKWARD_PRODUCTS),
 )
 def tiled_backward(
     q: Tensor,

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
+from fzero.core.both_orders import BOTH
 from fzero.core.device import kind_of, target_of
 from fzero.core.graph import SHARED
 from fzero.core.pytree import nearest
-from fzero.kernels import chips, tuning
+from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
@@ -245,9 +246,13 @@ def float8_both(x: Tensor, by_row: Tensor, by_column: Tensor, scaling: str, grad
     return outs
 
 
+BOTH[float8_numbers] = float8_both
+
+
 @operator(
     "float8_product(Tensor a, Tensor a_inverse, Tensor b, Tensor b_inverse, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
+    flop=flops.turned,
 )
 def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, fast: bool) -> Tensor:
     """The product [M, N] in bfloat16 of float8 numbers a [M, K] and b turned, [N, K], by torch._scaled_mm; M, N and K
@@ -262,6 +267,7 @@ def float8_product(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, f
 @operator(
     "float8_product_of(Tensor a, Tensor a_inverse, Tensor b, Tensor largest, str scaling, bool fast) -> Tensor",
     lambda a, a_inverse, b, *_: torch.empty((len(a), len(b)), dtype=torch.bfloat16, device=a.device),
+    flop=flops.turned,
 )
 def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, scaling: str, fast: bool) -> Tensor:
     """`float8_product` by the numbers of b, values in bfloat16, [N, K]: they are made in the pass that needs them, so
@@ -276,7 +282,8 @@ def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
 
     A tensor with one scale is read for it once, in the forward pass or as a gradient; a gradient is read once for its
     numbers in both orders. In a compiled block, linears that share an input share its scale and its numbers
-    (`core.graph.merge_shared`), and the backward pass may keep these numbers in place of the input.
+    (`core.graph.merge_shared`), and the backward pass may keep these numbers in place of the input, which is then read
+    once for its numbers in both orders too (`core.both_orders`).
     """
     recipe = recipe_of(scaling)
 
@@ -303,6 +310,7 @@ def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
 @operator(
     "float8_emulated(Tensor a, Tensor b, str scaling, bool a_gradient, bool b_gradient) -> Tensor",
     lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
+    flop=flops.product,
 )
 def float8_emulated(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gradient: bool) -> Tensor:
     """`product_reference` as one node of a graph: the same bits whether compiled or not."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero.core import torch_private
 from fzero.core.device import kind_of, target_of
 from fzero.core.pytree import Tree
-from fzero.kernels import chips, tuning
+from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.glu import swiglu
 from fzero.kernels.moe_permute import permute, unpermute
@@ -58,7 +58,11 @@ def _sizes(ends: Tensor) -> list[int]:
     return [end - start for start, end in zip([0, *behind], behind)]
 
 
-@operator("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2]))
+@operator(
+    "grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor",
+    lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
+    flop=flops.grouped,
+)
 def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return [M, F] by torch's own products. A custom operator, because torch's fake `_grouped_mm` rejects inputs that
     the CPU form takes.
@@ -78,6 +82,7 @@ def grouped_product(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "grouped_mm_dw(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
+    flop=flops.grouped_dw,
 )
 def grouped_product_dw(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F]: each group's x^T g, zero for a group without rows."""
@@ -185,7 +190,9 @@ def _configs(x: Tensor) -> chips.Table:
 
 
 @operator(
-    "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor", lambda x, w, ends: x.new_empty(len(x), w.shape[2])
+    "grouped_mm_triton(Tensor x, Tensor w, Tensor ends) -> Tensor",
+    lambda x, w, ends: x.new_empty(len(x), w.shape[2]),
+    flop=flops.grouped,
 )
 def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """[M, F] in Triton; w may have any strides."""
@@ -207,6 +214,7 @@ def grouped_product_triton(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @operator(
     "grouped_mm_dw_triton(Tensor x, Tensor g, Tensor ends) -> Tensor",
     lambda x, g, ends: x.new_empty(len(ends), x.shape[1], g.shape[1]),
+    flop=flops.grouped_dw,
 )
 def grouped_product_dw_triton(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     """[E, D, F] in Triton."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import chips, tuning
+from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
@@ -114,7 +114,7 @@ def _shape(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-2]))
 
 
-@operator("symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor", _shape)
+@operator("symmetric_product(Tensor x, Tensor? add, float alpha, float beta) -> Tensor", _shape, flop=flops.symmetric)
 def symmetric_product(x: Tensor, add: Tensor | None, alpha: float, beta: float) -> Tensor:
     """alpha x x^T + beta add of x [B, M, K] and a symmetric add [B, M, M] or None, rounded once, half of the tiles
     computed.

@@ -77,7 +77,9 @@ def _rows(x: Tensor) -> int:
 
 
 @operator(
-    "rms_norm_rows(Tensor x, Tensor scale, float eps) -> Tensor", lambda x, scale, eps: x.new_empty(x.shape), True
+    "rms_norm_rows(Tensor x, Tensor scale, float eps) -> Tensor",
+    lambda x, scale, eps: x.new_empty(x.shape),
+    opened=True,
 )
 def rms_norm_rows(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """`rms_norm_reference` of x [N, D], some rows at a time: what is in float32 or wider has their size."""
@@ -90,7 +92,7 @@ def rms_norm_rows(x: Tensor, scale: Tensor, eps: float) -> Tensor:
 @operator(
     "rms_norm_rows_backward(Tensor x, Tensor scale, Tensor g, Tensor? h, float eps) -> (Tensor, Tensor)",
     lambda x, scale, g, h, eps: (x.new_empty(x.shape), torch.empty_like(scale)),
-    True,
+    opened=True,
 )
 def rms_norm_rows_backward(x: Tensor, scale: Tensor, g: Tensor, h: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """The gradients of x (with h added) and of scale, for the gradient g of the result."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.core import gpu
 from fzero.core.autodiff import Backward
 from fzero.core.device import fake_device_of, kind_of
+from fzero.core.product_flops import Formula, add_formula
 from fzero.kernels.optional_triton import INSTALLED, INTERPRETED, MISSING
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Triton 3.9, which warns that it will change
@@ -27,13 +28,14 @@ OPENED: dict[Any, Callable[..., Any]] = {}
 
 
 def operator(
-    schema: str, fake: Callable[..., Any], opened: bool = False
+    schema: str, fake: Callable[..., Any], *, flop: Formula | None = None, opened: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a launcher as the operator fzero::NAME of `schema`, which a traced or compiled graph contains
     as one node.
 
     A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
-    and returns empty tensors of the results' shapes and dtypes. opened: see OPENED.
+    and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call, of a launcher that
+    multiplies matrices (see `kernels.flops`). opened: see OPENED.
     """
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +52,8 @@ def operator(
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
         defined = getattr(torch.ops.fzero, name).default
+        if flop is not None:
+            add_formula(defined.overloadpacket, flop)
         if opened:
             OPENED[defined] = launch
         return defined

@@ -42,6 +42,7 @@ from torch import Tensor
 from fzero.core.autodiff import first_order, needs_grad
 from fzero.core.stack import Fetch, Put
 from fzero.core.vjp_pair import vjp_pair
+from fzero.kernels import flops
 from fzero.kernels.glu import geglu, swiglu
 from fzero.kernels.op_function import Fused, operator
 
@@ -332,6 +333,7 @@ def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer
     "tiled_layer(Tensor x, Tensor[] params, str kind, int tiles, int tokens, str impl) -> Tensor",
     lambda x, params, *_: x.new_empty(x.shape[0], params[-1].shape[-1]),
     opened=True,
+    flop=flops.tiled_layer,
 )
 def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, tokens: int, impl: str) -> Tensor:
     """Return y [N, F] of x [N, D] for a layer of this kind (see `_layer`), `tokens` rows at a time (0: all)."""
@@ -353,6 +355,7 @@ def tiled_layer(x: Tensor, params: Sequence[Tensor], kind: str, tiles: int, toke
         *(torch.empty_like(p) for p in ([] if frozen else params)),
     ],
     opened=True,
+    flop=flops.tiled_layer_backward,
 )
 def tiled_layer_backward(
     x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, tokens: int, impl: str, frozen: bool

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fzero.core import pytree
+from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.models import DeepSeekConfig, LlamaConfig
 from fzero.models.base import CODES, leaf_shapes
 from fzero.models.presets import body_of
@@ -26,12 +27,7 @@ from fzero.planner.step_trace import fake_nvme, state_bytes
 from fzero.run import build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
-from fzero.run.measure.flops import (
-    BACKWARD_PRODUCTS,
-    FORWARD_PRODUCTS,
-    SPLIT_PRODUCTS,
-    token_flop,
-)
+from fzero.run.measure.flops import token_flop
 from fzero.sharding import Spec, fake_mesh
 from fzero.sharding.slices import local_numel
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.run.measure.flops import flop_of
+from fzero.core.product_flops import flop_of
 
 KINDS = (
     "gemm",
@@ -114,6 +114,7 @@ COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "exchange_row
 def names_of(func: Any) -> tuple[str, str, str]:
     """Return (namespace.name, name, kind) of an operator."""
     space, _, name = func._schema.name.partition("::")
+    name = name.removesuffix("_") if name in ("addmm_", "baddbmm_") else name  # the same product
     kind = NAMED.get(name)
     if kind is None:
         kind = "attention" if "attention" in name else "optimizer" if "_fused_" in name else "pointwise"

@@ -9,8 +9,8 @@ import torch
 
 from fzero.kernels.attention import attention
 from fzero.kernels.chips import Speed
+from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 from fzero.planner.calibrate.timed import Case, time_cases
-from fzero.run.measure.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 
 
 class Shape(NamedTuple):

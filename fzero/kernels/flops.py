@@ -1,0 +1,140 @@
+"""FLOPs of the operators that multiply matrices, by what they are called with; `operator(..., flop=)` takes them.
+
+fzero's attention counts the (query, key) pairs that its pattern leaves, as the kernels skip the others. Documents are
+never counted off: how they lie is data. A formula takes what its operator takes, and `out_val`, the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.kernels.attention_pattern import KINDS, Pattern
+
+# Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
+FORWARD_PRODUCTS = 2  # q k^T, p v
+BACKWARD_PRODUCTS = 5  # q k^T again, g v^T, and those that give dq, dk and dv
+SPLIT_PRODUCTS = 7  # in two kernels, one for dq and one for dk and dv: q k^T and g v^T are made in both
+
+
+@functools.lru_cache(maxsize=1024)
+def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int = 0) -> int:
+    """How many (query, key) pairs a pattern leaves; query i is at position first + i, key j at j.
+
+    >>> pairs("full", 0, 0, 4, 4)
+    10
+    """
+    if kind == "full":  # sum of min(keys, position + 1)
+        whole = min(max(0, keys - first), queries)  # queries that see up to themselves
+        return whole * first + whole * (whole + 1) // 2 + (queries - whole) * keys
+    return Pattern(kind, size, keep).pairs(first, queries, keys)
+
+
+def of_pairs(products: int, q: Tensor, count: int) -> int:
+    b, _, h, k = q.shape
+    return 2 * products * b * h * k * count
+
+
+def tiled(products: int) -> Callable[..., int]:
+    """Of queries that are the last of the keys, or, as where they are is data, spread evenly over their positions."""
+
+    def formula(
+        q: Tensor, k: Tensor, v: Tensor, query: Tensor | None, *rest: Any, out_val: Any = None, **kwargs: Any
+    ) -> int:
+        number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
+        kind, t, s = KINDS[number], q.shape[1], k.shape[1]
+        if query is None:
+            return of_pairs(products, q, pairs(kind, size, keep, t, s, s - t))
+        return spread(products, q, k, kind, size, keep)
+
+    return formula
+
+
+def spread(products: int, q: Tensor, k: Tensor, kind: str, size: int, keep: int) -> int:
+    """Of queries that are spread evenly over the positions of the keys."""
+    return of_pairs(products, q, pairs(kind, size, keep, k.shape[1], k.shape[1]) * q.shape[1] // k.shape[1])
+
+
+def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return spread(FORWARD_PRODUCTS, q, k, *rest[4:7])
+
+
+def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return spread(SPLIT_PRODUCTS, q, k, *rest[6:9])
+
+
+def ring(products: int) -> Callable[..., int]:
+    """Of a rank whose work is the mean of the ranks'."""
+
+    def formula(q: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+        given = (*rest, *kwargs.values())
+        number, size, keep = next(x for x in given if isinstance(x, list | tuple))
+        positions = next(x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64)
+        tokens = positions.numel()
+        visible = pairs(KINDS[number], size, keep, tokens, tokens)
+        return of_pairs(products, q, visible // positions.shape[0])
+
+    return formula
+
+
+def seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int, key_start: int) -> int:
+    if kind == "full":
+        return pairs(kind, size, keep, q.shape[1], k.shape[1], query_start - key_start)
+    upto = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
+    return upto - pairs(kind, size, keep, q.shape[1], key_start, query_start)
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    kind, size, keep, _, *starts = rest[2:]
+    return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
+
+
+def flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    kind, size, keep, _, *starts = rest[4:]
+    return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
+
+
+def library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return of_pairs(FORWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
+
+
+def library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return of_pairs(BACKWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
+
+
+def grouped(x: Tensor, w: Tensor, ends: Tensor, out_val: Any = None) -> int:
+    return 2 * x.shape[0] * w.shape[1] * w.shape[2]
+
+
+def grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
+    return 2 * x.shape[0] * x.shape[1] * g.shape[1]
+
+
+def symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
+    batch, m, k = x.shape
+    return batch * m * (m + 1) * k  # a triangle, its diagonal included, and mirrored
+
+
+def product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+
+def turned(a: Tensor, a_inverse: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * a.shape[0] * a.shape[1] * b.shape[0]
+
+
+def tiled_layer(x: Tensor, params: Sequence[Tensor], *rest: Any, out_val: Any = None) -> int:
+    return 2 * x.shape[0] * sum(p.numel() for p in params if p.dim() == 2)
+
+
+def tiled_layer_backward(
+    x: Tensor, params: Sequence[Tensor], dy: Tensor, kind: str, tiles: int, tokens: int, impl: str, frozen: bool,
+    out_val: Any = None,
+) -> int:  # fmt: skip
+    """A gradient by inputs and one by weights, and of an MLP its hidden units again."""
+    *inner, last = (p.numel() for p in params if p.dim() == 2)
+    return 2 * x.shape[0] * ((2 - frozen) * (sum(inner) + last) + sum(inner))
