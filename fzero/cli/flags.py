@@ -135,7 +135,7 @@ VALUES = (
     click.option(
         "--chunks", type=int, help="The stages of a rank of pp: more for interleaved ones, 2 for zb-v and dualpipe-v."
     ),
-    click.option("--layout", help="The layers of each stage, such as 8,9,9,6. Default: as even as they go."),
+    click.option("--layout", help="The layers of each stage, such as 8,9,9,6; cost: by their times."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
     click.option(
         "--resident", type=int, help="The stages of a rank that stay whole between micro-batches; without pp 1 is all."
