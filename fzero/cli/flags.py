@@ -33,6 +33,7 @@ SHORTHANDS = {
     "seed": "train.seed",
     "precision": "precision.policy",
     "remat": "train.remat",
+    "update": "train.update",
     "zero": "zero",
     "reduce": "reduce",
     "sequence": "sequence",
@@ -108,6 +109,11 @@ VALUES = (
     ),
     click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
+    click.option(
+        "--update",
+        metavar="WHEN",
+        help="When parameters are updated: end (of a step), backward, speculate; or delayed, which changes the numbers.",
+    ),
     click.option(
         "--mesh",
         help="The sizes of the axes dp, rp, tp, pp, cp, ep. For example dp=2,tp=2. Default: dp over all processes.",
