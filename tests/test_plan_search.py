@@ -35,8 +35,11 @@ def test_the_best_are_in_order_and_exact(found):
     assert all("slower" in f.reason or f.reason == "as fast" for f in found.best[1:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", ((1, 2), (2,)), ids=("any mesh", "with pp"))
+@pytest.mark.parametrize(
+    "sizes",
+    (pytest.param((1, 2), marks=pytest.mark.exhaustive), pytest.param((2,), marks=pytest.mark.slow)),
+    ids=("any mesh", "with pp"),
+)
 def test_the_best_is_that_of_all_candidates_traced(sizes):
     """Though few are traced, and of those with pp two."""
     tried = {"train.remat": ("none",), "offload": ("",), "zero": (0, 3), "train.micro_batch": (1, 2), "mesh.pp": sizes}
@@ -189,7 +192,7 @@ def test_long_sequences_are_split_over_cp(monkeypatch):
         pytest.param(Candidate(2, 2, 1, 2, "none", "", 1), marks=pytest.mark.slow),
         Candidate(1, 1, 4, 0, "none", "", 4),
         *(
-            pytest.param(c, marks=pytest.mark.slow)
+            pytest.param(c, marks=pytest.mark.slow if c.schedule == "1f1b" else pytest.mark.exhaustive)
             for c in (
                 Candidate(2, 1, 1, 0, "none", "", 1, pp=2),
                 Candidate(1, 1, 1, 0, "none", "", 1, pp=4, schedule="zb-h1"),
