@@ -2,6 +2,7 @@
 other mesh, is sampled from, and whose report draws the schedule; and one line where a rank ends in the middle of a row.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -9,7 +10,14 @@ import time
 
 import pytest
 from launched import LONG, SHORT, TINY, ended, folder_with_run, ranks_of, rows, start, steps_of, torchrun, until
+from test_bench_machine import HERE
 
+import fzero
+from fzero.planner.calibrate import machine
+from fzero.planner.layer_costs import with_layout
+from fzero.run import run_folder
+from fzero.run.machine import device_file
+from fzero.run.resume import auto_resume
 from fzero.sharding import pipeline
 
 LAYERS = 8  # one for each stage of 4 ranks with 2 chunks
@@ -68,6 +76,30 @@ def test_a_run_equals_one_process_and_goes_on_elsewhere(folder, name, fz, monkey
         fz("sample", run, "--prompt", "line ", "--max-new-tokens", 8, "--temperature", 0) for run in (name, "alone")
     ]
     assert sampled[0] == sampled[1] and sampled[0][0] == 0
+
+
+@pytest.mark.slow
+def test_delayed_updates_over_stages_cut_by_cost_equal_one_process(folder, fz, monkeypatch):
+    """The layers are cut as a plan of this machine cuts them, and the run resumes with their numbers."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    machine.save(HERE, device_file())
+    delayed = [*MODEL, *SHORT, "--update", "delayed", "--set", "train.updates=2", "--prompt", ""]
+    how = ["--mesh", "pp=2", "--layout", "cost", "--stop-at", 3, "--out", "delayed"]
+    torchrun(folder, 2, *delayed, *how, timeout_s=300)
+    monkeypatch.chdir(folder)
+    recorded = run_folder.read_config(folder / "delayed")
+    asked = dataclasses.replace(recorded, pipeline=fzero.Pipeline(layout="cost"))
+    assert recorded.pipeline == with_layout(asked, {"pp": 2}, HERE).pipeline != asked.pipeline
+    assert auto_resume.allowed_changes({"pipeline": {"layout": "cost"}}, folder / "delayed", None) == {}
+    again = ["pretrain", "--out", "delayed", "--resume", "--peak-tflops", 1, "--prompt", ""]
+    refused = fz(*again, "--layout", "cost")
+    assert refused[0] == 2 and "the layers of each stage that the run began with" in refused[2]
+    assert fz(*again, "--mesh", "")[0] == 0
+    assert fz("pretrain", *delayed, "--peak-tflops", 1, "--out", "late")[0] == 0
+    expected, found = rows(folder / "late"), rows(folder / "delayed")
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(found, expected):
+        assert a == pytest.approx(b, rel=1e-4)
 
 
 @pytest.mark.exhaustive

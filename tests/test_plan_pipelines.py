@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from plan_cases import made
 from test_plan_memory import flop, fullest, measured
 
 import fzero
-from fzero.planner import pipelined
+from fzero.planner import devices, pipelined
+from fzero.planner.layer_costs import layer_costs, with_layout
+from fzero.planner.plan import device_for
 from fzero.planner.pipeline_report import layout_by_cost
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import Transfer, trace_step
@@ -53,18 +56,18 @@ def results(name):
     return [one[name] for one in found]
 
 
-QUICK, LATER = ("1f1b", "zb-h1"), ("stage 3", "interleaved", "zb-v")
+LATER = ("1f1b", "zb-h1", "stage 3", "interleaved", "zb-v")
 
 
-def tiered(cases):
-    """Of the cases the quick ones by default, some in the slow tier and the others when asked for."""
+def tiered(cases, quick):
+    """Of the cases one by default, some in the slow tier and the others when asked for."""
     marks = {
-        name: [] if name in QUICK else pytest.mark.slow if name in LATER else pytest.mark.exhaustive for name in cases
+        name: [] if name == quick else pytest.mark.slow if name in LATER else pytest.mark.exhaustive for name in cases
     }
     return [pytest.param(name, marks=marks[name]) for name in cases]
 
 
-@pytest.mark.parametrize("name", tiered(CASES))
+@pytest.mark.parametrize("name", tiered(CASES, quick="zb-h1"))
 def test_what_is_predicted_of_every_rank_is_measured(name):
     config = CASES[name]
     for rank, (timeline, at_rest, rows, counted, _) in enumerate(results(name)):
@@ -129,7 +132,7 @@ def passes(trace):
     return [(m.phase, m.layer, m.bytes) for m in trace.timeline[: end + 1]]
 
 
-@pytest.mark.parametrize("name", tiered(LONG))
+@pytest.mark.parametrize("name", tiered(LONG, quick="1f1b"))
 def test_a_row_is_put_together_of_few_acts(name):
     config = LONG[name]
     found = pipelined.trace(config, config.mesh)
@@ -212,3 +215,51 @@ def test_the_layout_by_cost_counts_embedding_head_and_all_chunks_of_a_rank():
     first, second, third, last = (len(layers) for layers in cut.stages.layers)
     assert first + second + third + last == 16 and max(first, second, third, last + 2) == 5
     assert cut.takes == pytest.approx(max(first + last + 2, second + third) / 10)
+
+
+WIDE = {"d_model": 1024, "d_ff": 2816, "vocab_size": 65536, "max_len": 2048, "n_layers": 6}  # a head as long as layers
+HEAD = made(mesh={"pp": 2}, policy="bf16", parts=4, model=WIDE, data_seq_len=2048)
+
+
+def test_layers_are_cut_by_their_own_seconds():
+    """The costs are those of the acts of a plan; the plan by cost has the numbers that they give, and waits less."""
+    device = devices.device("h100")
+    costs, even = layer_costs(HEAD, HEAD.mesh, device), fzero.plan(HEAD)
+    assert len(costs.layers) == 6 and costs.head > 2 * costs.layers[0] > 2 * costs.embed > 0
+    first, last = (sum(acts.values()) for acts in even.pipeline["acts_s"])
+    assert sum(costs.layers[:3]) + costs.embed == pytest.approx(first, rel=0.1)
+    assert sum(costs.layers[3:]) + costs.head == pytest.approx(last, rel=0.1)
+    by_cost = fzero.plan(HEAD, settings={"pipeline.layout": "cost"})
+    cut = pipeline.split_layers(costs.layers, (0, 1), costs.embed, costs.head)
+    named = ",".join(str(len(layers)) for layers in cut.layers)
+    assert by_cost.pipeline["layout"] == by_cost.config.pipeline.layout == named != "3,3"
+    assert max(one["busy_s"] for one in by_cost.pipeline["ranks"]) < max(
+        one["busy_s"] for one in even.pipeline["ranks"]
+    )
+    assert by_cost.step_s < even.step_s
+
+
+def test_layers_that_differ_have_costs_of_their_own():
+    """Those of the two stacks of deepseek, the first one without experts, in the order of a forward pass."""
+    config = made(policy="bf16", ranks=1, mesh={"pp": 2})
+    config = replace(config, model=replace(fzero.models.preset("deepseek-tiny"), vocab_size=64, n_layers=3))
+    costs = layer_costs(config, config.mesh, devices.device("h100"))
+    assert config.model.n_dense == 1 and len(costs.layers) == 3
+    assert costs.layers[0] < min(costs.layers[1:])
+
+
+@pytest.mark.parametrize(
+    "change, gpu, said",
+    (
+        ({"mesh": {"dp": 2}}, "h100", "layout is cost, and the mesh has no pp"),
+        ({"pipeline": {"layout": "cost", "schedule": "0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1"}}, "h100", "give it a line of"),
+        ({"mesh": {"pp": 9}}, "h100", "pp=9 with 1 chunk a rank has 9 stages, and the model has 3 layers"),
+        ({}, "here", "and the rates of this machine, not measured are unknown; run fzero bench"),
+    ),
+)
+def test_a_layout_by_cost_that_cannot_be_is_one_line(change, gpu, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    config = made(**{"mesh": {"pp": 2}, "pipeline": {"layout": "cost"}, **change})
+    with pytest.raises(ValueError, match=said) as error:
+        with_layout(config, config.mesh, device_for(gpu))
+    assert "\n" not in str(error.value)

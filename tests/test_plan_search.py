@@ -35,6 +35,23 @@ def test_the_best_are_in_order_and_exact(found):
     assert all("slower" in f.reason or f.reason == "as fast" for f in found.best[1:])
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    (pytest.param((1, 2), marks=pytest.mark.exhaustive), pytest.param((2,), marks=pytest.mark.slow)),
+    ids=("any mesh", "with pp"),
+)
+def test_the_best_is_that_of_all_candidates_traced(sizes):
+    """Though few are traced, and of those with pp two."""
+    tried = {"train.remat": ("none",), "offload": ("",), "zero": (0, 3), "train.micro_batch": (1, 2), "mesh.pp": sizes}
+    config = machine.resolve_auto(config_table.from_table(SMALL), H100.target)
+    every = list(candidates.candidates(config, 4, H100.on_node(4), tried))
+    found = fzero.search(SMALL, 4, choices=tried, top=1)
+    seconds = {c: search.trace_candidate(config, c, H100).step_s for c in every}
+    best = min(seconds, key=lambda c: seconds[c])
+    assert found.traced < len(every) and found.best[0].report.step_s == seconds[best]
+    assert found.best[0].candidate == best
+
+
 def test_each_class_of_losers_has_a_reason(found):
     mine = set(search_result.choices(found.best[0].candidate).values())
     said = {loser.choice for loser in found.losers}
@@ -174,6 +191,15 @@ def test_long_sequences_are_split_over_cp(monkeypatch):
         pytest.param(Candidate(2, 1, 2, 1, "full", "", 1), marks=pytest.mark.slow),
         pytest.param(Candidate(2, 2, 1, 2, "none", "", 1), marks=pytest.mark.slow),
         Candidate(1, 1, 4, 0, "none", "", 4),
+        *(
+            pytest.param(c, marks=pytest.mark.slow if c.schedule == "1f1b" else pytest.mark.exhaustive)
+            for c in (
+                Candidate(2, 1, 1, 0, "none", "", 1, pp=2),
+                Candidate(1, 1, 1, 0, "none", "", 1, pp=4, schedule="zb-h1"),
+                Candidate(2, 1, 1, 3, "full", "", 1, pp=2, schedule="interleaved", chunks=2),
+                Candidate(1, 1, 2, 0, "none", "", 1, pp=2, schedule="zb-v", chunks=2),
+            )
+        ),
     ],
     ids=search_result.words,
 )

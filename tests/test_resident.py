@@ -122,7 +122,7 @@ def test_parameters_from_elsewhere_stay_with_the_same_bits(case, folder):  # noq
 
 def in_float8(mesh, name, resident, compiled):
     """(state, losses) of two steps whose layers are gathered as float8 numbers, compiled or not."""
-    model, tx = model_of("llama"), OPTIMIZERS["clipped adam"]
+    model, tx = model_of("llama", n_layers=LAYERS), OPTIMIZERS["clipped adam"]
     options = {"pipeline": PIPELINES[name]} if name in PIPELINES else {}
     plan = fzero.zero_plan(3, model, mesh, policy="bf16_float8_gather", **options)
     how = fzero.Execution(compiled=compiled, resident=resident)

@@ -33,6 +33,7 @@ SHORTHANDS = {
     "seed": "train.seed",
     "precision": "precision.policy",
     "remat": "train.remat",
+    "update": "train.update",
     "zero": "zero",
     "reduce": "reduce",
     "sequence": "sequence",
@@ -110,6 +111,11 @@ VALUES = (
     click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
     click.option("--remat", help="What the backward pass recomputes: none, full, every:K or selective:F."),
     click.option(
+        "--update",
+        metavar="WHEN",
+        help="When parameters are updated: end (of a step), backward, speculate; or delayed, which changes the numbers.",
+    ),
+    click.option(
         "--mesh",
         help="The sizes of the axes dp, rp, tp, pp, cp, ep. For example dp=2,tp=2. Default: dp over all processes.",
     ),
@@ -141,7 +147,7 @@ VALUES = (
     click.option(
         "--chunks", type=int, help="The stages of a rank of pp: more for interleaved ones, 2 for zb-v and dualpipe-v."
     ),
-    click.option("--layout", help="The layers of each stage, such as 8,9,9,6. Default: as even as they go."),
+    click.option("--layout", help="The layers of each stage, such as 8,9,9,6; cost: by their times."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),
     click.option(
         "--resident", type=int, help="The stages of a rank that stay whole between micro-batches; without pp 1 is all."

@@ -143,7 +143,7 @@ def prepare(
     before = coordinator.share(coordinator.recorded)
     auto = begin.auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
     there = begin.resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
-    config = None if there else make()
+    config = None if there else by_cost(make(), coordinator)
     asked = {f"--{name.replace('_', '-')}": value for name, value in begin._asdict().items()}
     asked |= {"--out": str(out), "--init": str(init)}
     coordinator.compare({**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command")
@@ -162,6 +162,23 @@ def prepare(
         return folder, run.resume(folder, coordinator, options, changes=changes, auto=auto)
     folder = Path(coordinator.share(lambda: str(out or before or run_folder.free_folder(config.preset or "model"))))
     return folder, run.start(config, folder, coordinator, options, init=init, auto=auto, **start)
+
+
+def by_cost(config: Any, coordinator: Any) -> Any:
+    """The config of a new run, with the numbers of layers that its first rank finds in place of --layout cost: from then
+    on they are those of the run."""
+    if config.pipeline.layout != "cost":
+        return config
+    from dataclasses import replace
+
+    def found() -> str:
+        from fzero.planner.layer_costs import with_layout
+        from fzero.planner.plan import device_for, resolve_for
+
+        here = device_for("here")
+        return with_layout(resolve_for(config, here), config.mesh, here).pipeline.layout
+
+    return replace(config, pipeline=replace(config.pipeline, layout=coordinator.share(found)))
 
 
 def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], None]) -> int:
@@ -195,6 +212,8 @@ def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
     named = [f"--{name.replace('_', '-')}" for name in given if name not in (*PLACEMENT, *STAGED)] + ["--set"] * bool(
         settings
     )
+    if given.get("layout") == "cost":
+        raise ValueError("--resume has the layers of each stage that the run began with; give others as --layout 8,9,9,6")
     if named:
         raise ValueError(
             f"--resume takes the run's own config; leave out {', '.join(named)}, or start a new run without --resume"

@@ -1,10 +1,10 @@
 """The trace of a deep model from a step that runs only a few of its layers: one layer stands for all those like it.
 
 The step is built for the whole model: its state, gradient sums and update have all layers. The forward and backward
-passes run only the first layers, one in the middle (a group of K with remat "every:K", or where layers differ in a
-period of K), and the last ones, enough that all prefetching at both ends occurs. The trace then repeats the middle
-layer as often as the model has such layers. This is verified: extending the trace by one layer (group) must equal a
-trace with one more; if not, every layer is run.
+passes run only the first layers, two in the middle (groups of K with remat "every:K", or where layers differ in a
+period of K), and the last ones, enough that all prefetching at both ends occurs. The trace then repeats the first of the
+two as often as the model has such layers. This is verified: in every pass all that the two do, one event after the
+other, must be the same; if not, every layer is run.
 
 Of many micro-batches four are run: the third stands for all between the second (during which the gradient sums of the
 first get their memory) and the last. Sums in canonical order grow with the number of micro-batches, so there all of
@@ -57,22 +57,20 @@ def trace(
     few = of_parts(config, run_parts, parts)
     stack, depth = deepest_stack(config.model)
     before, group, run = shape(config, depth)
+    run += group  # with a second one in the middle, to compare
     if depth > MANY and config.train.measure_every:
         few = replace(few, train=replace(few.train, measure_every=0))
     notes = [] if run_parts == parts else [f"micro-batches 4 to {parts - 1} as the third"]
     notes += ["without the norms of layers"] * (few.train.measure_every != config.train.measure_every)
     # Layers that stay whole between micro-batches are dropped together behind the last one: none stands for others.
-    whole = depth <= run + group or config.resident > 0
+    whole = depth <= run or config.resident > 0
     say(f"tracing {depth if whole else run} of {depth} layers")
     step = run_step(few, sizes, rank, target, 0 if whole else run)
     middles: list[list[Stay]] = []
     stays = step.stays
     if not whole:
         found = deeper(stays, stack, before, group, run, depth)
-        say(f"tracing {run + group} of {depth} layers, to compare")
-        # Only at the end of the step is it known which tensors of an updating backward pass belong to the state.
-        more = run_step(few, sizes, rank, target, run + group, short=config.train.update == "end")
-        if found is None or not same(deeper(stays, stack, before, group, run, run + group), more.stays):
+        if found is None or not alike(stays, stack, before, group):
             say(f"tracing all {depth} layers, as no two are alike")
             step, notes = run_step(few, sizes, rank, target), [*notes, "no two layers are alike: all were run"]
             stays = step.stays
@@ -107,7 +105,7 @@ def deepest_stack(model: ModelConfig) -> tuple[str, int]:
 
 
 def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
-    """Return (layers before the middle group, layers of a group, layers to run)."""
+    """Return (layers before the middle group, layers of a group, layers to run with one group in the middle)."""
     group = math.lcm(Remat.parse(config.train.remat).every or 1, models.period(config.model))
     offload = Offload.parse(config.offload)
     ahead = (
@@ -231,12 +229,15 @@ def segment(stays: Sequence[Stay], middle: Sequence[Stay], times: int) -> Segmen
     return Segment(first, first + sum(len(stay.events) for stay in middle), times)
 
 
-def same(found: tuple[list[Stay], list[list[Stay]]] | None, stays: Sequence[Stay]) -> bool:
-    """Whether extrapolated stays equal the real ones, up to the end of the last backward pass."""
-    passes = [i for i, stay in enumerate(stays) if stay.visit.phase in ("forward", "backward")]
-    if found is None or len(found[0]) <= passes[-1]:
-        return False
-    return all(_facts(a) == _facts(b) for a, b in zip(found[0], stays[: passes[-1] + 1]))
+def alike(stays: Sequence[Stay], stack: str, before: int, group: int) -> bool:
+    """Whether the first two middle groups do the same in every pass."""
+    found: list[dict[object, list[tuple]]] = [{}, {}]  # of each group by pass
+    for stay in stays:
+        for i, of in enumerate(found):
+            first = before + i * group
+            if _middle(stay, stack, first, group):
+                of.setdefault(stay.visit.span, []).append(_facts(_shifted(stay, -first)))
+    return found[0] == found[1]
 
 
 def _facts(stay: Stay) -> tuple:

@@ -16,6 +16,7 @@ from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
 from fzero.planner import devices, extrapolate, pipelined
 from fzero.planner.devices import Device
+from fzero.planner.layer_costs import with_layout
 from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace
@@ -57,7 +58,7 @@ def plan(
     config = config_for(model, settings)
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
-    resolved, target = resolve_for(config, device), device.target
+    resolved, target = with_layout(resolve_for(config, device), sizes, device), device.target
 
     def trace_anew() -> Trace:
         return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)

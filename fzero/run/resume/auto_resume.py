@@ -63,7 +63,7 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
         if key == "model.family":
             if value != family_of(old.model):
                 raise difference_error(key, value, family_of(old.model), folder)
-        elif value != "auto":  # decided already
+        elif value != "auto" and (key, value) != ("pipeline.layout", "cost"):  # decided already
             put(changes if key in KEYS or key.startswith("mesh.") else rest, key, value)
     given, mine = dict(flat(to_table(apply_settings(old, rest)))), dict(flat(to_table(old)))
     for key, _ in flat(rest):
