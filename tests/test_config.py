@@ -12,7 +12,7 @@ from fzero.core import tables
 from fzero.core.device import CPU
 from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import refuse_unused
+from fzero.run.config_checks import of_its_mesh, refuse_unused, refuse_without_axis
 from fzero.run.config_table import from_json, from_table, to_json, to_table
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop
@@ -137,6 +137,53 @@ def test_what_is_wrong_is_said_before_anything_runs(name):
         refuse_unused(from_table(table), table)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+NO_AXIS = {
+    "context": ({"context": "ring"}, "context is ring, which is for ranks of cp, and the mesh is dp alone; use"),
+    "one rank": ({"context": "gather", "mesh": {"cp": 1, "tp": 2}}, "and the mesh is tp=2; use --mesh cp=2, or"),
+    "experts": ({"experts": "exchange", "mesh": {"dp": 4}}, "experts is exchange, which is for ranks of ep, and"),
+    "sequence": ({"sequence": True}, "sequence is true, which is for ranks of tp"),
+    "schedule": ({"pipeline": {"schedule": "gpipe"}}, "pipeline.schedule is gpipe, which is for ranks of pp"),
+    "chunks": ({"pipeline": {"schedule": "interleaved", "chunks": 2}, "mesh": {"cp": 2}}, "is for ranks of pp"),
+    "layout": ({"pipeline": {"layout": "1,1"}}, "pipeline.layout is 1,1, which is for ranks of pp"),
+    "prefetch": ({"prefetch": 2, "zero": 2}, "prefetch is 2, and stage 2 gathers no parameters; use --zero 3"),
+    "reshard": ({"reshard": False}, "reshard is false, and stage 0 gathers no parameters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_AXIS)
+def test_what_is_said_of_an_axis_that_the_mesh_has_not_is_refused(name):
+    table, message = NO_AXIS[name]
+    made = from_table(table)
+    with pytest.raises(ValueError) as caught:
+        refuse_without_axis(made, table)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    refuse_without_axis(made, table, before=made)  # what a resumed run has recorded
+    refuse_without_axis(made, {})  # and what a preset says
+    refuse_without_axis(
+        of_its_mesh(made), {name: x for name, x in table.items() if name not in ("prefetch", "reshard")}
+    )
+
+
+def test_what_is_said_of_an_axis_that_the_mesh_has_is_taken():
+    for table in (
+        {"context": "ring", "mesh": {"cp": 2}},
+        {"context": "auto"},
+        {"experts": "gather", "mesh": {"ep": 2}},
+        {"pipeline": {"layout": "2,2"}, "mesh": {"pp": 2}},
+        {"prefetch": 2, "zero": 3},
+        {"prefetch": 0, "offload": "params=host"},
+    ):
+        refuse_without_axis(from_table(table), table)
+    ring = from_table({"context": "ring", "sequence": True, "mesh": {"tp": 2}})
+    assert (of_its_mesh(ring).context, of_its_mesh(ring).sequence) == ("auto", True)
+
+
+def test_a_command_refuses_what_is_said_of_an_axis_that_its_mesh_has_not(fz):
+    for command in (("pretrain", "--out", "run"), ("plan", "--gpu", "h100")):
+        code, out, err = fz(*command, "--model", "llama-tiny", "--context", "ring")
+        assert (code, out) == (2, "") and "context is ring, which is for ranks of cp" in err and err.count("\n") == 1
 
 
 def test_a_config_made_in_python_is_checked_too():

@@ -225,7 +225,7 @@ def test_what_agrees_or_may_change_is_no_mistake(fz):
         *TINY,
         *STEPS,
         "--zero",
-        0,
+        3,
         "--reduce",
         "fast",
         "--set",

@@ -129,4 +129,5 @@ def config_of_flags(
     value = tuned_config(init, table, lora=adapters, quantize=quantize)
     if not is_written(config_file):
         config_checks.refuse_unused(value, table)
+        config_checks.refuse_without_axis(value, table)
     return value

@@ -271,8 +271,13 @@ def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
     return sizes
 
 
-def config_of(table: dict[str, Any], config_file: Path | None, init: Path | None = None) -> Any:
-    """The RunConfig of a table of `table_of`, with the model's sizes of the run `init` if given."""
+def config_of(
+    table: dict[str, Any], config_file: Path | None, init: Path | None = None, *, has_mesh: bool = True
+) -> Any:
+    """The RunConfig of a table of `table_of`, with the model's sizes of the run `init` if given.
+
+    has_mesh: whether its mesh is that of a run, and nothing may be said of axes that it does not have.
+    """
     from fzero.run import config_checks, config_table, weights
 
     if init is None:
@@ -284,4 +289,6 @@ def config_of(table: dict[str, Any], config_file: Path | None, init: Path | None
         value = config_table.from_table({**table, "preset": preset}, model)
     if not is_written(config_file):  # the config.json of a run holds all values, even unused ones
         config_checks.refuse_unused(value, table)
+        if has_mesh:
+            config_checks.refuse_without_axis(value, table)
     return value

@@ -144,7 +144,7 @@ def plan(
     check_names(table, gpu, *choices.get("gpu", ()))
     with without_collection():
         from fzero.planner import first_estimate  # noqa: F401  (and torch below it)
-    config = config_of(table, config_file)
+    config = config_of(table, config_file, has_mesh=not searches and not vary)
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
     device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)

@@ -28,14 +28,20 @@ OPENED: dict[Any, Callable[..., Any]] = {}
 
 
 def operator(
-    schema: str, fake: Callable[..., Any], *, flop: Formula | None = None, opened: bool = False
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    flop: Formula | None = None,
+    opened: bool = False,
+    batched: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: register a launcher as the operator fzero::NAME of `schema`, which a traced or compiled graph contains
     as one node.
 
     A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
     and returns empty tensors of the results' shapes and dtypes. flop: the FLOPs of a call, of a launcher that
-    multiplies matrices (see `kernels.flops`). opened: see OPENED.
+    multiplies matrices (see `kernels.flops`). opened: see OPENED. batched: the rule of vmap, as
+    torch.library.register_vmap takes it; None: it calls the launcher once for each example, and warns.
     """
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,6 +57,8 @@ def operator(
         _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
+        if batched is not None:
+            torch.library.register_vmap(f"fzero::{name}", batched, lib=_LIBRARY)
         defined = getattr(torch.ops.fzero, name).default
         if flop is not None:
             add_formula(defined.overloadpacket, flop)

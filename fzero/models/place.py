@@ -28,9 +28,27 @@ def _shape(tokens: Tensor, documents: Tensor | None, ranks: int, patterns: list[
     return tokens.new_empty((ranks, tokens.shape[-1] // ranks), dtype=torch.int64)
 
 
+def _each_example(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    tokens: Tensor,
+    documents: Tensor | None,
+    ranks: int,
+    patterns: list[str],
+) -> tuple[Tensor, int | None]:
+    """The rule of vmap: every example chooses by its own documents; without documents all choose alike."""
+    of_tokens, of_documents = in_dims[:2]
+    tokens = tokens if of_tokens is None else tokens.select(of_tokens, 0)  # which alone have no say
+    if documents is None or of_documents is None:
+        return balanced_positions(tokens, documents, ranks, patterns), None
+    chosen = [balanced_positions(tokens, own, ranks, patterns) for own in documents.unbind(of_documents)]
+    return torch.stack(chosen), 0
+
+
 @operator(
     "balanced_positions(Tensor tokens, Tensor? documents, int ranks, str[] patterns) -> Tensor",
     _shape,
+    batched=_each_example,
 )
 def balanced_positions(tokens: Tensor, documents: Tensor | None, ranks: int, patterns: list[str]) -> Tensor:
     """The positions of each rank's tokens, int64 [ranks, T / ranks], by `balanced` blocks of equal sizes.

@@ -12,6 +12,7 @@ from fzero import models
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import of_its_mesh
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline.orders import group_size
@@ -58,7 +59,7 @@ class Candidate(NamedTuple):
         pipeline = Pipeline(self.schedule, self.chunks, self.layout) if self.pp > 1 else Pipeline()
         fetched = (self.zero == 3 and self.dp > 1) or "params" in self.offload
         split = {"sequence": sequence, "pipeline": pipeline, "resident": config.resident if fetched else 0}
-        return replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split)
+        return of_its_mesh(replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split))
 
 
 def candidates(

@@ -16,9 +16,13 @@ from typing import NamedTuple
 
 from fzero import models
 from fzero.comm.tables import SHARDS, links_of
-from fzero.core import pytree
 from fzero.core.autodiff import Remat
+from fzero.models.lora import FROZEN
+from fzero.models.presets import body_of
+from fzero.models.score import head_rows
 from fzero.planner.candidates import Candidate
+from fzero.planner.closed_memory import Activations, Weights, loss_bytes, peak
+from fzero.planner.closed_rows import ROW, row_facts
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
 from fzero.planner.rates import collective_s, ways_of, wire_s
@@ -26,16 +30,14 @@ from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
-from fzero.run.memory_check import numel, part_layers, part_numels
+from fzero.run.memory_check import part_layers, part_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.memory import Offload, Tier
-from fzero.sharding.pipeline import FAMILIES, place, play, schedule
-from fzero.sharding.pipeline.table import Stages
-from fzero.sharding.slices import is_stacked
+from fzero.sharding.pipeline import FAMILIES
+from fzero.sharding.slices import is_stacked, local_numel
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
 TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
-ROW = 4  # micro-batches for each rank of pp in the rows that `row_facts` plays
 
 
 class Layer(NamedTuple):
@@ -113,6 +115,11 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     )
 
 
+def stacked(part: str) -> bool:
+    """Whether a part of a model has layers."""
+    return is_stacked(f"{part}/")
+
+
 class Sketcher:
     """Makes the Sketches of one search and caches what they share."""
 
@@ -133,66 +140,116 @@ class Sketcher:
         """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
         head)."""
         mesh, context = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "tp": tp}), Context.parse(self.config.context)
-        plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context)
-        trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
-        return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
+        frozen = FROZEN if isinstance(self.config.model, models.LoRAConfig) else None
+        plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
+        held = {
+            what: sum(
+                local_numel(leaf.shape, getattr(leaf, what), plan.sizes)
+                for leaf in plan.leaves.values()
+                if leaf.trained or what == "params"
+            )
+            for what in ("params", "grads", "opt")
+        }
+        return plan, held, part_numels(plan)
 
     @staticmethod
     def largest_layer(parts: Mapping[str, int]) -> int:
         """The elements of the largest layer, of those of `part_numels`; of the largest part without layers."""
-        layers = [size for part, size in parts.items() if is_stacked(f"{part}/")]
+        layers = [size for part, size in parts.items() if stacked(part)]
         return max(layers or parts.values())
 
     def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
         """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
-        plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
+        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
         layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
         # A rank of cp has its share of the tokens of each row, of all but the keys and values of attention.
         rows, layers, policy = c.micro_batch / c.cp, self.config.model.n_layers, self.policy
         micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
-        part = max(parts.values())
         held = {name: numels / c.pp for name, numels in held.items()}
         alive: float = layers
         if c.pp > 1:
             chunks = row_facts(c.schedule, c.pp, c.chunks, bool(remat.every)).in_flight
             alive = math.ceil(layers / c.pp / c.chunks) * min(chunks, micro_batches * c.chunks)
             alive *= OWED if FAMILIES[c.schedule].split else 1.0
-        kept = alive * layer.kept_bytes * remat.budget
-        if remat.every:
-            boundaries = 2 if tiers.acts.memory != "device" else math.ceil(alive / remat.every)
-            kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
-        sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
-        sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
-        whole = math.ceil(layers / c.pp / c.chunks) * min(self.config.resident, c.chunks)
-        gathered = (self.config.prefetch + 1 + whole) * self.largest_layer(parts) * policy.param.itemsize
         groups = {
             "params": held["params"] * policy.param.itemsize * (1 + (self.config.train.update == "delayed")),
             "optimizer": held["opt"] * self.opt_bytes,
-            "grads": sums,
+            "grads": held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize,
         }
         where = {"params": tiers.params, "optimizer": tiers.opt, "grads": tiers.grads}
-        away = {name for name, tier in where.items() if tier.memory != "device"}
-        host = sum(groups[name] * tier.fraction for name, tier in where.items() if tier.memory == "host")
+        away = {name: groups[name] * tier.fraction for name, tier in where.items() if tier.memory != "device"}
+        host = sum(size for name, size in away.items() if where[name].memory == "host")
         if tiers.acts.memory == "host":
             host += rows * math.ceil(alive / max(1, remat.every)) * layer.input_bytes
-        on_device = {
-            name: size * (1.0 - where[name].fraction if name in away else 1.0) for name, size in groups.items()
-        }
-        on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp * c.cp > 1 or "grads" in away else 0
-        on_device["gathered"] = gathered if (sharded and c.dp * c.cp > 1) or "params" in away else 0.0
+        on_device = {name: groups[name] - away.get(name, 0.0) for name in ("params", "optimizer")}
+        sums = self.weights(c, micro_batches, groups["grads"] - away.get("grads", 0.0))
+        on_device |= peak(self.activations(c, alive), sums)
         if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
-            ends = max((n for name, n in parts.items() if not is_stacked(f"{name}/")), default=0)
+            ends = max((n for name, n in parts.items() if not stacked(name)), default=0)
             on_device["gathered"] += ends * policy.param.itemsize
             on_device["grads"] += ends * policy.accumulate.itemsize
-        return on_device | {"activations": rows * (kept + layer.spare_bytes) + self.keys_bytes(c)}, host
+        return on_device, host
 
-    def keys_bytes(self, c: Candidate) -> float:
-        """The bytes of the keys and values that a rank of cp has while it attends, and of their gradients."""
+    def activations(self, c: Candidate, alive: float) -> Activations:
+        """What activations take on a rank that keeps those of so many layers."""
+        layer, remat, compute = self.layer(c.tp), Remat.parse(c.remat), self.policy.compute
+        rows = c.micro_batch / c.cp
+        each = (rows * layer.kept_bytes + self.cp_bytes(c, "kept")) * remat.budget
+        kept, again, last = alive * each, 0.0, min(2, alive) * each
+        if remat.every:
+            away = Offload.parse(c.offload).acts.memory != "device"
+            inputs = 2 if away else math.ceil(alive / remat.every)
+            kept, again = inputs * rows * layer.input_bytes, remat.every * each
+            last = 0.0 if away else min(2 // remat.every, inputs) * rows * layer.input_bytes
+        frozen = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0].frozen
+        columns, width = head_rows(self.config.model) // c.tp, 0 if frozen else body_of(self.config.model).d_model
+        return Activations(
+            kept,
+            again,
+            last,
+            spare=max(rows * layer.spare_bytes, 2 * self.cp_bytes(c, "keys_held")),
+            stream=rows * layer.input_bytes,
+            loss=loss_bytes(math.ceil(rows * self.config.data.seq_len), columns, width, compute, self.device.kind),
+        )
+
+    def weights(self, c: Candidate, micro_batches: int, sums: float) -> Weights:
+        """What gradients and gathered parameters take on a rank. sums: bytes of the sums of gradients on its device."""
+        plan, _, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
+        tiers, policy, several = Offload.parse(c.offload), self.policy, c.dp * c.rp * c.cp > 1
+        reduces = several or tiers.grads.memory != "device"
+        # Sums of one micro-batch that are made as gradients come have the dtype of their sending until all are there.
+        wide = policy.reduce.itemsize / policy.param.itemsize if micro_batches == 1 and c.zero >= 2 and several else 1.0
+        away = tiers.params.memory != "device"
+        fetched: dict[str, int] = {}  # elements of each part
+        for name, leaf in plan.leaves.items():
+            if away or leaf.compute.dims != leaf.params.dims:
+                numel, part = local_numel(leaf.shape, leaf.compute, plan.sizes), name.split("/")[0]
+                fetched[part] = fetched.get(part, 0) + numel
+        ends = sorted([(0, ""), (0, ""), *((n, part) for part, n in parts.items() if not stacked(part))])
+        (other, _), (largest, where) = ends[-2:]
+        return Weights(
+            sums=sums * wide,
+            first=sums if micro_batches > 1 else 0.0,
+            ends=largest,
+            other=other,
+            layer=self.largest_layer(parts),
+            param=policy.param.itemsize,
+            reduce=policy.reduce.itemsize if reduces else 0,
+            trained=not plan.frozen,
+            ahead=self.config.prefetch
+            + math.ceil(self.config.model.n_layers / c.pp / c.chunks) * min(self.config.resident, c.chunks),
+            gathers=any(map(stacked, fetched)),
+            ends_gathered=fetched.get(where, 0) * policy.param.itemsize,
+        )
+
+    def cp_bytes(self, c: Candidate, what: str) -> float:
+        """The bytes that attention over cp needs in a layer, by a name of the methods of Heads: `kept` or
+        `keys_held`."""
         plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
         if plan.context is None or plan.heads is None:
             return 0.0
-        held = plan.heads.keys_held(plan.context.form, c.cp) * c.micro_batch * self.config.data.seq_len
-        return 2 * held * self.policy.compute.itemsize
+        elements = getattr(plan.heads, what)(plan.context.form, c.cp)
+        return elements * c.micro_batch * self.config.data.seq_len * self.policy.compute.itemsize
 
     def cp_s(self, c: Candidate, micro: int, again: bool) -> float:
         """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
@@ -303,7 +360,7 @@ class Sketcher:
 
         depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0])
         whole = sum(depths[part] * size for part, size in parts.items())
-        ends = sum(size for part, size in parts.items() if not is_stacked(f"{part}/"))
+        ends = sum(size for part, size in parts.items() if not stacked(part))
         block = (whole - ends) / self.config.model.n_layers
         whole = ends + layers * block
         if links:
@@ -340,34 +397,3 @@ class Sketcher:
 
     def sketch(self, c: Candidate) -> Sketch:
         return Sketch(c, *self.memory(c), self.time(c))
-
-
-class RowFacts(NamedTuple):
-    """What waits in a schedule of ROW micro-batches for each rank, which more of them do not change but as said."""
-
-    idle: float  # of a step, with messages that take no time, in units of a rank's forward pass of a micro-batch
-    wires: float  # the messages that the longest rank waits for
-    wires_each: float  # more of them for each micro-batch more
-    in_flight: int  # the most chunks in flight on a rank
-
-
-@functools.lru_cache(maxsize=256)
-def row_facts(name: str, p: int, v: int, again: bool) -> RowFacts:
-    """The RowFacts of a schedule; again: backward passes compute the forward pass again.
-
-    A backward pass takes twice as long as a forward pass, half of it for the gradients by weights.
-
-    >>> row_facts("1f1b", 4, 1, False)
-    RowFacts(idle=9.0, wires=28.0, wires_each=2.0, in_flight=4)
-    """
-    ranks = place(p, v, FAMILIES[name].placement)
-    stages = Stages(tuple((i,) for i in range(p * v)), ranks)
-    times = {"F": 1.0 / v, "I": (1.0 + again) / v, "W": 1.0 / v}
-    wire = 0.1 / v
-    found = []
-    for parts in (ROW * p // 2, ROW * p):
-        s = schedule(name, stages, parts)
-        still, slow = (play(s, times, one) for one in (0.0, wire))
-        found.append(((slow.step - still.step) / wire, min(still.idle), max(still.peak)))
-    (less, _, _), (more, idle, most) = found
-    return RowFacts(round(idle, 9), round(more, 6), round((more - less) / (ROW * p / 2), 6), most)

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fzero.comm.mesh_text import mesh_text
 from fzero.core import gpu
 from fzero.core.autodiff import Remat
 from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, check_bounds
@@ -308,6 +309,48 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
                 f"guard.{key} does nothing without a rollback; use guard.nonfinite=rollback or "
                 "guard.spike=rollback, or leave it out"
             )
+
+
+# What the ranks of an axis do: nothing without that axis.
+OVER_AXIS = {
+    "context": "cp",
+    "experts": "ep",
+    "sequence": "tp",
+    "pipeline.schedule": "pp",
+    "pipeline.chunks": "pp",
+    "pipeline.layout": "pp",
+}
+
+
+def refuse_without_axis(config: RunConfig, table: Table, before: RunConfig | None = None) -> None:
+    """Raise ValueError if `table`, as the user wrote it, says how work is split over an axis that the mesh of `config`
+    does not have, or how parameters are gathered where none is.
+
+    before: a config whose values do no harm; None: one with the usual values.
+    """
+    mine, usual = (dict(flat(dataclasses.asdict(one))) for one in (config, before or type(config)()))
+    fetched = config.zero == 3 or Offload.parse(config.offload).params.memory != "device"
+    for key in dict(flat(table)):
+        value, axis = mine.get(key), OVER_AXIS.get(key)
+        if value == usual.get(key):
+            continue
+        shown = "a table" if "\n" in str(value) else str(value).lower() if isinstance(value, bool) else value
+        if axis and config.mesh.get(axis, 1) == 1:
+            has = mesh_text(config.mesh) if config.mesh else "dp alone"
+            raise ValueError(
+                f"{key} is {shown}, which is for ranks of {axis}, and the mesh is {has}; use --mesh {axis}=2, or leave "
+                "it out"
+            )
+        if key in ("prefetch", "reshard") and not fetched:
+            raise ValueError(
+                f"{key} is {shown}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
+            )
+
+
+def of_its_mesh(config: RunConfig) -> RunConfig:
+    """A config with the usual values of what is said of axes that its mesh does not have."""
+    gone = {key.partition(".")[0] for key, axis in OVER_AXIS.items() if config.mesh.get(axis, 1) == 1}
+    return dataclasses.replace(config, **{name: getattr(type(config)(), name) for name in gone})
 
 
 def check_corpus(config: RunConfig, corpus: str | Path) -> None:

@@ -86,6 +86,19 @@ class Heads(NamedTuple):
         keys = {"gather": self.keys * ranks, "ulysses": math.lcm(self.keys, ranks)}.get(form, 2 * self.keys)
         return 2 * keys / ranks * self.size
 
+    def kept(self, form: str, ranks: int) -> float:
+        """The elements that a rank of cp keeps of each token of a sequence for the backward pass of attention, beyond
+        its queries, keys, values and their result.
+
+        Where heads or keys are exchanged, what a rank attends to is kept as it came, and the result twice: as attention
+        gave it, and as the product after it reads it.
+
+        >>> [Heads(queries=8, keys=2, size=64).kept(form, 4) for form in ("gather", "ulysses", "ring")]
+        [320.0, 192.0, 128.0]
+        """
+        keys = {"gather": self.keys * ranks, "ulysses": math.lcm(self.keys, ranks)}.get(form, self.keys)
+        return (2 * (keys - self.keys) + self.queries) / ranks * self.size
+
     def cost(self, form: str, ranks: int, inner: int = 0, itemsize: int = 2) -> Cost:
         """The Cost of a form, of activations of `itemsize` bytes.
 
