@@ -88,6 +88,11 @@ TABLES = (
 @click.option(
     "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."
 )
+@click.option(
+    "--imbalance",
+    metavar="FACTOR",
+    help="How uneven experts over ep are: the rows of the fullest rank over the mean, or a run that recorded them.",
+)
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @AS_JSON
 def plan(
@@ -109,6 +114,7 @@ def plan(
     quantize: str | None,
     classes: int | None,
     by_part: bool,
+    imbalance: str | None,
     no_cache: bool,
     as_json: bool,
     ranks_on_node: int | None,
@@ -149,16 +155,18 @@ def plan(
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
     device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)
     if searches and world_size is not None:
-        answer = search_plans(config, world_size, device, top, out, slurm)
+        answer = search_plans(config, world_size, device, top, (out, slurm), loads_of(imbalance))
     elif ask:
         answer = ask_longest(config, device)
     elif vary:
         from fzero.planner import vary as variants
 
         with Progress("planning") as show:
-            answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank)
+            answer = variants.vary(
+                table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank, imbalance=loads_of(imbalance)
+            )
     else:
-        answer = plan_one(config, device, cache_of(no_cache), rank)
+        answer = plan_one(config, device, cache_of(no_cache), rank, loads_of(imbalance))
     answer = answer if tokens is None else answer.for_tokens(tokens)
     click.echo(answer.to_json() if as_json else str(answer))
     if by_part:
@@ -240,7 +248,14 @@ def cache_of(no_cache: bool) -> Path | None:
     return None if no_cache else cache_folder()
 
 
-def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
+def loads_of(imbalance: str | None) -> Any:
+    """The Loads of --imbalance; even ones without."""
+    from fzero.planner.experts import EVEN, Loads
+
+    return EVEN if imbalance is None else Loads.parse(imbalance)
+
+
+def plan_one(config: Any, device: Any, cache: Path | None, rank: int, loads: Any) -> Any:
     """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
     from fzero.planner import plan as plans
     from fzero.planner.first_estimate import first_estimate
@@ -253,11 +268,11 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     elif cache is not None and is_kept(resolved, sizes, rank, device.target, cache):
         line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
     else:
-        line = str(first_estimate(resolved, sizes, device, rank))
+        line = str(first_estimate(resolved, sizes, device, rank, loads))
     if line:
         print(line, file=sys.stderr, flush=True)
     with Progress("tracing") as show:
-        return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
+        return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank, imbalance=loads)
 
 
 def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, **given: Any) -> Any:
@@ -342,16 +357,17 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
         launch.refuse_decided(tables.read_table(config_file), str(config_file))
 
 
-def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None) -> Any:
-    """Search, and write the best config to `out` and a script that starts it to `slurm`; return the SearchResult."""
+def search_plans(config: Any, gpus: int, gpu: Any, top: int, files: tuple[Path | None, Path | None], loads: Any) -> Any:
+    """Search, and write the best config and a script that starts it to two files; return the SearchResult."""
     from fzero.core.storage import write_text
     from fzero.planner import search
     from fzero.run.machine import cores
 
+    out, slurm = files
     if out is not None:
         search.expect_config_path(out)
     with Progress("searching") as show:
-        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores())
+        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores(), imbalance=loads)
     if out is not None:
         search.write_config(result.config, out)
         best = result.best[0].report

@@ -18,9 +18,11 @@ from fzero import models
 from fzero.comm.tables import SHARDS, links_of
 from fzero.core import pytree
 from fzero.core.autodiff import Remat
+from fzero.planner import experts
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
+from fzero.planner.experts import EVEN, Loads
 from fzero.planner.rates import collective_s, ways_of, wire_s
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
@@ -116,9 +118,16 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
 class Sketcher:
     """Makes the Sketches of one search and caches what they share."""
 
-    def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
-        """layers: results of `layer_of` by size of tp; None: call it when needed."""
-        self.config, self.device, self.on_node = config, device, on_node
+    def __init__(
+        self,
+        config: RunConfig,
+        device: Device,
+        on_node: int,
+        layers: Mapping[int, Layer] | None = None,
+        loads: Loads = EVEN,
+    ):
+        """layers: results of `layer_of` by size of tp; None: call it when needed. loads: of the experts."""
+        self.config, self.device, self.on_node, self.loads = config, device, on_node, loads
         self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
         self.plan = functools.cache(self._plan)
         self.layer = (
@@ -129,11 +138,17 @@ class Sketcher:
         # Bytes for each parameter, with its master weight.
         self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
 
-    def _plan(self, dp: int, rp: int, tp: int, zero: int, cp: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
+    def plan_of(self, c: Candidate) -> tuple[Plan, dict[str, int], dict[str, int]]:
         """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
         head)."""
-        mesh, context = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "tp": tp}), Context.parse(self.config.context)
-        plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context)
+        return self.plan(c.dp, c.rp, c.tp, c.zero, c.cp, c.ep)
+
+    def _plan(
+        self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int
+    ) -> tuple[Plan, dict[str, int], dict[str, int]]:
+        mesh = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "ep": ep, "tp": tp})
+        context = Context.parse(self.config.context)
+        plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context).with_experts(self.config.experts)
         trees = {"params": plan.params, "grads": plan.grads, "opt": plan.opt}
         return plan, {name: numel(plan, specs) for name, specs in trees.items()}, part_numels(plan)
 
@@ -145,11 +160,12 @@ class Sketcher:
 
     def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
         """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
-        plan, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
+        plan, held, parts = self.plan_of(c)
         layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
+        kept_bytes = layer.kept_bytes + experts.spare_bytes(plan, self.config, self.policy.compute.itemsize)
         # A rank of cp has its share of the tokens of each row, of all but the keys and values of attention.
         rows, layers, policy = c.micro_batch / c.cp, self.config.model.n_layers, self.policy
-        micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
+        micro_batches = self.config.train.batch // c.micro_batch // c.data
         part = max(parts.values())
         held = {name: numels / c.pp for name, numels in held.items()}
         alive: float = layers
@@ -157,10 +173,10 @@ class Sketcher:
             chunks = row_facts(c.schedule, c.pp, c.chunks, bool(remat.every)).in_flight
             alive = math.ceil(layers / c.pp / c.chunks) * min(chunks, micro_batches * c.chunks)
             alive *= OWED if FAMILIES[c.schedule].split else 1.0
-        kept = alive * layer.kept_bytes * remat.budget
+        kept = alive * kept_bytes * remat.budget
         if remat.every:
             boundaries = 2 if tiers.acts.memory != "device" else math.ceil(alive / remat.every)
-            kept = boundaries * layer.input_bytes + remat.every * layer.kept_bytes
+            kept = boundaries * layer.input_bytes + remat.every * kept_bytes
         sums = held["grads"] * (policy.param if micro_batches == 1 else policy.accumulate).itemsize
         sharded = any("dp" in spec.axes for spec in pytree.leaves(plan.params))
         whole = math.ceil(layers / c.pp / c.chunks) * min(self.config.resident, c.chunks)
@@ -178,8 +194,8 @@ class Sketcher:
         on_device = {
             name: size * (1.0 - where[name].fraction if name in away else 1.0) for name, size in groups.items()
         }
-        on_device["grads"] += 2 * part * policy.param.itemsize if c.dp * c.rp * c.cp > 1 or "grads" in away else 0
-        on_device["gathered"] = gathered if (sharded and c.dp * c.cp > 1) or "params" in away else 0.0
+        on_device["grads"] += 2 * part * policy.param.itemsize if c.rp * c.sharing > 1 or "grads" in away else 0
+        on_device["gathered"] = gathered if (sharded and c.sharing > 1) or "params" in away else 0.0
         if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
             ends = max((n for name, n in parts.items() if not is_stacked(f"{name}/")), default=0)
             on_device["gathered"] += ends * policy.param.itemsize
@@ -188,7 +204,7 @@ class Sketcher:
 
     def keys_bytes(self, c: Candidate) -> float:
         """The bytes of the keys and values that a rank of cp has while it attends, and of their gradients."""
-        plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
+        plan = self.plan_of(c)[0]
         if plan.context is None or plan.heads is None:
             return 0.0
         held = plan.heads.keys_held(plan.context.form, c.cp) * c.micro_batch * self.config.data.seq_len
@@ -197,7 +213,7 @@ class Sketcher:
     def cp_s(self, c: Candidate, micro: int, again: bool) -> float:
         """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
         those of a ring, beside which it computes."""
-        plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
+        plan = self.plan_of(c)[0]
         if plan.context is None or plan.heads is None or plan.context.form == "ring":
             return 0.0
         context, itemsize = plan.context, self.policy.compute.itemsize
@@ -206,13 +222,20 @@ class Sketcher:
         message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
         return micro * self.config.model.n_layers * message * (3.0 if again else 2.0)
 
+    def ep_s(self, c: Candidate, micro: int, again: bool) -> float:
+        """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
+        plan, tokens = self.plan_of(c)[0], self.config.data.seq_len * c.micro_batch / c.cp
+        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+        there = experts.messages_s(plan, ways["ep"], tokens * self.policy.compute.itemsize, self.loads)
+        return micro * math.ceil(experts.depth(plan) / c.pp) * there * (3.0 if again else 2.0)
+
     def time(self, c: Candidate) -> dict[str, float]:
         """Estimate the seconds of a step, by cause."""
         layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
-        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
-        layers, data, policy = math.ceil(self.config.model.n_layers / c.pp), c.dp * c.rp, self.policy
+        plan, held, parts = self.plan_of(c)
+        layers, policy = math.ceil(self.config.model.n_layers / c.pp), self.policy
         held = {name: numels / c.pp for name, numels in held.items()}
-        micro = self.config.train.batch // c.micro_batch // data
+        micro = self.config.train.batch // c.micro_batch // c.data
         rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch / c.cp
         forward, backward = rows * layer.forward_s, rows * layer.backward_s
         again = forward if remat.every else (1 - remat.budget) * forward / 2
@@ -226,8 +249,12 @@ class Sketcher:
             out["bubble"] = self.bubble_s(c, micro, layers * forward, rows * layer.input_bytes)
         if c.cp > 1:
             out["communication on cp"] = self.cp_s(c, micro, bool(remat.every))
+        if c.ep > 1:
+            out["communication on ep"] = self.ep_s(c, micro, bool(remat.every))
+            fullest = (self.loads.imbalance(c.ep) - 1.0) * experts.flop_part(plan, self.config)
+            out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
-            out[f"communication on {axis}"] = exposed
+            out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + exposed
         # Each micro-batch but the first adds to a sum that comes back to the device.
         sums = policy.param if micro == 1 else policy.accumulate
         # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
@@ -259,7 +286,7 @@ class Sketcher:
         forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
         """
         facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
-        way = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})["pp"]
+        way = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "tp": c.tp})["pp"]
         wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
         return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
 
@@ -288,26 +315,32 @@ class Sketcher:
         """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
         layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize
         sums = self.policy.reduce.itemsize
-        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})
-        links = links_of(SHARDS, {"dp": c.dp, "ep": 1, "cp": c.cp})  # of the ranks that share the states, at most one
+        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+        # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
+        sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
+        links, own = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
+        plan = self.plan_of(c)[0]
+        theirs = experts.numel(plan) / self.config.model.n_layers  # of a layer, of a rank's experts
         out: dict[str, float] = {}
 
-        def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
-            way = ways.get(links[0] if axis == "dp" else axis)
-            times = 2 if what == "psum" else 1
-            return (
-                collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds
-                if way
-                else 0.0
-            )
+        def seconds(axis: str, what: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
+            """experts: those of the elements that the ranks of `own` share."""
+            times, found = 2 if what == "psum" else 1, 0.0
+            for link, part in ((links[:1] if axis == "dp" else [axis], elements - experts), (own, experts)):
+                way = ways.get(link[0]) if link and part else None
+                if way is not None:
+                    sent = int(times * part * itemsize * (way.size - 1) / way.size)
+                    found += collective_s(way, what, sent).seconds
+            return found
 
-        depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0])
+        depths = part_layers(plan)
         whole = sum(depths[part] * size for part, size in parts.items())
         ends = sum(size for part, size in parts.items() if not is_stacked(f"{part}/"))
         block = (whole - ends) / self.config.model.n_layers
         whole = ends + layers * block
         if links:
-            gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
+            gather = seconds("dp", "all_gather", block, size, theirs)
+            scatter = seconds("dp", "psum_scatter", block, sums, theirs)
             times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
             outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
             if c.zero == 3:
@@ -323,16 +356,16 @@ class Sketcher:
                 )
             elif c.zero == 2:
                 out["dp"] = (
-                    micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
+                    micro * layers * max(0.0, scatter - backward)
+                    + outside
+                    + seconds("dp", "all_gather", whole, size, layers * theirs)
                 )
             else:
                 # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
                 beside = backward if c.pp == 1 else 0.0
-                out["dp"] = (
-                    layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - beside)
-                    + outside
-                )
-                out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
+                what = "psum" if c.zero == 0 else "psum_scatter"
+                out["dp"] = layers * max(0.0, seconds("dp", what, block, sums, theirs) - beside) + outside
+                out["dp"] += seconds("dp", "all_gather", whole, size, layers * theirs) if c.zero else 0.0
         out = {links[0]: out["dp"]} if links else {}
         if c.rp > 1:
             out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)

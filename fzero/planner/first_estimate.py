@@ -19,6 +19,7 @@ from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Layer, Sketcher
 from fzero.planner.devices import Device
+from fzero.planner.experts import EVEN, Loads
 from fzero.planner.format import duration, size
 from fzero.planner.plan_report import grad_bytes, has_rates
 from fzero.planner.rates import collective_s, tiled_part, ways_of
@@ -94,17 +95,18 @@ def first_estimate(
     sizes: dict[str, int],
     device: Device,
     rank: int = 0,
+    loads: Loads = EVEN,
 ) -> FirstEstimate:
     """Estimate memory and step time of a config whose "auto" values are decided, on a mesh of these sizes.
 
-    Raises ValueError for any config that a run would refuse.
+    loads: of the experts. Raises ValueError for any config that a run would refuse.
     """
     mesh = fake_mesh(sizes, rank)
     job = build.build(config, mesh, nvme=fake_nvme(config))
     here, elsewhere = state_bytes(job, build.like_of(job))
     ranks = mesh.size
     node = device.on_node(ranks)
-    axes = {name: mesh[name].size for name in ("dp", "rp", "tp", "cp")}
+    axes = {name: mesh[name].size for name in ("dp", "rp", "tp", "cp", "ep")}
     candidate = Candidate(
         dp=axes["dp"],
         rp=axes["rp"],
@@ -114,9 +116,10 @@ def first_estimate(
         offload=config.offload,
         micro_batch=config.train.micro_batch,
         cp=axes["cp"],
+        ep=axes["ep"],
     )
     layer = closed_layer(job, device)
-    sketcher = Sketcher(config, device, node, {axes["tp"]: layer})
+    sketcher = Sketcher(config, device, node, {axes["tp"]: layer}, loads)
     memory, _ = sketcher.memory(candidate)
     grads = grad_bytes(job)
     passes = {name: memory[name] for name in ("activations", "gathered")}

@@ -293,6 +293,8 @@ def notes_of(trace: Trace, timing: Timing | None) -> list[str]:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
     if trace.exact:
         notes.append(trace.exact)
+    if trace.imbalance != 1.0:
+        notes.append(f"experts: in each layer the fullest rank of ep has {trace.imbalance:.3g} times the mean rows")
     if isinstance(trace.config.model, LoRAConfig):
         notes.append(
             f"LoRA of rank {trace.config.model.rank}: other weights are frozen{codes_of(trace.config.model)} (no "

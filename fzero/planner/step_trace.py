@@ -85,6 +85,7 @@ class Trace(NamedTuple):
     segments: tuple[Segment, ...] = ()  # repeated events
     exact: str = ""  # "" if the whole step was traced, else how it was extrapolated
     turns: tuple[int, ...] = ()  # of a rank of pp: by event how often it happens; () for once, or by the segments
+    imbalance: float = 1.0  # the rows of the rank with the fullest experts over the mean: what others wait for
 
 
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:
@@ -186,7 +187,7 @@ def even_part(plan: Plan) -> float:
     for more."""
     if plan.experts is None or plan.routed is None:
         return 1.0
-    return plan.routed.even_part(plan.experts, plan.sizes["ep"])
+    return plan.routed.top_k / plan.routed.rows(plan.experts, plan.sizes["ep"])
 
 
 class Tracer:

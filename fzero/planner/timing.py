@@ -65,6 +65,7 @@ class Timing(NamedTuple):
 def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
     """The Timing of a traced step on a device. captured: the step is one graph, of which the host issues nothing."""
     play = play_of(trace.config, trace.sizes, device, captured)
+    play.imbalance = trace.imbalance
     play.waited = {e.number for e in trace.events if isinstance(e, Transfer) and e.event == "wait"}
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
     play.settle()
@@ -99,6 +100,7 @@ class Play:
         self.one_clock = device.kind == "cpu"
         self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
         self.call_s: float | None = None  # host seconds for a call of a compiled block; None: blocks are not compiled
+        self.imbalance = 1.0  # see Trace
         self.again = False  # whether blocks are recomputed in the backward pass
         self.block: tuple[str, int] | None = None  # (phase, layer) of the last block called
         self.done: dict[int, tuple[float, float, float]] = {}  # number -> (end, seconds, seconds that cannot be hidden)
@@ -150,6 +152,8 @@ class Play:
             self.on_host(op)
             return
         cost = self.cost(op)
+        if "grouped_mm" in op.name:  # of the fullest rank, for which the others wait
+            cost = cost._replace(device_s=cost.device_s * self.imbalance)
         host_s = self.inside(op) if self.call_s is not None else None
         host_s = cost.host_s if host_s is None else host_s
         self.spend(op.phase, op.layer, host_s, cost.device_s, cost.bound)
@@ -178,7 +182,8 @@ class Play:
             self.spend(t.phase, t.layer, self.ways[t.axis].hops[0][0].call_s)
             self.done[t.number] = self.clock["device"], 0.0, 0.0
             return
-        message = collective_s(self.ways[t.axis], t.what, t.bytes)
+        size = int(t.bytes * self.imbalance) if t.what == "exchange_rows" else t.bytes
+        message = collective_s(self.ways[t.axis], t.what, size)
         self.spend(t.phase, t.layer, message.host_s)
         part, own = message.hidden, f"messages on {t.axis}"
         # No message begins before the last rank is ready; computation can hide that. An axis sends its messages in

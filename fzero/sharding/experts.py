@@ -73,17 +73,18 @@ class Routed(NamedTuple):
         others = (ranks - 1) / ranks
         return 2 * others * self.width * (self.top_k if form == "exchange" else ranks)
 
-    def even_part(self, experts: Experts, ranks: int) -> float:
-        """The part of the rows that a rank has room for which hold a token, if experts are chosen evenly.
+    def rows(self, experts: Experts, ranks: int) -> float:
+        """The rows of experts that a rank has room for, for each of its tokens: of an even load top_k of them hold one.
 
         >>> routed = Routed(experts=8, top_k=2, width=64)
-        >>> routed.even_part(Experts("gather"), 4), routed.even_part(Experts("exchange", 2.5), 4)
-        (0.25, 0.4)
+        >>> routed.rows(Experts("gather"), 4), routed.rows(Experts("exchange", 2.5), 4)
+        (8, 5.0)
         """
         if experts.form == "gather":
-            return 1 / ranks
-        rows = 1_000_000 * self.top_k  # of many tokens, so that rounding does not show
-        return rows / experts.room(rows, ranks * rows // self.top_k * min(self.top_k, self.experts // ranks))
+            return ranks * self.top_k
+        tokens = 1_000_000  # so many that rounding does not show
+        most = ranks * tokens * min(self.top_k, self.experts // ranks)
+        return experts.room(tokens * self.top_k, most) / tokens
 
 
 def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]) -> Routed | None:
