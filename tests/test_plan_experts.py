@@ -27,7 +27,7 @@ SEARCHED = {**SMALL, "train": {"batch": 16, "compiled": False}}  # without what 
 MESH = {"dp": 2, "ep": 4}
 
 
-@pytest.mark.parametrize("zero", [pytest.param(zero, marks=pytest.mark.slow) for zero in (0, 1, 2)] + [3])
+@pytest.mark.parametrize("zero", [pytest.param(zero, marks=pytest.mark.exhaustive) for zero in (0, 1, 2)] + [3])
 def test_states_by_the_closed_form_are_those_of_the_plan(zero):
     model = models.build(replace(models.preset("mixtral-tiny"), **SIZES))
     plan = fzero.zero_plan(zero, model, fzero.fake_mesh(MESH), policy="bf16")
@@ -81,7 +81,7 @@ def test_others_wait_for_the_fullest_experts():
     assert "experts: in each layer the fullest rank of ep has 1.5 times the mean rows" in str(uneven)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_imbalance_that_an_exchange_has_no_room_for_is_refused():
     with pytest.raises(
         ValueError, match=r"imbalance 3: the fullest rank of ep=4 is sent so many times.*exchange:2 has"
@@ -90,7 +90,7 @@ def test_an_imbalance_that_an_exchange_has_no_room_for_is_refused():
     assert fzero.plan(SMALL, MESH, imbalance=3.0, settings={"experts": "gather"}).fits
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_s_record_is_taken(tmp_path, fz):
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0, "experts": {"blocks": {"load": [[0.5, 0.2, 0.2, 0.1]]}}}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -118,7 +118,7 @@ def test_candidates_have_ep_where_it_divides_the_experts():
     assert {x.ep for x in candidates(replace(c, model=models.preset("llama-tiny")), 8, 8, FEW)} == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", [{"dp": 2, "ep": 4}, {"ep": 8}])
 def test_a_sketch_is_near_the_trace(mesh):
     config = machine.resolve_auto(config_table.from_table(LARGE), H100.target)
@@ -132,7 +132,7 @@ def test_a_sketch_is_near_the_trace(mesh):
     assert slow.step_s > sketch.step_s and slow.memory == sketch.memory
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_search_finds_a_mesh_with_ep():
     found = fzero.search(SEARCHED, 4, choices={**FEW, "mesh.ep": (4,), "mesh.pp": (1,)}, top=1, imbalance=1.2)
     best = found.best[0]
