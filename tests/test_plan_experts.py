@@ -1,15 +1,21 @@
 """Plans of a mesh with ep: states by the closed form, uneven experts, and the search over ep."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
+import ranks
+from plan_cases import made
+from test_plan_memory import flop, fullest, measured
 
 import fzero
 from fzero import models
-from fzero.planner import closed_forms, devices, estimate, experts, search_result
+from fzero.planner import closed_forms, devices, estimate, experts, pipelined, search_result
 from fzero.planner.candidates import Candidate, candidates
 from fzero.planner.experts import Loads
+from fzero.planner.plan_report import total_flop
+from fzero.planner.step_trace import trace_step
 from fzero.run import config_table, machine
 from fzero.run.memory_check import numel
 
@@ -41,6 +47,45 @@ def test_states_by_the_closed_form_are_those_of_the_plan(zero):
 def test_a_number_of_parameters_has_no_experts_to_split():
     with pytest.raises(ValueError, match="ep=2: of 1000 parameters those of experts are not known; give a model"):
         estimate.estimate_model_states(1000, {"ep": 2})
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+TRACED = {
+    "gather": made("mixtral", mesh={"ep": 2}, zero=3, experts="gather"),
+    "exchange": made("mixtral", mesh={"ep": 2}, zero=2, experts="exchange:2"),
+    "pp": made("mixtral", mesh={"pp": 2, "ep": 2}, zero=1, parts=3, experts="exchange:2", model={"n_layers": 4}),
+    "dp": made("mixtral", mesh={"dp": 2, "ep": 2}, zero=3, experts="exchange:2", train_remat="full"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name != "pp")) for name in TRACED]
+)
+def test_what_is_predicted_of_a_step_over_ep_is_measured(name):
+    """To the byte; what an exchange sends depends on the choices, and the plan has an even load."""
+    config = TRACED[name]
+    found = ranks.run(math.prod(config.mesh.values()), measured, {name: config}, mesh=dict(config.mesh), timeout_s=300)
+    for rank, one in enumerate(found):
+        timeline, at_rest, rows, counted, _ = one[name]
+        trace = trace_step(config, config.mesh, rank=rank)
+        assert (trace.state, trace.state_elsewhere) == at_rest
+        assert trace.peak.bytes == fullest(timeline).bytes
+        known = [[row for row in ledger if row.collective != "exchange_rows"] for ledger in (trace.ledger, rows)]
+        assert sorted(known[0]) == sorted(known[1]) and 0 < flop(trace) < counted
+        rows_of = [sum(r.calls for r in ledger if r.collective == "exchange_rows") for ledger in (trace.ledger, rows)]
+        assert rows_of[0] == rows_of[1] and (name == "gather") == (rows_of[0] == 0)
+
+
+@pytest.mark.exhaustive
+def test_a_row_over_ep_is_put_together_of_few_acts():
+    config = made("mixtral", mesh={"pp": 4, "ep": 2}, zero=2, parts=8, model={"n_layers": 8}, experts="exchange:2")
+    found = pipelined.trace(config, config.mesh)
+    for pp, row in enumerate(found.ranks):
+        whole = trace_step(config, config.mesh, rank=2 * pp)
+        assert row.record.parts < found.schedule.parts and row.peak_bytes == whole.peak.bytes
+        made_up = pipelined.put_together(row, found.schedule, pp, config, 2 * pp, "")
+        assert sorted(made_up.ledger) == sorted(whole.ledger) and total_flop(made_up) == flop(whole)
 
 
 # ---- uneven experts --------------------------------------------------------------------------------------------------
