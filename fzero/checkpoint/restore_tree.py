@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.slices import Window, local_shape, local_windows, ranks_per_dim
+from fzero.sharding.slices import Window, local_shape, local_windows, part_dim, ranks_per_dim
 from fzero.train.state import expect_alive
 
 
@@ -86,6 +86,7 @@ def restore(
         shape = there[name].shape
         fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
         fits = sum(map(len, spec.rows)) == shape[0] if spec.rows else fits
+        fits = sum(spec.parts) == shape[part_dim(spec)] if spec.parts else fits
         whole = [Window((0,) * len(shape), shape)]
         windows[name] = (local_windows(shape, spec, mesh), local_shape(shape, spec, mesh)) if fits else (whole, shape)
     check_leaves(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)

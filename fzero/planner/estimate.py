@@ -22,7 +22,7 @@ from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.at_rest import ZERO
 from fzero.sharding.memory import Offload
 from fzero.sharding.shapes import shapes_of
-from fzero.sharding.slices import is_stacked
+from fzero.sharding.slices import is_stacked, local_numel
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.
@@ -68,19 +68,21 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
     return total, max(parts.values())
 
 
-def count_experts(model: str | ModelConfig | int, ep: int) -> tuple[int, int]:
-    """Return (the parameters of experts, which ep splits, those of a layer) of a model; (0, 0) for ep=1.
+def count_experts(model: str | ModelConfig | int, ep: int) -> tuple[int, int, int]:
+    """Return (the parameters of a model's experts, which ep splits, those of them on a rank, the layers that have
+    them); (0, 0, 1) for ep=1. Of experts that ep does not divide a rank has the most.
 
     Raises ValueError for a number of parameters, whose experts are unknown, and for a model whose experts ep does not
     split."""
     if ep == 1:
-        return 0, 0
+        return 0, 0, 1
     if isinstance(model, int):
         raise ValueError(f"ep={ep}: of {model} parameters those of experts are not known; give a model")
     config = models.preset(model) if isinstance(model, str) else model
     plan = zero_plan(0, models.build(config), fake_mesh({"ep": ep}))
-    split = [leaf.shape for leaf in plan.leaves.values() if "ep" in leaf.compute.axes]
-    return sum(map(math.prod, split)), sum(math.prod(shape[1:]) for shape in split)
+    split = [leaf for leaf in plan.leaves.values() if "ep" in leaf.compute.axes]
+    rank = sum(local_numel(leaf.shape, leaf.compute, plan.sizes) for leaf in split)
+    return sum(math.prod(leaf.shape) for leaf in split), rank, split[0].shape[0]
 
 
 def estimate_model_states(
@@ -118,8 +120,9 @@ def estimate_model_states(
         raise ValueError(f"states is {states!r}; it must be one of full, {', '.join(STATE_BYTES)}")
     ranks, ep, tp = sharding_ranks(mesh)
     psi, largest = (n / tp for n in count(model))
-    experts, of_layer = (n / tp / ep for n in count_experts(model, ep))  # of a rank
-    psi, largest = psi - ep * experts, largest - (ep - 1) * of_layer
+    every, experts, layers = count_experts(model, ep)
+    every, experts = every / tp, experts / tp
+    psi, largest = psi - every, largest - (every - experts) / layers
     policy, tiers = POLICIES[precision](), Offload.parse(offload)
     # The stage's row says of parameters, gradients and optimizer states (with the master weights) whether they are
     # sharded.

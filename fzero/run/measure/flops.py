@@ -149,6 +149,10 @@ def formulas() -> dict[Any, Callable[..., int]]:
         ops.grouped_mm_triton: _grouped,
         ops.grouped_mm_dw: _grouped_dw,
         ops.grouped_mm_dw_triton: _grouped_dw,
+        ops.float8_grouped_mm: _grouped_float8,
+        ops.float8_grouped_mm_dw: _grouped_float8_dw,
+        ops.float8_grouped_mm_emulated: _grouped,
+        ops.float8_grouped_mm_dw_emulated: _grouped_dw,
         ops.symmetric_product: _symmetric,
         ops.float8_product: _turned,
         ops.float8_product_of: _turned,
@@ -255,6 +259,14 @@ def _grouped(x: Tensor, w: Tensor, ends: Tensor, out_val: Any = None) -> int:
 
 def _grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
     return 2 * x.shape[0] * x.shape[1] * g.shape[1]
+
+
+def _grouped_float8(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * x.shape[0] * w.shape[1] * w.shape[2]
+
+
+def _grouped_float8_dw(x: Tensor, g: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * x.shape[1] * x.shape[0] * g.shape[0]  # both lie turned
 
 
 def _grouped_by_torch(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
