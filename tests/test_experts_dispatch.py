@@ -10,6 +10,7 @@ from close import assert_close
 from torch import Tensor
 
 import fzero
+from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.kernels import moe
 from fzero.models import experts as block
@@ -63,6 +64,11 @@ def expected(load, ep, capacity=0.0):
     return both_passes(f, p, x, weights, g)
 
 
+def own_part(t: Tensor, ep: Axis) -> Tensor:
+    """The experts of this rank of ep."""
+    return t.split(shares(E, ep.size))[ep.rank]
+
+
 def dispatched(mesh, form, load, capacity=0.0):
     """This rank's part of `expected`, and what the ledger has."""
     ep = mesh["ep"]
@@ -70,15 +76,14 @@ def dispatched(mesh, form, load, capacity=0.0):
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
     ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form))
     f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, E, capacity)  # noqa: E731
-    mine = pytree.map(lambda t: t.split(shares(E, ep.size))[ep.rank], p)
-    out = both_passes(f, mine, own(x), own(weights), own(g))
+    out = both_passes(f, pytree.map(lambda t: own_part(t, ep), p), own(x), own(weights), own(g))
     return out, [(row.collective, row.leaf, row.calls, row.elements) for row in mesh.ledger.rows()]
 
 
-def check(ep, form, load, run=dispatched, capacity=0.0):
+def check(ep, form, load, run=dispatched, capacity=0.0, want=expected):
     found = ranks.run(ep, run, form, load, *((capacity,) if capacity else ()), mesh={"ep": ep})
-    for part, want in zip(zip(*(out for out, _ in found)), expected(load, ep, capacity)):
-        assert_close(pytree.map(lambda *parts: torch.cat(parts), *part), want, rtol=1e-12, atol=1e-12)
+    for part, whole in zip(zip(*(out for out, _ in found)), want(load, ep, capacity)):
+        assert_close(pytree.map(lambda *parts: torch.cat(parts), *part), whole, rtol=1e-12, atol=1e-12)
     return [rows for _, rows in found]
 
 
