@@ -13,7 +13,7 @@ import fzero
 from fzero import models
 from fzero.planner import closed_forms, devices, estimate, experts, pipelined, search_result
 from fzero.planner.candidates import Candidate, candidates
-from fzero.planner.experts import Loads
+from fzero.planner.loads import Loads
 from fzero.planner.plan_report import total_flop
 from fzero.planner.step_trace import trace_step
 from fzero.run import config_table, machine
@@ -47,6 +47,10 @@ def test_states_by_the_closed_form_are_those_of_the_plan(zero):
 def test_a_number_of_parameters_has_no_experts_to_split():
     with pytest.raises(ValueError, match="ep=2: of 1000 parameters those of experts are not known; give a model"):
         estimate.estimate_model_states(1000, {"ep": 2})
+
+
+def uneven_device(factor):
+    return replace(H100, loads=Loads(factor))
 
 
 # ---- traces ----------------------------------------------------------------------------------------------------------
@@ -117,7 +121,7 @@ def test_shares_that_ep_does_not_divide_are_refused():
 
 def test_others_wait_for_the_fullest_experts():
     """Products of experts and exchanged rows take longer by the factor, and nothing else does."""
-    even, uneven = (fzero.plan(LARGE, MESH, imbalance=factor) for factor in (1.0, 1.5))
+    even, uneven = (fzero.plan(LARGE, MESH, gpu=uneven_device(factor)) for factor in (1.0, 1.5))
     assert uneven.peak_bytes_per_rank == even.peak_bytes_per_rank and uneven.comm == even.comm
     kinds, before = uneven.time["kinds"], even.time["kinds"]
     assert {name for name in kinds if kinds[name] != pytest.approx(before[name])} == {"gemm"}
@@ -131,8 +135,8 @@ def test_an_imbalance_that_an_exchange_has_no_room_for_is_refused():
     with pytest.raises(
         ValueError, match=r"imbalance 3: the fullest rank of ep=4 is sent so many times.*exchange:2 has"
     ):
-        fzero.plan(SMALL, MESH, imbalance=3.0)
-    assert fzero.plan(SMALL, MESH, imbalance=3.0, settings={"experts": "gather"}).fits
+        fzero.plan(SMALL, MESH, gpu=uneven_device(3.0))
+    assert fzero.plan(SMALL, MESH, gpu=uneven_device(3.0), settings={"experts": "gather"}).fits
 
 
 @pytest.mark.exhaustive
@@ -173,19 +177,19 @@ def test_a_sketch_is_near_the_trace(mesh):
     assert sketch.bytes == pytest.approx(report.peak_bytes_per_rank, rel=0.4)
     assert sketch.step_s == pytest.approx(report.step_s, rel=0.5)
     assert sketch.time["communication on ep"] == pytest.approx(report.time["exposed"]["ep"], rel=0.5)
-    slow = closed_forms.Sketcher(config, H100, 8, loads=Loads(1.5)).sketch(c)
+    slow = closed_forms.Sketcher(config, uneven_device(1.5), 8).sketch(c)
     assert slow.step_s > sketch.step_s and slow.memory == sketch.memory
 
 
 @pytest.mark.exhaustive
 def test_a_search_finds_a_mesh_with_ep():
-    found = fzero.search(SEARCHED, 4, choices={**FEW, "mesh.ep": (4,), "mesh.pp": (1,)}, top=1, imbalance=1.2)
+    found = fzero.search(SEARCHED, 4, choices={**FEW, "mesh.ep": (4,), "mesh.pp": (1,)}, top=1, gpu=uneven_device(1.2))
     best = found.best[0]
     assert best.candidate.ep == 4 and found.config.mesh == {"ep": 4} and "ep=4" in str(found)
     assert any("1.2 times the mean rows" in note for note in best.report.notes)
     assert search_result.choices(best.candidate)["ep"] == "ep=4"
     with pytest.raises(ValueError, match="no candidate has room for this imbalance"):
-        fzero.search(SEARCHED, 4, choices={**FEW, "mesh.ep": (4,), "mesh.pp": (1,)}, top=1, imbalance=3.0)
+        fzero.search(SEARCHED, 4, choices={**FEW, "mesh.ep": (4,), "mesh.pp": (1,)}, top=1, gpu=uneven_device(3.0))
 
 
 def test_the_part_of_experts_is_that_of_the_counted_flops():

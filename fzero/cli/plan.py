@@ -153,20 +153,18 @@ def plan(
     config = config_of(table, config_file)
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
-    device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)
+    device = device_with(gpu, memory_gb, nvme_gbs, imbalance, price_per_hour=price, ranks_on_node=ranks_on_node)
     if searches and world_size is not None:
-        answer = search_plans(config, world_size, device, top, (out, slurm), loads_of(imbalance))
+        answer = search_plans(config, world_size, device, top, out, slurm)
     elif ask:
         answer = ask_longest(config, device)
     elif vary:
         from fzero.planner import vary as variants
 
         with Progress("planning") as show:
-            answer = variants.vary(
-                table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank, imbalance=loads_of(imbalance)
-            )
+            answer = variants.vary(table, choices, gpu=device, say=show, cache=cache_of(no_cache), rank=rank)
     else:
-        answer = plan_one(config, device, cache_of(no_cache), rank, loads_of(imbalance))
+        answer = plan_one(config, device, cache_of(no_cache), rank)
     answer = answer if tokens is None else answer.for_tokens(tokens)
     click.echo(answer.to_json() if as_json else str(answer))
     if by_part:
@@ -248,14 +246,7 @@ def cache_of(no_cache: bool) -> Path | None:
     return None if no_cache else cache_folder()
 
 
-def loads_of(imbalance: str | None) -> Any:
-    """The Loads of --imbalance; even ones without."""
-    from fzero.planner.experts import EVEN, Loads
-
-    return EVEN if imbalance is None else Loads.parse(imbalance)
-
-
-def plan_one(config: Any, device: Any, cache: Path | None, rank: int, loads: Any) -> Any:
+def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     """The PlanReport of a config; what closed forms say of it is printed on stderr before its step is traced."""
     from fzero.planner import plan as plans
     from fzero.planner.first_estimate import first_estimate
@@ -268,20 +259,24 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int, loads: Any
     elif cache is not None and is_kept(resolved, sizes, rank, device.target, cache):
         line = f"fzero: the trace of an earlier plan in {cache} answers this; --no-cache traces anew"
     else:
-        line = str(first_estimate(resolved, sizes, device, rank, loads))
+        line = str(first_estimate(resolved, sizes, device, rank))
     if line:
         print(line, file=sys.stderr, flush=True)
     with Progress("tracing") as show:
-        return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank, imbalance=loads)
+        return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
 
 
-def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, **given: Any) -> Any:
-    """The Device of a name, with this memory, this rate of its disk, and the other fields that are given."""
+def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, imbalance: str | None, **given: Any) -> Any:
+    """The Device of a name, with this memory, this rate of its disk, these loads of experts, and the other fields that
+    are given."""
+    from fzero.planner.loads import Loads
     from fzero.planner.plan import device_for
 
     changes = {name: value for name, value in given.items() if value is not None}
     if memory_gb is not None:
         changes["memory_bytes"] = int(memory_gb * 1e9)
+    if imbalance is not None:
+        changes["loads"] = Loads.parse(imbalance)
     if nvme_gbs is not None:
         changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
     found = dataclasses.replace(device_for(gpu), **changes)
@@ -357,17 +352,16 @@ def refuse_decided_flags(config_file: Path | None, settings: tuple[str, ...], fl
         launch.refuse_decided(tables.read_table(config_file), str(config_file))
 
 
-def search_plans(config: Any, gpus: int, gpu: Any, top: int, files: tuple[Path | None, Path | None], loads: Any) -> Any:
-    """Search, and write the best config and a script that starts it to two files; return the SearchResult."""
+def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, slurm: Path | None) -> Any:
+    """Search, and write the best config to `out` and a script that starts it to `slurm`; return the SearchResult."""
     from fzero.core.storage import write_text
     from fzero.planner import search
     from fzero.run.machine import cores
 
-    out, slurm = files
     if out is not None:
         search.expect_config_path(out)
     with Progress("searching") as show:
-        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores(), imbalance=loads)
+        result = search.search(config, gpus, gpu=gpu, top=top, say=show, workers=cores())
     if out is not None:
         search.write_config(result.config, out)
         best = result.best[0].report

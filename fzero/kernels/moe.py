@@ -263,7 +263,7 @@ grouped_mm = Op(
 
 
 def feed_forward(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO, float8: bool = False) -> Tensor:
-    """The experts' SwiGLU of rows [M, D] that are grouped as `grouped_mm` says: [M, D]; in float8 as `moe_float8` says."""
+    """The experts' SwiGLU of rows [M, D] that are grouped as `grouped_mm` says: [M, D]; in float8: see `moe_float8`."""
     op = float8_grouped_mm if float8 else grouped_mm
 
     def product(rows: Tensor, name: str) -> Tensor:

@@ -22,7 +22,6 @@ from fzero.planner import experts
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
-from fzero.planner.experts import EVEN, Loads
 from fzero.planner.rates import collective_s, ways_of, wire_s
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
@@ -118,16 +117,9 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
 class Sketcher:
     """Makes the Sketches of one search and caches what they share."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        device: Device,
-        on_node: int,
-        layers: Mapping[int, Layer] | None = None,
-        loads: Loads = EVEN,
-    ):
-        """layers: results of `layer_of` by size of tp; None: call it when needed. loads: of the experts."""
-        self.config, self.device, self.on_node, self.loads = config, device, on_node, loads
+    def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
+        """layers: results of `layer_of` by size of tp; None: call it when needed."""
+        self.config, self.device, self.on_node = config, device, on_node
         self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
         self.plan = functools.cache(self._plan)
         self.layer = (
@@ -226,7 +218,7 @@ class Sketcher:
         """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
         plan, tokens = self.plan_of(c)[0], self.config.data.seq_len * c.micro_batch / c.cp
         ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
-        there = experts.messages_s(plan, ways["ep"], tokens * self.policy.compute.itemsize, self.loads)
+        there = experts.messages_s(plan, ways["ep"], tokens * self.policy.compute.itemsize, self.device.loads)
         return micro * math.ceil(experts.depth(plan) / c.pp) * there * (3.0 if again else 2.0)
 
     def time(self, c: Candidate) -> dict[str, float]:
@@ -251,7 +243,7 @@ class Sketcher:
             out["communication on cp"] = self.cp_s(c, micro, bool(remat.every))
         if c.ep > 1:
             out["communication on ep"] = self.ep_s(c, micro, bool(remat.every))
-            fullest = (self.loads.imbalance(c.ep) - 1.0) * experts.flop_part(plan, self.config)
+            fullest = (self.device.loads.imbalance(c.ep) - 1.0) * experts.flop_part(plan, self.config)
             out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
             out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + exposed

@@ -19,7 +19,6 @@ from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_forms import Layer, Sketcher
 from fzero.planner.devices import Device
-from fzero.planner.experts import EVEN, Loads
 from fzero.planner.format import duration, size
 from fzero.planner.plan_report import grad_bytes, has_rates
 from fzero.planner.rates import collective_s, tiled_part, ways_of
@@ -95,11 +94,10 @@ def first_estimate(
     sizes: dict[str, int],
     device: Device,
     rank: int = 0,
-    loads: Loads = EVEN,
 ) -> FirstEstimate:
     """Estimate memory and step time of a config whose "auto" values are decided, on a mesh of these sizes.
 
-    loads: of the experts. Raises ValueError for any config that a run would refuse.
+    Raises ValueError for any config that a run would refuse.
     """
     mesh = fake_mesh(sizes, rank)
     job = build.build(config, mesh, nvme=fake_nvme(config))
@@ -119,7 +117,7 @@ def first_estimate(
         ep=axes["ep"],
     )
     layer = closed_layer(job, device)
-    sketcher = Sketcher(config, device, node, {axes["tp"]: layer}, loads)
+    sketcher = Sketcher(config, device, node, {axes["tp"]: layer})
     memory, _ = sketcher.memory(candidate)
     grads = grad_bytes(job)
     passes = {name: memory[name] for name in ("activations", "gathered")}

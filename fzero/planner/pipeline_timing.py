@@ -75,7 +75,6 @@ def simulate_record(record: Record, found: PipelineTrace, device: Device) -> Sim
     """Simulate a record from its begin to its end, and cut its time at its acts."""
     config, sizes = record.step.job.config, found.trace.sizes
     sim = play_of(config, sizes, device)
-    sim.imbalance = found.trace.imbalance
     groups = [record.before, *record.acts, record.after]
     sim.waited = {
         e.number

@@ -16,7 +16,8 @@ from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
 from fzero.planner import devices, extrapolate, pipelined
 from fzero.planner.devices import Device
-from fzero.planner.experts import EVEN, Loads, expect_room, loads_of
+from fzero.planner.experts import expect_room
+from fzero.planner.loads import EVEN
 from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan_report import PlanReport, report_of
 from fzero.planner.step_trace import Trace, fake_nvme
@@ -39,7 +40,6 @@ def plan(
     rank: int = 0,
     say: Callable[[str], None] = lambda stage: None,
     cache: Path | None = None,
-    imbalance: float | Loads = 1.0,
 ) -> PlanReport:
     """Predict the memory, communication and step time of a run on a mesh of devices, without any of them.
 
@@ -49,9 +49,8 @@ def plan(
     which may have a price and a number of ranks on a node: `devices.device("h100", price_per_hour=2, ranks_on_node=4)`.
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
     rank: whose memory is reported; with pp the fullest of its pipeline is. say: called with the text of each stage of
-    the work. cache: a folder of the traces of earlier plans. imbalance: of the experts over ep, assumed (the rows of
-    the fullest rank over the mean) or as recorded (see Loads in planner/experts.py).
-    Raises ValueError for an unknown device, for an imbalance that an exchange has no room for, and for any config that
+    the work. cache: a folder of the traces of earlier plans.
+    Raises ValueError for an unknown device, for loads of its that an exchange has no room for, and for any config that
     a run would refuse.
 
     >>> settings = {"zero": 3, "train.batch": 16, "precision.policy": "bf16", "train.compiled": False}
@@ -62,22 +61,20 @@ def plan(
     config = config_for(model, settings)
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
-    resolved, target, loads = resolve_for(config, device), device.target, loads_of(imbalance)
-    if loads != EVEN:
-        expect_room(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, loads)
-    factor = loads.imbalance(sizes.get("ep", 1))
+    resolved, target = resolve_for(config, device), device.target
+    if device.loads != EVEN:
+        expect_room(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
 
     def trace_anew() -> Trace:
         return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)
 
     if sizes.get("pp", 1) > 1:  # traced anew each time
         found = pipelined.trace(resolved, sizes, rank=rank, target=target, say=say)
-        found = found._replace(trace=found.trace._replace(imbalance=factor))
         say("playing the schedule")
         return pipeline_report(found, device)
     trace = trace_anew() if cache is None else cached_trace(trace_anew, resolved, sizes, rank, target, cache)
     say("simulating the step")
-    return report_of(trace._replace(imbalance=factor), device)
+    return report_of(trace, device)
 
 
 def config_for(

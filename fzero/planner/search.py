@@ -8,7 +8,6 @@ would run too many layers. Every number of the result comes from an exact trace 
 
 from __future__ import annotations
 
-import functools
 import math
 import multiprocessing
 import time
@@ -27,7 +26,6 @@ from fzero.planner import experts, extrapolate, pipelined
 from fzero.planner.candidates import Candidate, candidates, layers_to_trace
 from fzero.planner.closed_forms import Sketch, Sketcher, layer_of
 from fzero.planner.devices import Device
-from fzero.planner.experts import EVEN, Loads, loads_of
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
 from fzero.planner.pipeline_report import pipeline_report
@@ -65,7 +63,6 @@ def search(
     top: int = 10,
     say: Callable[[str], None] = lambda line: None,
     workers: int = 1,
-    imbalance: float | Loads = 1.0,
 ) -> SearchResult:
     """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why alternatives are slower.
 
@@ -93,15 +90,15 @@ def search(
         )
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
-    config, loads = resolve_for(given, device), loads_of(imbalance)
+    config = resolve_for(given, device)
     node = device.on_node(gpus)
     room = Room(device.capacity_bytes // (node if device.kind == "cpu" else 1), device.host_capacity_bytes(node))
     every = [c for c in candidates(config, gpus, node, choices) if "host" not in c.offload or device.host]
     with tracers(workers if models.num_params(models.build(config.model)) >= SMALL else 1) as pool:
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
-        sketcher = Sketcher(config, device, node, {tp: layer.result() for tp, layer in layers.items()}, loads)
-        every = [c for c in every if experts.has_room(sketcher.plan_of(c)[0], loads)]
+        sketcher = Sketcher(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
+        every = [c for c in every if experts.has_room(sketcher.plan_of(c)[0], device.loads)]
         if not every:
             raise ValueError(
                 "no candidate has room for this imbalance of experts; add --experts gather, or exchange:SLACK"
@@ -110,7 +107,7 @@ def search(
         sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
         fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
         say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
-        fits, over = trace_best(config, fitting, device, top, say, pool, loads)
+        fits, over = trace_best(config, fitting, device, top, say, pool)
     if not fits:
         raise ValueError(nothing_fits(sketches, over, room, gpus, device))
     fits.sort(key=lambda found: step_seconds(found.report))
@@ -139,14 +136,11 @@ def tracers(workers: int) -> Executor:
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else InProcess()
 
 
-def trace_candidate(config: RunConfig, c: Candidate, device: Device, loads: Loads = EVEN) -> PlanReport:
+def trace_candidate(config: RunConfig, c: Candidate, device: Device) -> PlanReport:
     """Trace a candidate and return its PlanReport."""
-    factor = loads.imbalance(c.ep)
     if c.pp > 1:
-        found = pipelined.trace(c.of(config), c.mesh, target=device.target)
-        return pipeline_report(found._replace(trace=found.trace._replace(imbalance=factor)), device)
-    trace = extrapolate.trace(c.of(config), c.mesh, target=device.target)
-    return report_of(trace._replace(imbalance=factor), device)
+        return pipeline_report(pipelined.trace(c.of(config), c.mesh, target=device.target), device)
+    return report_of(extrapolate.trace(c.of(config), c.mesh, target=device.target), device)
 
 
 def trace_best(
@@ -156,7 +150,6 @@ def trace_best(
     top: int,
     say: Callable[[str], None],
     pool: Executor,
-    loads: Loads = EVEN,
 ) -> tuple[list[Found], list[Found]]:
     """Trace the most promising of the sketched candidates; return (those that fit, those that do not)."""
     fits: list[Found] = []
@@ -190,8 +183,7 @@ def trace_best(
             break
         now = rest[: min(ROUND, max(missing, more))]
         del rest[: len(now)]
-        traced = functools.partial(trace_candidate, loads=loads)
-        reports = [pool.submit(traced, config, sketch.candidate, device) for sketch in now]
+        reports = [pool.submit(trace_candidate, config, sketch.candidate, device) for sketch in now]
         for sketch, report in zip(now, (future.result() for future in reports)):
             c = sketch.candidate
             off[kind(c)] = step_seconds(report) / sketch.step_s

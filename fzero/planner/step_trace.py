@@ -85,7 +85,6 @@ class Trace(NamedTuple):
     segments: tuple[Segment, ...] = ()  # repeated events
     exact: str = ""  # "" if the whole step was traced, else how it was extrapolated
     turns: tuple[int, ...] = ()  # of a rank of pp: by event how often it happens; () for once, or by the segments
-    imbalance: float = 1.0  # the rows of the rank with the fullest experts over the mean: what others wait for
 
 
 def trace_step(config: RunConfig, sizes: Mapping[str, int], *, rank: int = 0, target: Target | None = None) -> Trace:

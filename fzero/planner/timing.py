@@ -65,7 +65,6 @@ class Timing(NamedTuple):
 def predict(trace: Trace, device: Device, captured: bool = False) -> Timing:
     """The Timing of a traced step on a device. captured: the step is one graph, of which the host issues nothing."""
     play = play_of(trace.config, trace.sizes, device, captured)
-    play.imbalance = trace.imbalance
     play.waited = {e.number for e in trace.events if isinstance(e, Transfer) and e.event == "wait"}
     play.run(trace.events, 0, len(trace.events), sorted(trace.segments, key=lambda s: (s.first, -s.last)))
     play.settle()
@@ -81,6 +80,7 @@ def play_of(config: RunConfig, sizes: Mapping[str, int], device: Device, capture
     fp32_matmul = config.precision.fp32_matmul
     cost = op_costs(device, threads=threads, processes=processes, fp32_matmul=fp32_matmul)
     play = Play(device, cost, ways_of(device, sizes), processes, issued=not captured)
+    play.imbalance = device.loads.imbalance(sizes.get("ep", 1))
     rates = device.rates_of(threads, processes)
     op_s, step_s = (rates.op_s, rates.step_s) if rates is not None else (device.op_s, {})
     if config.train.compiled:
@@ -100,7 +100,7 @@ class Play:
         self.one_clock = device.kind == "cpu"
         self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
         self.call_s: float | None = None  # host seconds for a call of a compiled block; None: blocks are not compiled
-        self.imbalance = 1.0  # see Trace
+        self.imbalance = 1.0  # the rows of the rank with the fullest experts over the mean
         self.again = False  # whether blocks are recomputed in the backward pass
         self.block: tuple[str, int] | None = None  # (phase, layer) of the last block called
         self.done: dict[int, tuple[float, float, float]] = {}  # number -> (end, seconds, seconds that cannot be hidden)
