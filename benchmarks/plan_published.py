@@ -2,6 +2,7 @@
 
     python benchmarks/plan_published.py --out benchmarks/results/plan-published.json
     python benchmarks/plan_published.py --pipelines --out benchmarks/results/plan-published-pipelines.json
+    python benchmarks/plan_published.py --experts --out benchmarks/results/plan-published-experts.json
     python benchmarks/plan_published.py --rows gpt2-124m
 
 A row is fzero's own step of the published model, mesh, lengths and recomputation, planned for the listed device, and
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_runs import LEFT_OUT, Run, pipelines, runs
+from published_runs import LEFT_OUT, Run, experts, pipelines, runs
 
 import fzero
 from fzero import optim
@@ -217,23 +218,23 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Plan the rows, print the tables, write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rows", help=f"comma list of {', '.join(run.name for run in (*runs(), *pipelines()))}; all without it"
-    )
+    every = ", ".join(run.name for run in (*runs(), *pipelines(), *experts()))
+    parser.add_argument("--rows", help=f"comma list of {every}; all without it")
     parser.add_argument("--pipelines", action="store_true", help="the runs with pp, and none else")
+    parser.add_argument("--experts", action="store_true", help="the runs with ep, and none else")
     parser.add_argument(
         "--out",
         type=Path,
         help="JSON file to write; with --rows its other rows stay; its tables go beside it as .md",
     )
     args = parser.parse_args()
-    known = pipelines() if args.pipelines else runs()
+    known = pipelines() if args.pipelines else experts() if args.experts else runs()
     wanted = args.rows.split(",") if args.rows else [run.name for run in known]
     before = json.loads(args.out.read_text()) if args.rows and args.out and args.out.exists() else {"runs": []}
     kept = {row["name"]: row for row in before["runs"]}
     if unknown := set(wanted) - {run.name for run in known}:
         parser.error(f"--rows: {', '.join(unknown)} is none of {', '.join(run.name for run in known)}")
-    table, rows = [] if args.pipelines else zero_rows(), []
+    table, rows = [] if args.pipelines or args.experts else zero_rows(), []
     for run in known:
         if run.name not in wanted and run.name in kept:
             rows.append(kept[run.name])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fzero.models.mixtral import MoEConfig
 from fzero.models.presets import GPT2Config, ModelConfig
 
 A3_NETWORK = 12.5e9  # bytes/s of a GPU: Google's a3-highgpu-8g, four interfaces of 200 Gb/s for eight GPUs
@@ -340,6 +341,40 @@ def _zero_bubble() -> list[Run]:
 def pipelines() -> list[Run]:
     """The published runs with pp that fzero can plan."""
     return [*_megatron_pipelines(), *_llama_pipelines(), *_zero_bubble()]
+
+
+def _experts() -> list[Run]:
+    # Megatron-Core's README of its mixture of experts (commit 022bcb5): 468 TFLOP/s of a GPU for Mixtral 8x7B, and the
+    # mapping of its table: EP 8, PP 4 with 8 chunks, 64 GPUs, batches of 256. Counted as 6 N of the parameters in use
+    # and 12 L T D of attention, as Megatron-LM counts them; N without the embedding.
+    mixtral = 468e12 / (6 * 12.748e9 + 12 * 32 * 4096 * 4096)
+    # DeepSeek-AI 2024, sections 1 and 3.2: 180 K hours of an H800 for 1 T tokens on 2,048 of them, 16 ranks of pp, 64
+    # of ep over 8 nodes, ZeRO-1; batches of 15,360 sequences of 4,096 tokens; float8 products.
+    deepseek = 1e12 / (180e3 * 3600)
+    # Jin et al. 2025, table 3: 1.41 M tokens/s on 1,440 GPUs, 1.88 times those of Megatron-LM; 60 layers of 32 experts,
+    # of which a token uses 3, 15 ranks of pp, batches of 720 sequences of 8,192. Sizes written from memory.
+    sizes = {"d_model": 4096, "n_layers": 60, "n_heads": 32, "n_kv_heads": 8, "d_ff": 14336, "vocab_size": 65536}
+    megascale = MoEConfig(**sizes, max_len=8192, n_experts=32, top_k=3)
+    once = {"zero": 1, "compiled": True, "micro_batch": 1}
+    return [
+        Run("mixtral-8x7b-pp4", "Megatron-Core, megatron/core/transformer/moe/README.md", "h100", "mixtral-8x7b",
+            {"pp": 4, "dp": 2, "ep": 8}, batch=256, seq_len=4096, remat="none", tokens_per_s=mixtral,
+            settings={"pipeline.schedule": "interleaved", "pipeline.chunks": 8}, **once,
+            differs="Transformer Engine's grouped products"),
+        Run("deepseek-v3-pp16", "DeepSeek-AI 2024 (DeepSeek-V3), sections 1, 3 and 4.2", "h800", "deepseek-v3",
+            {"pp": 16, "dp": 2, "ep": 64}, batch=15360, seq_len=4096, remat="none", tokens_per_s=deepseek,
+            settings={"pipeline.schedule": "dualpipe-v", "pipeline.chunks": 2, "precision.policy": "bf16_float8"},
+            **once, differs="experts in float8 too; a token goes to 4 nodes at most; messages beside computation"),
+        Run("megascale-352b-pp15", "Jin et al. 2025 (MegaScale-MoE), table 3: Megatron-LM", "h800", megascale,
+            {"pp": 15, "dp": 3, "ep": 4, "tp": 8}, batch=720, seq_len=8192, remat="none",
+            tokens_per_s=1.41e6 / 1.88 / 1440, settings={"sequence": True}, **once,
+            differs="its mapping of Megatron-LM is not said"),
+    ]  # fmt: skip
+
+
+def experts() -> list[Run]:
+    """The published runs with experts over ep that fzero can plan."""
+    return _experts()
 
 
 LEFT_OUT = {

@@ -34,7 +34,7 @@ OFFLOADED = "params=nvme,opt=nvme"
 def made(family="llama", optimizer="adamw", policy="fp32", parts=2, ranks=4, mesh=None, model=None, **changes):
     """The config of a small run: `parts` micro-batches of 2 sequences for each data rank."""
     mesh = mesh or {}
-    data = mesh.get("dp", 1) * mesh.get("rp", 1) if mesh else ranks
+    data = mesh.get("dp", 1) * mesh.get("rp", 1) * mesh.get("ep", 1) if mesh else ranks
     table = {
         "preset": "",
         "model": {"family": family, **SIZES[family], **(model or {})},

@@ -39,18 +39,22 @@ def options_of(form, **more):
     return {"experts": form, "plan_options": more}
 
 
+def sizes_of(name, options):
+    return {**SIZES[name], **({"n_experts": options["of"]} if "of" in options else {})}
+
+
 @functools.cache
 def serial(name, optimizer, micro_batches, steps, **options):
-    state, _, log = train(
-        fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, sizes=SIZES[name], **options
-    )
+    sizes, rest = sizes_of(name, options), {key: value for key, value in options.items() if key != "of"}
+    state, _, log = train(fzero.one_process(), name, optimizer, 0, micro_batches, steps=steps, sizes=sizes, **rest)
     return state, log
 
 
 def trained(mesh, cases, steps):
     out = []
     for case, options in cases:
-        state, specs, log = train(mesh, *case, steps=steps, sizes=SIZES[case[0]], **options)
+        sizes, rest = sizes_of(case[0], options), {key: value for key, value in options.items() if key != "of"}
+        state, specs, log = train(mesh, *case, steps=steps, sizes=sizes, **rest)
         out.append((whole(state, specs, mesh), log))
     return out
 
@@ -63,7 +67,7 @@ def equals_one_process(mesh, cases, steps=STEPS):
     results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
     for (case, options), (state, log) in zip(given, results[0]):
         name, tx, _, m = case
-        same = {key: options[key] for key in ("dropout", "compiled") if key in options}
+        same = {key: options[key] for key in ("dropout", "compiled", "of") if key in options}
         expected, expected_log = serial(name, tx, m, steps, **same)
         try:
             assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
@@ -117,6 +121,32 @@ def test_every_product_equals_one_process(mesh, form):
     equals_one_process(mesh, [(name, "clipped adam", stage, 2, options_of(form, **more)) for name, stage in cases])
 
 
+UNEVEN = {
+    "ep2": [
+        ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:4"), "of": 5}),
+        ("moe capacity", "adam", 1, 1, {**options_of("auto"), "of": 3}),
+    ],
+    "ep4": [
+        ("moe dropless", "adam", 3, 1, {**options_of("exchange:4"), "of": 6}),
+        ("moe dropless", "adam", 2, 1, {**options_of("gather"), "of": 5}),
+        ("deepseek", "sgd", 0, 1, {**options_of("gather"), "of": 6}),
+    ],
+    "dp2 x ep2": [
+        ("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "remat": "full", "of": 3}),
+        ("moe dropless", "adam", 1, 1, {**options_of("exchange:4"), "of": 3}),
+    ],
+    "ep2 x tp2": [("moe dropless", "adam", 3, 1, {**options_of("exchange:4", sequence=True), "of": 3})],
+    "pp2 x ep2": [("moe dropless", "adam", 2, 2, {**options_of("gather"), "of": 3})],
+    "cp2 x ep2": [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "of": 5})],
+}
+
+
+@pytest.mark.parametrize("mesh", [pytest.param(one, marks=[pytest.mark.exhaustive] * (one != "ep2")) for one in UNEVEN])
+def test_experts_that_ep_does_not_divide(mesh):
+    """The first ranks have one more; at rest they are whole over dp."""
+    equals_one_process(mesh, UNEVEN[mesh])
+
+
 @pytest.mark.slow
 def test_canonical_sums():
     """They are those of one process within rounding: an expert adds the rows of all ranks of ep in one product, whose
@@ -134,13 +164,13 @@ def test_compiled_blocks():
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def planned(mesh):
-    model = model_of("moe dropless", **SIZES["moe dropless"])
+def planned(mesh, experts=4):
+    model = model_of("moe dropless", n_experts=experts)
     return fzero.zero_plan(3, model, mesh, policy=FP64), model
 
 
-def saved(mesh, home):
-    plan, model = planned(mesh)
+def saved(mesh, home, experts=4):
+    plan, model = planned(mesh, experts)
     tx = OPTIMIZERS["adam"]
     state = fzero.init_state(model, tx, plan, seed=3)
     step = fzero.make_train_step(model, tx, plan)
@@ -150,8 +180,8 @@ def saved(mesh, home):
     return whole(state, specs, mesh)
 
 
-def restored(mesh, home):
-    plan, model = planned(mesh)
+def restored(mesh, home, experts=4):
+    plan, model = planned(mesh, experts)
     tx = OPTIMIZERS["adam"]
     state, specs = fzero.init_state(model, tx, plan, seed=4), state_specs(plan, tx)
     found = checkpoint.restore(checkpoint.step_folder(home, 1), state, specs=specs, mesh=mesh)
@@ -165,6 +195,15 @@ def test_a_checkpoint_is_read_at_another_ep(tmp_path):
         for found in ranks.run(math.prod(sizes.values()), restored, tmp_path, mesh=sizes):
             assert_same(found, state)
     assert_same(restored(fzero.one_process(), tmp_path), state)
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_of_uneven_experts_is_read_elsewhere(tmp_path):
+    state = ranks.run(4, saved, tmp_path, 6, mesh={"ep": 4})[0]
+    for sizes in ({"ep": 2}, {"dp": 2}, {"ep": 4}):
+        for found in ranks.run(math.prod(sizes.values()), restored, tmp_path, 6, mesh=sizes):
+            assert_same(found, state)
+    assert_same(restored(fzero.one_process(), tmp_path, 6), state)
 
 
 # ---- a planted mistake -----------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from close import assert_close
 from torch import Tensor
 
 import fzero
+from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.kernels import moe
 from fzero.models import experts as block
 from fzero.models.base import Ctx
-from fzero.sharding.experts import Experts, Routed
+from fzero.sharding.experts import Experts, Routed, shares
 
 E, K, B, T, D, F = 8, 2, 2, 4, 4, 5  # of a rank of ep
 N = B * T
@@ -63,21 +64,26 @@ def expected(load, ep, capacity=0.0):
     return both_passes(f, p, x, weights, g)
 
 
+def own_part(t: Tensor, ep: Axis) -> Tensor:
+    """The experts of this rank of ep."""
+    return t.split(shares(E, ep.size))[ep.rank]
+
+
 def dispatched(mesh, form, load, capacity=0.0):
     """This rank's part of `expected`, and what the ledger has."""
     ep = mesh["ep"]
     p, x, ids, weights, g = given(load, ep.size)
     own = lambda t: t.chunk(ep.size)[ep.rank]  # noqa: E731
     ctx = Ctx(mesh=mesh, dtype=torch.float64, experts=Experts.parse(form))
-    f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, capacity)  # noqa: E731
-    out = both_passes(f, pytree.map(own, p), own(x), own(weights), own(g))
+    f = lambda p, x, weights: block.mixture(p, x, own(ids), weights, ctx, E, capacity)  # noqa: E731
+    out = both_passes(f, pytree.map(lambda t: own_part(t, ep), p), own(x), own(weights), own(g))
     return out, [(row.collective, row.leaf, row.calls, row.elements) for row in mesh.ledger.rows()]
 
 
-def check(ep, form, load, run=dispatched, capacity=0.0):
+def check(ep, form, load, run=dispatched, capacity=0.0, want=expected):
     found = ranks.run(ep, run, form, load, *((capacity,) if capacity else ()), mesh={"ep": ep})
-    for part, want in zip(zip(*(out for out, _ in found)), expected(load, ep, capacity)):
-        assert_close(pytree.map(lambda *parts: torch.cat(parts), *part), want, rtol=1e-12, atol=1e-12)
+    for part, whole in zip(zip(*(out for out, _ in found)), want(load, ep, capacity)):
+        assert_close(pytree.map(lambda *parts: torch.cat(parts), *part), whole, rtol=1e-12, atol=1e-12)
     return [rows for _, rows in found]
 
 
@@ -85,6 +91,16 @@ def check(ep, form, load, run=dispatched, capacity=0.0):
 def test_every_load_has_the_mixture_of_one_process_and_its_gradients(form):
     for ep, load in ((ep, load) for ep in (2, 4) for load in LOADS):
         check(ep, form, load)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_with_other_numbers_of_experts(form):
+    """Three ranks have 3, 3 and 2 of the 8."""
+    for load in LOADS:
+        check(3, form, load)
+        if form == "gather":
+            check(3, form, load, capacity=1.0)
 
 
 def test_a_capacity_drops_what_it_drops_on_one_process():
@@ -167,8 +183,8 @@ def test_what_cannot_be_is_refused_in_one_line():
         (lambda: Experts.parse("exchange:many"), r"experts: slack is 'many'; write a number"),
         (lambda: fzero.zero_plan(0, {"w": torch.zeros(2)}, mesh({"ep": 2})), r"ep=2: ep splits the experts of mixtral"),
         (
-            lambda: fzero.zero_plan(0, moe_of(), mesh({"ep": 4})),
-            r"ep=4 does not divide the 6 experts; use ep in \{1, 2",
+            lambda: fzero.zero_plan(0, moe_of(), mesh({"ep": 8})),
+            r"ep=8 is more than the 6 experts of a block; use ep=6 at most",
         ),
         (
             lambda: fzero.zero_plan(0, moe_of(capacity_factor=1.0), mesh({"ep": 2})).with_experts("exchange"),

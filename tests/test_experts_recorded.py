@@ -1,5 +1,8 @@
 """What a run records of its experts, and the section of its report: by hand, from the counts of a step."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +16,8 @@ from fzero.report.parts import Picture, Table
 from fzero.report.sections_experts import experts as section
 from fzero.run.measure.experts import imbalance, spread_of
 from fzero.run.measure.log import pack_numbers
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def made(name, changes):
@@ -78,3 +83,33 @@ def test_the_section_of_a_report():
     assert table.head == ("layer", "most ÷ mean", "least ÷ mean", "router's entropy (nats)", "bias, least to most")
     assert table.rows[0] == ("0", "1.200", "0.9000", "0.9000", "-0.0100 to 0.0200")
     assert "1.500 in the first step, and 1.333 on the average of the last 3" in parts[-1]
+
+
+# ---- the commands of the committed figures ---------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_the_command_of_the_learning_figure_runs_and_is_reported(balance, tmp_path, fz):
+    """At a tiny length, and of a text of our own."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 400)
+    out = tmp_path / balance
+    flags = ["--set", f"model.balance={balance}", "--steps", "3", "--batch", "4", "--seq-len", "64", "--prompt", ""]
+    flags += ["--set", "train.compiled=false", "--set", "train.measure_every=1", "--set", "train.eval_every=0"]
+    code, _, err = fz(
+        "pretrain", "--model", "mixtral-tiny", "--data", str(tmp_path / "text.txt"), *flags, "--out", str(out)
+    )
+    assert code == 0, err
+    code, _, err = fz("report", str(out))
+    assert code == 0, err
+    page = next(out.glob("**/*.html")).read_text()
+    assert "most ÷ mean" in page and "Load of the experts of blocks" in page
+
+
+@pytest.mark.exhaustive
+def test_the_benchmark_runs():
+    pytest.importorskip("transformers")
+    command = [sys.executable, "benchmarks/moe.py", "--config", "tiny", "--smoke", "--batch", "1", "--seq-len", "32"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert all(f"{name} " in done.stdout for name in ("fzero", "fzero eager", "loop", "transformers"))

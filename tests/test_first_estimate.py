@@ -59,6 +59,12 @@ CASES = {
         {"zero": 0, "train.batch": 1, "lora": 16, "codes": "nf4", **FULL},
     ),
     "mixtral-8x7b": ("mixtral-8x7b", {"dp": 64}, "h200", {"zero": 3, "train.batch": 64, "train.compiled": False}),
+    "mixtral-8x7b, ep": (
+        "mixtral-8x7b",
+        {"ep": 8, "dp": 8},
+        "h200",
+        {"zero": 3, "train.batch": 64, "train.micro_batch": 1, "train.compiled": False},
+    ),
 }
 
 

@@ -130,3 +130,15 @@ def test_bad_choices_are_refused():
     for changes, said in (({"balance": "biass"}, "must be loss or bias"), ({"bias_rate": -1.0}, "bias_rate is -1")):
         with pytest.raises(ValueError, match=said):
             models.MoEConfig(**changes)
+
+
+def test_delayed_updates_are_refused_where_a_bias_moves():
+    """Micro-batches under way would see it move; a bias that stays is taken."""
+    model = model_of("moe dropless", **SIZES["moe dropless"])
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64).with_updates(1)
+    said = r'update="delayed": a rule of the model moves blocks/moe/bias after each step.*use update="end"$'
+    with pytest.raises(ValueError, match=said):
+        fzero.make_train_step(model, ADAM, plan, update="delayed")
+    stays = model_of("moe dropless", **{**SIZES["moe dropless"], "bias_rate": 0.0})
+    plan = fzero.zero_plan(0, stays, fzero.one_process(), policy=FP64).with_updates(1)
+    assert callable(fzero.make_train_step(stays, ADAM, plan, update="delayed"))

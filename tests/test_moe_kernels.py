@@ -36,6 +36,20 @@ def test_route_obeys_every_law(shape, top_k):
         assert_same(moe_routing.route(x, top_k, impl="triton")[0], moe_routing.route(x, top_k, impl="reference")[0])
 
 
+@pytest.mark.parametrize("shape, top_k", [((7, 5), 2), ((2, 3, 37), 8)], ids=str)
+def test_a_bias_moves_the_choice_and_not_the_weights(shape, top_k):
+    logits, bias = laws.draw(shape, shape[-1:])
+    bias = bias / 4
+    form = lambda impl, x: moe_routing.route(x, top_k, bias, impl=impl)[1:]  # noqa: E731
+    obeys_every_law(form, "triton", [logits])
+    x = logits.float()
+    ids, weights, probabilities = moe_routing.route(x, top_k, bias, impl="triton")
+    assert_same(ids, moe_routing.route(x, top_k, bias, impl="reference")[0])
+    assert (ids != moe_routing.route(x, top_k, impl="triton")[0]).any()
+    chosen = probabilities.gather(-1, ids)
+    assert_close(weights, chosen / chosen.sum(-1, keepdim=True), rtol=1e-6)
+
+
 def test_route_derivatives():
     laws.derivatives(route_form(2), laws.draw((3, 5)))
     laws.derivatives(lambda impl, x: moe_routing.route(x, 3, impl=impl)[1], laws.draw((2, 3)))

@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.slices import Window, local_shape, local_windows, ranks_per_dim
+from fzero.sharding.slices import Window, local_shape, local_windows, part_dim, ranks_per_dim
 from fzero.train.state import expect_alive
 
 
@@ -84,8 +84,7 @@ def restore(
     for name in wanted_leaves.keys() & there.keys():
         spec = spec_of.get(short(name), Spec())
         shape = there[name].shape
-        fits = all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
-        fits = sum(map(len, spec.rows)) == shape[0] if spec.rows else fits
+        fits = fits_in(shape, spec, mesh, name)
         whole = [Window((0,) * len(shape), shape)]
         windows[name] = (local_windows(shape, spec, mesh), local_shape(shape, spec, mesh)) if fits else (whole, shape)
     check_leaves(path, wanted_leaves, {name: leaf for name, leaf in there.items() if name not in passed}, windows)
@@ -103,6 +102,14 @@ def restore(
         elif leaf.device.type not in ("meta", "cpu"):
             done[name] = done[name].to(leaf.device)
     return pytree.from_named(done, like)
+
+
+def fits_in(shape: tuple[int, ...], spec: Spec, mesh: Mesh, name: str) -> bool:
+    """Whether a leaf of this shape can be cut as a spec says."""
+    if spec.rows or spec.parts:
+        layers = not spec.rows or sum(map(len, spec.rows)) == shape[0]
+        return layers and (not spec.parts or sum(spec.parts) == shape[part_dim(spec)])
+    return all(n % ranks == 0 for n, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape), name)))
 
 
 @checked()

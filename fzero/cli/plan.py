@@ -88,6 +88,11 @@ TABLES = (
 @click.option(
     "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."
 )
+@click.option(
+    "--imbalance",
+    metavar="FACTOR",
+    help="How uneven experts over ep are: the rows of the fullest rank over the mean, or a run that recorded them.",
+)
 @click.option("--no-cache", is_flag=True, help="Trace anew, and keep no trace for the next plan.")
 @AS_JSON
 def plan(
@@ -109,6 +114,7 @@ def plan(
     quantize: str | None,
     classes: int | None,
     by_part: bool,
+    imbalance: str | None,
     no_cache: bool,
     as_json: bool,
     ranks_on_node: int | None,
@@ -147,7 +153,7 @@ def plan(
     config = config_of(table, config_file, has_mesh=not searches and not vary)
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
-    device = device_with(gpu, memory_gb, nvme_gbs, price_per_hour=price, ranks_on_node=ranks_on_node)
+    device = device_with(gpu, memory_gb, nvme_gbs, imbalance, price_per_hour=price, ranks_on_node=ranks_on_node)
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
     elif ask:
@@ -260,13 +266,17 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
         return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
 
 
-def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, **given: Any) -> Any:
-    """The Device of a name, with this memory, this rate of its disk, and the other fields that are given."""
+def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, imbalance: str | None, **given: Any) -> Any:
+    """The Device of a name, with this memory, this rate of its disk, these loads of experts, and the other fields that
+    are given."""
+    from fzero.planner.loads import Loads
     from fzero.planner.plan import device_for
 
     changes = {name: value for name, value in given.items() if value is not None}
     if memory_gb is not None:
         changes["memory_bytes"] = int(memory_gb * 1e9)
+    if imbalance is not None:
+        changes["loads"] = Loads.parse(imbalance)
     if nvme_gbs is not None:
         changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
     found = dataclasses.replace(device_for(gpu), **changes)

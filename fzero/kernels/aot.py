@@ -31,6 +31,7 @@ FILES = (
     "glu",
     "grad_norm",
     "moe",
+    "moe_float8",
     "moe_permute",
     "moe_routing",
     "newton_schulz",

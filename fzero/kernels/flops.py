@@ -106,12 +106,16 @@ def library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any =
     return of_pairs(BACKWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
 
 
-def grouped(x: Tensor, w: Tensor, ends: Tensor, out_val: Any = None) -> int:
+def grouped(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None) -> int:
     return 2 * x.shape[0] * w.shape[1] * w.shape[2]
 
 
 def grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
     return 2 * x.shape[0] * x.shape[1] * g.shape[1]
+
+
+def grouped_dw_turned(x: Tensor, g: Tensor, *rest: Any, out_val: Any = None) -> int:
+    return 2 * x.shape[1] * x.shape[0] * g.shape[0]
 
 
 def symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:

@@ -26,6 +26,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.glu import swiglu
+from fzero.kernels.moe_float8 import float8_grouped_mm
 from fzero.kernels.moe_permute import permute, unpermute
 from fzero.kernels.moe_routing import group, route
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
@@ -129,11 +130,8 @@ def _grouped_mm(
     own = expert == e
     end = tl.sum(tl.where(own, ends, 0), 0)
     first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
-    # first = start of the group - tiles before it * BLOCK_M, so that first + tile * BLOCK_M is the first row of
-    # this tile. Masks: rows from the
-    # group's end on belong to the next expert; at >= D and col >= F are beyond the matrices. first = start of the group
-    # - tiles before it * BLOCK_M, so that first + tile * BLOCK_M is the first row of this tile. Masks: rows from the
-    # group's end on belong to the next expert; at >= D and col >= F are beyond the matrices.
+    # first = start of the group - tiles before it * BLOCK_M, so that first + tile * BLOCK_M is the first row of this
+    # tile. Masks: rows from the group's end on belong to the next expert; at >= D and col >= F are beyond the matrices.
     row = (first + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
     k = tl.arange(0, BLOCK_K)
@@ -165,10 +163,7 @@ def _grouped_mm_dw(
     BLOCK_K: tl.constexpr,
 ):
     # OUT[e, d, f] = sum over the group's rows of X[row, d] G[row, f]: program ids are the tiles of d and f and the
-    # expert e. The sum runs over
-    # the rows [first, end) of group e, BLOCK_K at a time; its last block is masked. OUT[e, d, f] = sum over the group's
-    # rows of X[row, d] G[row, f]: program ids are the tiles of d and f and the expert e. The sum runs over the rows
-    # [first, end) of group e, BLOCK_K at a time; its last block is masked.
+    # expert e. The sum runs over the rows [first, end) of group e, BLOCK_K at a time; its last block is masked.
     e = tl.program_id(2).to(tl.int64)
     end = tl.load(ENDS + e)
     first = tl.load(ENDS + e - 1, mask=e > 0, other=0)
@@ -275,24 +270,25 @@ grouped_mm = Op(
 # ---- the experts -----------------------------------------------------------------------------------------------------
 
 
-def feed_forward(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO) -> Tensor:
-    """The experts' SwiGLU of rows [M, D] that are grouped as `grouped_mm` says: [M, D]."""
+def feed_forward(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO, float8: bool = False) -> Tensor:
+    """The experts' SwiGLU of rows [M, D] that are grouped as `grouped_mm` says: [M, D]; in float8: see `moe_float8`."""
+    op = float8_grouped_mm if float8 else grouped_mm
 
     def product(rows: Tensor, name: str) -> Tensor:
-        return grouped_mm(rows, p[name].to(rows.dtype), ends, impl=kernels["grouped_mm"])
+        return op(rows, p[name].to(rows.dtype), ends, impl=kernels[op.name])
 
     hidden = swiglu(product(rows, "w_gate"), product(rows, "w_up"), impl=kernels["swiglu"])
     return product(hidden, "w_down")
 
 
-def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO) -> Tensor:
-    """Compute every token by its k experts: group rows by expert, three grouped products, sum each token's rows with
-    its weights.
+def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO, float8: bool = False) -> Tensor:
+    """Compute every token by its k experts: group rows by expert, three grouped products, in float8 or not, sum each
+    token's rows with its weights.
     """
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
     order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
     rows = permute(tokens, order, place, impl=kernels["permute"])
-    y = feed_forward(p, rows, ends, kernels)
+    y = feed_forward(p, rows, ends, kernels, float8)
     return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
 
 

@@ -58,8 +58,9 @@ def route_reference(logits: Tensor, top_k: int, bias: Tensor | None = None) -> t
 
 @triton.jit
 def _route_forward(
-    LOGITS, WEIGHTS, PROBS, IDS, n, E, K, WIDTH: tl.constexpr, CHOICES: tl.constexpr, ROWS: tl.constexpr
-):
+    LOGITS, BIAS, WEIGHTS, PROBS, IDS, n, E, K,
+    WIDTH: tl.constexpr, CHOICES: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     col, choice = tl.arange(0, WIDTH)[None, :], tl.arange(0, CHOICES)[None, :]
     live = (row < n) & (col < E)
@@ -67,6 +68,8 @@ def _route_forward(
     p = tl.exp(x - tl.max(x, 1)[:, None])
     p = p / tl.sum(p, 1)[:, None]
     tl.store(PROBS + row * E + col, p, mask=live)
+    if BIASED:
+        x = p + tl.load(BIAS + col, mask=col < E, other=0.0)
     x = tl.where(x == x, x, float("inf"))  # NaN counts as infinity, so that each choice is a valid expert
     free = tl.broadcast_to(col < E, (ROWS, WIDTH))
     weights = tl.zeros((ROWS, CHOICES), tl.float32)
@@ -114,28 +117,33 @@ def _route_backward(
     tl.store(DLOGITS + row * E + col, dx, mask=live)
 
 
-def _launch_route(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], n: int, experts: int, top_k: int) -> None:
+def _launch_route(
+    kernel: triton.JITFunction, tensors: tuple[Tensor, ...], n: int, experts: int, top_k: int, **constants: bool
+) -> None:
     if n:
         width = triton.next_power_of_2(experts)
-        sizes = {"WIDTH": width, "CHOICES": triton.next_power_of_2(top_k)}
+        sizes = {"WIDTH": width, "CHOICES": triton.next_power_of_2(top_k), **constants}
         grid = lambda config: (triton.cdiv(n, config["ROWS"]),)  # noqa: E731
         tuning.launch(
             kernel, grid, (*tensors, n, experts, top_k), route_configs(width), shape=(n, experts, top_k), **sizes
         )
 
 
-def _empty_route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_route(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     n, experts = logits.shape
     wide = functools.partial(logits.new_empty, dtype=torch.float32)
     return wide((n, top_k)), wide((n, experts)), logits.new_empty((n, top_k), dtype=torch.int64)
 
 
-@operator("route_forward(Tensor logits, int top_k) -> (Tensor, Tensor, Tensor)", _empty_route)
-def route_forward(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, probabilities, ids) of logits [N, E], in one pass over them."""
+@operator("route_forward(Tensor logits, int top_k, Tensor? bias) -> (Tensor, Tensor, Tensor)", _empty_route)
+def route_forward(logits: Tensor, top_k: int, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, probabilities, ids) of logits [N, E], chosen by probabilities with a float32 bias [E] or without, in
+    one pass over them."""
     out = _empty_route(logits, top_k)
     n, experts = logits.shape
-    _launch_route(_route_forward, (logits.contiguous(), *out), n, experts, top_k)
+    logits = logits.contiguous()
+    given = (logits, logits if bias is None else bias, *out)
+    _launch_route(_route_forward, given, n, experts, top_k, BIASED=bias is not None)
     return out
 
 
@@ -155,10 +163,11 @@ def route_backward(
     return out
 
 
-def _route_triton(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _route_triton(logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    moves = None if bias is None else bias.detach().to(torch.float32).contiguous()
     fused = Fused(
         "route",
-        forward=lambda x: route_forward(x, top_k),
+        forward=lambda x: route_forward(x, top_k, moves),
         backward=lambda saved, grads: (route_backward(*saved, *grads[:2]).to(logits.dtype),),
         results=3,
         keep=lambda tensors, outputs: outputs,
@@ -170,11 +179,9 @@ def _route_triton(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _route_supports(logits: Tensor, top_k: int, bias: Tensor | None = None) -> str:
-    if bias is not None:
-        return "a bias moves the choice; it takes logits alone"
     if logits.shape[-1] > MAX_EXPERTS:
         return f"there are {logits.shape[-1]} experts; it takes {MAX_EXPERTS} at most"
-    return refuse_dtype(logits) or triton_runs(logits)
+    return refuse_dtype(logits) or triton_runs(logits, *(() if bias is None else (bias,)))
 
 
 route = Op(
@@ -280,10 +287,12 @@ def signature(pointers: str, sizes: str, constants: str) -> dict[str, str]:
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    for experts, top_k in ((8, 2), (64, 8), (1024, 8)):
+    for experts, top_k, biased in ((8, 2, False), (64, 8, False), (256, 8, True), (1024, 8, False)):
         constants = {"WIDTH": experts, "CHOICES": top_k}
         for config in route_configs(experts):
-            forward = signature("LOGITS:fp32 WEIGHTS:fp32 PROBS:fp32 IDS:i64", "n E K", "WIDTH CHOICES ROWS")
+            forward = signature(
+                "LOGITS:fp32 BIAS:fp32 WEIGHTS:fp32 PROBS:fp32 IDS:i64", "n E K", "WIDTH CHOICES BIASED ROWS"
+            )
             backward = signature(
                 "WEIGHTS:fp32 PROBS:fp32 IDS:i64 DWEIGHTS:fp32 DPROBS:fp32 DLOGITS:fp32", "n E K", "WIDTH CHOICES ROWS"
             )
@@ -293,7 +302,7 @@ def builds(gpu: str) -> Iterator[Build]:
                 f"_route_forward {label}",
                 "_route_forward",
                 forward,
-                constants,
+                {**constants, "BIASED": biased},
                 config,
                 aligned=("E",),
                 wide=experts > 8,

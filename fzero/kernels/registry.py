@@ -34,6 +34,7 @@ FILES = (
     "grad_norm",
     "linear_cross_entropy",
     "moe",
+    "moe_float8",
     "moe_permute",
     "moe_routing",
     "newton_schulz",

@@ -283,7 +283,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = mixture(p["moe"], h, ids, weights, ctx)
+        out = mixture(p["moe"], h, ids, weights, ctx, c.n_experts)
         if c.n_shared:
             gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
             out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)

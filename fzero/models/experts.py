@@ -1,10 +1,10 @@
 """The experts of a block: how its tokens come to them and back, for every model that routes.
 
 A block chooses (ids, weights) of its tokens as its model says, enters the tensor-parallel region with them
-(`enter_routing`), and calls `mixture`. Over ep, each of whose N ranks has E / N of the experts and n tokens of its own,
-there are two forms, both linear maps there and their transposes back. `gathered` gives every rank the tokens of all;
-`exchanged` sends a token to the ranks of its k experts alone, in rows of which no rank has room for more than slack
-n k. Shapes are the same whatever is chosen, so that blocks compile.
+(`enter_routing`), and calls `mixture`. Over ep, each of whose N ranks has its share of the E experts (see
+sharding.experts.shares) and n tokens of its own, there are two forms, both linear maps there and their transposes back.
+`gathered` gives every rank the tokens of all; `exchanged` sends a token to the ranks of its k experts alone, in rows of
+which no rank has room for more than slack n k. Shapes are the same whatever is chosen, so that blocks compile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, all_gather, exchange_rows, psum, psum_scatter, pvary
 from fzero.core.pytree import Tree
 from fzero.kernels import moe
-from fzero.kernels.registry import Kernels
 from fzero.models.base import Ctx
 from fzero.models.layers import enter, sequence_axis
-from fzero.sharding.experts import Experts
+from fzero.sharding.experts import Experts, shares
 
 MOE_RULES = (
     (r"/moe/router$", "[L/pp, D, E]"),
@@ -30,25 +29,29 @@ MOE_RULES = (
 MOE_BIAS_RULE = (r"/moe/bias$", "[L/pp, E]")
 
 
-def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, capacity_factor: float = 0.0) -> Tensor:
+def mixture(
+    p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, experts: int, capacity_factor: float = 0.0
+) -> Tensor:
     """Return sum_k weights_k expert_{ids_k}(x) of x [B, T, D], ids int64 and weights [B, T, k], inside the
     tensor-parallel region: under tp this rank's part of it.
 
-    p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them. capacity_factor: 0 for
-    dropless; see `kernels.moe.capacity`.
+    p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them. experts: the number E of
+    all ranks. capacity_factor: 0 for dropless; see `kernels.moe.capacity`. Where ctx.matmul is float8, dropless experts
+    multiply as `kernels.moe_float8` says, with scales of rows under either recipe: one scale of all rows would depend
+    on which tokens share a rank.
     """
     if ctx.mesh["ep"].size > 1:
-        return over_ep(p, x, ids, weights, ctx, capacity_factor)
+        return over_ep(p, x, ids, weights, ctx, experts, capacity_factor)
     if capacity_factor:
         return moe.capacity(p, x, ids, weights, capacity_factor, ctx.kernels)
-    return moe.dropless(p, x, ids, weights, ctx.kernels)
+    return moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul))
 
 
 LEAF = "blocks/moe"
 
 
-def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, capacity_factor: float) -> Tensor:
-    """`mixture` on a mesh with ep, p being this rank's experts.
+def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, experts: int, capacity_factor: float) -> Tensor:
+    """`mixture` on a mesh with ep, p being this rank's of so many experts.
 
     Communicates: see `gathered` and `exchanged`. Raises ValueError for a ctx that does not say which.
     """
@@ -58,16 +61,17 @@ def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, capacity
             f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(experts=plan.experts), or give "
             "loss the plan"
         )
+    counts = shares(experts, ep.size)
     if capacity_factor:
         x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
-        own = ep.rank * p["w_gate"].shape[0], ep.size * p["w_gate"].shape[0]
+        own = sum(counts[: ep.rank]), experts
         out = moe.capacity(p, x, ids, weights, capacity_factor, ctx.kernels, own)
         return psum_scatter(out, ep, leaf=LEAF)
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1]), ids.reshape(-1, k), weights.reshape(-1, k)
     if ctx.experts.form == "gather":
-        return gathered(p, *tokens, ep, ctx.kernels).reshape(x.shape)
-    return exchanged(p, *tokens, ep, ctx.experts, ctx.kernels).reshape(x.shape)
+        return gathered(p, tokens, ctx, counts).reshape(x.shape)
+    return exchanged(p, tokens, ctx, counts, ctx.experts).reshape(x.shape)
 
 
 def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tensor]:
@@ -77,55 +81,63 @@ def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tens
     return ids.to(torch.int64), weights
 
 
-def gathered(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ep: Axis, kernels: Kernels) -> Tensor:
-    """The mixture of x [n, D], ids and weights [n, k], where each rank computes its experts for the tokens of all.
+Tokens = tuple[Tensor, Tensor, Tensor]  # x [n, D], ids and weights [n, k]
 
+
+def gathered(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int]) -> Tensor:
+    """The mixture of tokens, [n, D], where each rank computes its experts for the tokens of all.
+
+    counts: the experts of each rank.
     Communicates: an all_gather over ep of tokens, and one of ids and weights; a psum_scatter of the results. Backward
     their transposes.
     """
-    x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
-    count = p["w_gate"].shape[0]
-    own = (ids >= ep.rank * count) & (ids < (ep.rank + 1) * count)
+    ep, kernels = ctx.mesh["ep"], ctx.kernels
+    x, (ids, weights) = all_gather(tokens[0], ep, leaf=LEAF), gather_routing(*tokens[1:], ep)
+    first, count = sum(counts[: ep.rank]), counts[ep.rank]
+    own = (ids >= first) & (ids < first + count)
     # Rows for the experts of other ranks are a last group, behind those that are multiplied.
-    order, place, ends = moe.group(torch.where(own, ids - ep.rank * count, count), count + 1, impl=kernels["group"])
+    order, place, ends = moe.group(torch.where(own, ids - first, count), count + 1, impl=kernels["group"])
     rows = moe.permute(x, order, place, impl=kernels["permute"])
-    y = feed_forward_before(p, rows, ends[:count], kernels)
+    y = feed_forward_before(p, rows, ends[:count], ctx)
     out = moe.unpermute(y, torch.where(own, weights, 0.0), order, place, impl=kernels["unpermute"])
     return psum_scatter(out, ep, leaf=LEAF)
 
 
-def exchanged(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ep: Axis, how: Experts, kernels: Kernels) -> Tensor:
-    """The mixture of x [n, D], ids and weights [n, k], where each row of a token is sent to the rank of its expert, and
-    its result back.
+def exchanged(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], how: Experts) -> Tensor:
+    """The mixture of tokens, [n, D], where each row of a token is sent to the rank of its expert, and its result back.
 
+    counts: the experts of each rank.
     Communicates: an all_gather over ep of E counts of rows; the rows by `exchange_rows`, and back. Backward as many.
     Raises ValueError, on every rank of ep, if one is sent more rows than it has room for.
     """
-    count, (n, k) = p["w_gate"].shape[0], ids.shape
-    order, place, ends = moe.group(ids, ep.size * count, impl=kernels["group"])
+    (x, ids, weights), ep, kernels = tokens, ctx.mesh["ep"], ctx.kernels
+    count, (n, k) = counts[ep.rank], ids.shape
+    order, place, ends = moe.group(ids, sum(counts), impl=kernels["group"])
     sizes = torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
-    table = all_gather(sizes[None], ep, leaf=f"{LEAF}/counts").unflatten(1, (ep.size, count))  # [sender, rank, expert]
-    to_ranks, room = table.sum(-1), how.room(n * k, ep.size * n * min(k, count))
+    table = all_gather(sizes[None], ep, leaf=f"{LEAF}/counts").split(list(counts), 1)  # by rank: [sender, its expert]
+    to_ranks = torch.stack([part.sum(-1) for part in table], 1)  # [sender, rank]
+    room = how.room(n * k, ep.size * n * min(k, max(counts)))
     otherwise = f"use a larger slack than exchange:{how.slack:g}, or gather"
     rows = moe.permute(x, order, place, impl=kernels["permute"])
     rows = exchange_rows(rows, to_ranks, ep, room, leaf=LEAF, otherwise=otherwise)
     # What arrives is in the order of senders, and of experts in what each sends; with no expert behind it all.
-    mine = table[:, ep.rank].reshape(-1)
+    mine = table[ep.rank].reshape(-1)
     sender_expert = torch.searchsorted(mine.cumsum(0), torch.arange(room, device=x.device), right=True)
     expert = torch.where(sender_expert < len(mine), sender_expert % count, count)
     order_here, place_here, ends = moe.group(expert[:, None], count + 1, impl=kernels["group"])
     rows = moe.permute(rows, order_here, place_here, impl=kernels["permute"])
-    y = feed_forward_before(p, rows, ends[:count], kernels)
+    y = feed_forward_before(p, rows, ends[:count], ctx)
     y = moe.permute(y, place_here, order_here, impl=kernels["permute"])
     y = exchange_rows(y, to_ranks.t(), ep, n * k, leaf=LEAF)
     return moe.unpermute(y, weights, order, place, impl=kernels["unpermute"])
 
 
-def feed_forward_before(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels) -> Tensor:
+def feed_forward_before(p: Tree, rows: Tensor, ends: Tensor, ctx: Ctx) -> Tensor:
     """`moe.feed_forward` of the rows before the last of `ends`, and zeros behind them. What products leave there, in
     both passes, is thrown away."""
     used = (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
-    return torch.where(used, moe.feed_forward(p, torch.where(used, rows, 0.0), ends, kernels), 0.0)
+    y = moe.feed_forward(p, torch.where(used, rows, 0.0), ends, ctx.kernels, bool(ctx.matmul))
+    return torch.where(used, y, 0.0)
 
 
 def enter_routing(ids: Tensor, weights: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ def mixtral(config: MoEConfig) -> Model:
         z = torch.logsumexp(router, -1, keepdim=True) ** 2
         counts, (_, prob, z) = count(state, ids, probabilities, 0, ctx, z)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = mixture(p["moe"], h, ids, weights, ctx, c.capacity_factor)
+        out = mixture(p["moe"], h, ids, weights, ctx, c.n_experts, c.capacity_factor)
         return {
             "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
             **counts,

@@ -36,9 +36,9 @@ from fzero.optim.norm import (
 )
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
-from fzero.sharding.redistribute import gather_layers
+from fzero.sharding.redistribute import gather_layers, gather_parts
 from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim
-from fzero.sharding.spec import Rows, Spec
+from fzero.sharding.spec import Spec
 
 # Up to this many elements, sum over ranks by one exchange, not by a scatter and a gather.
 _SMALL = 1 << 12
@@ -136,7 +136,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return _gather(name, x, over(name, dims), named_specs[name], mesh)
 
     def own(name: str, x: Tensor, dims: Dims = None) -> Tensor:
-        return _own(x, over(name, dims), named_specs[name].rows)
+        return _own(x, over(name, dims), named_specs[name])
 
     def total(name: str, x: Tensor, dims: Dims) -> Tensor:
         for _, axis in over(name, dims):
@@ -178,14 +178,21 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
 def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh: Mesh) -> Tensor:
     for dim, axis in over:
-        x = gather_layers(x, spec, mesh, leaf=name) if dim == 0 and spec.rows else all_gather(x, axis, dim, leaf=name)
+        if dim == 0 and spec.rows:
+            x = gather_layers(x, spec, mesh, leaf=name)
+        elif axis.name == "ep" and spec.parts:
+            x = gather_parts(x, spec, mesh, leaf=name)
+        else:
+            x = all_gather(x, axis, dim, leaf=name)
     return x
 
 
-def _own(x: Tensor, over: list[tuple[int, Axis]], rows: Rows) -> Tensor:
+def _own(x: Tensor, over: list[tuple[int, Axis]], spec: Spec) -> Tensor:
     for dim, axis in reversed(over):
-        if dim == 0 and rows:
-            x = x.index_select(0, torch.tensor(rows[axis.rank], dtype=torch.int64, device=x.device))
+        if dim == 0 and spec.rows:
+            x = x.index_select(0, torch.tensor(spec.rows[axis.rank], dtype=torch.int64, device=x.device))
+        elif axis.name == "ep" and spec.parts:
+            x = x.narrow(dim, sum(spec.parts[: axis.rank]), spec.parts[axis.rank])
         else:
             x = narrow_part(x, axis.rank, axis.size, dim)
     return x

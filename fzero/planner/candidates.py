@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fzero import models
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
+from fzero.models.presets import body_of
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import of_its_mesh
 from fzero.sharding import fake_mesh, zero_plan
@@ -25,6 +26,7 @@ CHOICES: Mapping[str, Sequence[Any]] = {  # the values to try
     "train.micro_batch": (1, 2, 4, 8, 16, 32),
     "mesh.pp": (1, 2, 4, 8, 16),
     "mesh.cp": (1, 2, 4, 8, 16),  # where each rank keeps LEAST tokens of a sequence; not with pp
+    "mesh.ep": (1, 2, 4, 8, 16, 32, 64),  # where it divides the experts; not with rp
     "pipeline": ("1f1b", "interleaved/2", "interleaved/4", "zb-h1", "zb-v/2"),  # schedule/chunks of a rank
 }
 LEAST = 8192  # tokens of a sequence on a rank of cp
@@ -45,19 +47,30 @@ class Candidate(NamedTuple):
     chunks: int = 1
     layout: str = "auto"
     cp: int = 1
+    ep: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
         """The axes of the mesh that are larger than 1."""
-        sizes = ("pp", self.pp), ("dp", self.dp), ("rp", self.rp), ("cp", self.cp), ("tp", self.tp)
-        return {name: size for name, size in sizes if size > 1}
+        sizes = {name: getattr(self, name) for name in ("pp", "dp", "rp", "ep", "cp", "tp")}
+        return {name: size for name, size in sizes.items() if size > 1}
+
+    @property
+    def data(self) -> int:
+        """The ranks that have other sequences."""
+        return self.dp * self.rp * self.ep
+
+    @property
+    def sharing(self) -> int:
+        """The ranks among which ZeRO shards a leaf that all of them use."""
+        return self.dp * self.ep * self.cp
 
     def of(self, config: RunConfig) -> RunConfig:
         """Return `config` changed to train in this way, with sequence parallelism wherever tp divides the sequence."""
         sequence = self.tp > 1 and config.data.seq_len % self.tp == 0
         train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
         pipeline = Pipeline(self.schedule, self.chunks, self.layout) if self.pp > 1 else Pipeline()
-        fetched = (self.zero == 3 and self.dp > 1) or "params" in self.offload
+        fetched = (self.zero == 3 and self.dp * self.ep > 1) or "params" in self.offload
         split = {"sequence": sequence, "pipeline": pipeline, "resident": config.resident if fetched else 0}
         return of_its_mesh(replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split))
 
@@ -81,19 +94,24 @@ def candidates(
     for pp in tried["mesh.pp"]:
         if pp > 1 and (ranks % pp or not hasattr(models.build(config.model), "block")):
             continue
-        for tp, cp in itertools.product(sizes_of_tp(config, ranks // pp, on_node), tried["mesh.cp"]):
+        inner = itertools.product(sizes_of_tp(config, ranks // pp, on_node), tried["mesh.cp"], tried["mesh.ep"])
+        for tp, cp, ep in inner:
             if cp > 1 and (pp > 1 or not takes_cp(config, ranks // tp, cp)):
                 continue
             data = ranks // pp // tp // cp
+            if ep > 1 and (data % ep or experts_of(config) % ep):
+                continue
             for micro in tried["train.micro_batch"]:
                 parts = config.train.batch // micro // data
                 if config.train.batch != parts * micro * data or not parts:
                     continue
-                groups = groups_of(data, max(1, on_node // tp // cp)) if pp == 1 else [data]
+                groups = groups_of(data, max(1, on_node // tp // cp)) if pp == ep == 1 else [data // ep]
                 orders = [one for one in rows if suits(one, config, pp, parts)] if pp > 1 else [Pipeline()]
-                for one in sharded_ways(data, cp, groups, tried):
+                for one in sharded_ways(data // ep, cp * ep, groups, tried):
                     for order in orders:
-                        c = Candidate(*one[:2], tp, *one[2:], micro, pp, str(order.schedule), order.chunks, cp=cp)
+                        c = Candidate(
+                            *one[:2], tp, *one[2:], micro, pp, str(order.schedule), order.chunks, cp=cp, ep=ep
+                        )
                         if pp == 1 or takes_pipeline(c):
                             found += 1
                             yield c
@@ -107,11 +125,12 @@ def candidates(
 
 
 def sharded_ways(
-    data: int, cp: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
+    data: int, each: int, groups: Sequence[int], tried: Mapping[str, Sequence[Any]]
 ) -> Iterator[tuple[int, int, int, str, str]]:
-    """(dp, rp, stage, recomputation, offload) for so many data ranks, each of cp; groups: the sizes of dp."""
+    """(dp, rp, stage, recomputation, offload) for so many ranks of dp and rp, each of so many of cp and ep; groups: the
+    sizes of dp."""
     for dp in groups:
-        for zero in tried["zero"] if data * cp > 1 else (0,):
+        for zero in tried["zero"] if data * each > 1 else (0,):
             if zero == 0 and dp != data:
                 continue  # without shards, dp and rp do the same
             for remat in tried["train.remat"]:
@@ -148,6 +167,11 @@ def suits(one: Pipeline, config: RunConfig, pp: int, parts: int) -> bool:
 def takes_pipeline(c: Candidate) -> bool:
     """Whether a candidate with pp is one that a search tries: see `candidates`."""
     return c.offload in ("", "acts=host", "acts=nvme") and (c.remat == "none" or not FAMILIES[c.schedule].split)
+
+
+def experts_of(config: RunConfig) -> int:
+    """The experts of a block of the model; 1 without."""
+    return getattr(body_of(config.model), "n_experts", 1)
 
 
 def takes_cp(config: RunConfig, ranks: int, cp: int) -> bool:

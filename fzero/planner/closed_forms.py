@@ -20,6 +20,7 @@ from fzero.core.autodiff import Remat
 from fzero.models.lora import FROZEN
 from fzero.models.presets import body_of
 from fzero.models.score import head_rows
+from fzero.planner import experts
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_memory import Activations, Weights, loss_bytes, peak
 from fzero.planner.closed_rows import ROW, row_facts
@@ -136,12 +137,19 @@ class Sketcher:
         # Bytes for each parameter, with its master weight.
         self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
 
-    def _plan(self, dp: int, rp: int, tp: int, zero: int, cp: int) -> tuple[Plan, dict[str, int], dict[str, int]]:
+    def plan_of(self, c: Candidate) -> tuple[Plan, dict[str, int], dict[str, int]]:
         """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
         head)."""
-        mesh, context = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "tp": tp}), Context.parse(self.config.context)
+        return self.plan(c.dp, c.rp, c.tp, c.zero, c.cp, c.ep)
+
+    def _plan(
+        self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int
+    ) -> tuple[Plan, dict[str, int], dict[str, int]]:
+        mesh = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "ep": ep, "tp": tp})
+        context = Context.parse(self.config.context)
         frozen = FROZEN if isinstance(self.config.model, models.LoRAConfig) else None
         plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
+        plan = plan.with_experts(self.config.experts)
         held = {
             what: sum(
                 local_numel(leaf.shape, getattr(leaf, what), plan.sizes)
@@ -160,11 +168,11 @@ class Sketcher:
 
     def memory(self, c: Candidate) -> tuple[dict[str, float], float]:
         """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
-        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
+        _, held, parts = self.plan_of(c)
         layer, tiers, remat = self.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
         # A rank of cp has its share of the tokens of each row, of all but the keys and values of attention.
         rows, layers, policy = c.micro_batch / c.cp, self.config.model.n_layers, self.policy
-        micro_batches = self.config.train.batch // c.micro_batch // (c.dp * c.rp)
+        micro_batches = self.config.train.batch // c.micro_batch // c.data
         held = {name: numels / c.pp for name, numels in held.items()}
         alive: float = layers
         if c.pp > 1:
@@ -194,15 +202,16 @@ class Sketcher:
         """What activations take on a rank that keeps those of so many layers."""
         layer, remat, compute = self.layer(c.tp), Remat.parse(c.remat), self.policy.compute
         rows = c.micro_batch / c.cp
-        each = (rows * layer.kept_bytes + self.cp_bytes(c, "kept")) * remat.budget
+        plan = self.plan_of(c)[0]
+        spare = experts.spare_bytes(plan, self.config, compute.itemsize)
+        each = (rows * (layer.kept_bytes + spare) + self.cp_bytes(c, "kept")) * remat.budget
         kept, again, last = alive * each, 0.0, min(2, alive) * each
         if remat.every:
             away = Offload.parse(c.offload).acts.memory != "device"
             inputs = 2 if away else math.ceil(alive / remat.every)
             kept, again = inputs * rows * layer.input_bytes, remat.every * each
             last = 0.0 if away else min(2 // remat.every, inputs) * rows * layer.input_bytes
-        frozen = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0].frozen
-        columns, width = head_rows(self.config.model) // c.tp, 0 if frozen else body_of(self.config.model).d_model
+        columns, width = head_rows(self.config.model) // c.tp, 0 if plan.frozen else body_of(self.config.model).d_model
         return Activations(
             kept,
             again,
@@ -214,8 +223,8 @@ class Sketcher:
 
     def weights(self, c: Candidate, micro_batches: int, sums: float) -> Weights:
         """What gradients and gathered parameters take on a rank. sums: bytes of the sums of gradients on its device."""
-        plan, _, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
-        tiers, policy, several = Offload.parse(c.offload), self.policy, c.dp * c.rp * c.cp > 1
+        plan, _, parts = self.plan_of(c)
+        tiers, policy, several = Offload.parse(c.offload), self.policy, c.rp * c.sharing > 1
         reduces = several or tiers.grads.memory != "device"
         # Sums of one micro-batch that are made as gradients come have the dtype of their sending until all are there.
         wide = policy.reduce.itemsize / policy.param.itemsize if micro_batches == 1 and c.zero >= 2 and several else 1.0
@@ -245,7 +254,7 @@ class Sketcher:
     def cp_bytes(self, c: Candidate, what: str) -> float:
         """The bytes that attention over cp needs in a layer, by a name of the methods of Heads: `kept` or
         `keys_held`."""
-        plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
+        plan = self.plan_of(c)[0]
         if plan.context is None or plan.heads is None:
             return 0.0
         elements = getattr(plan.heads, what)(plan.context.form, c.cp)
@@ -254,7 +263,7 @@ class Sketcher:
     def cp_s(self, c: Candidate, micro: int, again: bool) -> float:
         """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
         those of a ring, beside which it computes."""
-        plan = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0]
+        plan = self.plan_of(c)[0]
         if plan.context is None or plan.heads is None or plan.context.form == "ring":
             return 0.0
         context, itemsize = plan.context, self.policy.compute.itemsize
@@ -263,13 +272,20 @@ class Sketcher:
         message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
         return micro * self.config.model.n_layers * message * (3.0 if again else 2.0)
 
+    def ep_s(self, c: Candidate, micro: int, again: bool) -> float:
+        """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
+        plan, tokens = self.plan_of(c)[0], self.config.data.seq_len * c.micro_batch / c.cp
+        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+        there = experts.messages_s(plan, ways["ep"], tokens * self.policy.compute.itemsize, self.device.loads)
+        return micro * math.ceil(experts.depth(plan) / c.pp) * there * (3.0 if again else 2.0)
+
     def time(self, c: Candidate) -> dict[str, float]:
         """Estimate the seconds of a step, by cause."""
         layer, remat, tiers = self.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
-        _, held, parts = self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)
-        layers, data, policy = math.ceil(self.config.model.n_layers / c.pp), c.dp * c.rp, self.policy
+        plan, held, parts = self.plan_of(c)
+        layers, policy = math.ceil(self.config.model.n_layers / c.pp), self.policy
         held = {name: numels / c.pp for name, numels in held.items()}
-        micro = self.config.train.batch // c.micro_batch // data
+        micro = self.config.train.batch // c.micro_batch // c.data
         rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch / c.cp
         forward, backward = rows * layer.forward_s, rows * layer.backward_s
         again = forward if remat.every else (1 - remat.budget) * forward / 2
@@ -283,8 +299,12 @@ class Sketcher:
             out["bubble"] = self.bubble_s(c, micro, layers * forward, rows * layer.input_bytes)
         if c.cp > 1:
             out["communication on cp"] = self.cp_s(c, micro, bool(remat.every))
+        if c.ep > 1:
+            out["communication on ep"] = self.ep_s(c, micro, bool(remat.every))
+            fullest = (self.device.loads.imbalance(c.ep) - 1.0) * experts.flop_part(plan, self.config)
+            out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
         for axis, exposed in self.exposed(c, micro, forward, backward + again, parts, held).items():
-            out[f"communication on {axis}"] = exposed
+            out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + exposed
         # Each micro-batch but the first adds to a sum that comes back to the device.
         sums = policy.param if micro == 1 else policy.accumulate
         # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
@@ -316,7 +336,7 @@ class Sketcher:
         forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
         """
         facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
-        way = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "tp": c.tp})["pp"]
+        way = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "tp": c.tp})["pp"]
         wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
         return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
 
@@ -345,26 +365,32 @@ class Sketcher:
         """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
         layers, size = math.ceil(self.config.model.n_layers / c.pp), self.policy.param.itemsize
         sums = self.policy.reduce.itemsize
-        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})
-        links = links_of(SHARDS, {"dp": c.dp, "ep": 1, "cp": c.cp})  # of the ranks that share the states, at most one
+        ways = ways_of(self.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+        # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
+        sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
+        links, own = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
+        plan = self.plan_of(c)[0]
+        theirs = experts.numel(plan) / self.config.model.n_layers  # of a layer, of a rank's experts
         out: dict[str, float] = {}
 
-        def seconds(axis: str, what: str, elements: float, itemsize: int) -> float:
-            way = ways.get(links[0] if axis == "dp" else axis)
-            times = 2 if what == "psum" else 1
-            return (
-                collective_s(way, what, int(times * elements * itemsize * (way.size - 1) / way.size)).seconds
-                if way
-                else 0.0
-            )
+        def seconds(axis: str, what: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
+            """experts: those of the elements that the ranks of `own` share."""
+            times, found = 2 if what == "psum" else 1, 0.0
+            for link, part in ((links[:1] if axis == "dp" else [axis], elements - experts), (own, experts)):
+                way = ways.get(link[0]) if link and part else None
+                if way is not None:
+                    sent = int(times * part * itemsize * (way.size - 1) / way.size)
+                    found += collective_s(way, what, sent).seconds
+            return found
 
-        depths = part_layers(self.plan(c.dp, c.rp, c.tp, c.zero, c.cp)[0])
+        depths = part_layers(plan)
         whole = sum(depths[part] * size for part, size in parts.items())
         ends = sum(size for part, size in parts.items() if not stacked(part))
         block = (whole - ends) / self.config.model.n_layers
         whole = ends + layers * block
         if links:
-            gather, scatter = seconds("dp", "all_gather", block, size), seconds("dp", "psum_scatter", block, sums)
+            gather = seconds("dp", "all_gather", block, size, theirs)
+            scatter = seconds("dp", "psum_scatter", block, sums, theirs)
             times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
             outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
             if c.zero == 3:
@@ -380,16 +406,16 @@ class Sketcher:
                 )
             elif c.zero == 2:
                 out["dp"] = (
-                    micro * layers * max(0.0, scatter - backward) + outside + seconds("dp", "all_gather", whole, size)
+                    micro * layers * max(0.0, scatter - backward)
+                    + outside
+                    + seconds("dp", "all_gather", whole, size, layers * theirs)
                 )
             else:
                 # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
                 beside = backward if c.pp == 1 else 0.0
-                out["dp"] = (
-                    layers * max(0.0, seconds("dp", "psum" if c.zero == 0 else "psum_scatter", block, sums) - beside)
-                    + outside
-                )
-                out["dp"] += seconds("dp", "all_gather", whole, size) if c.zero else 0.0
+                what = "psum" if c.zero == 0 else "psum_scatter"
+                out["dp"] = layers * max(0.0, seconds("dp", what, block, sums, theirs) - beside) + outside
+                out["dp"] += seconds("dp", "all_gather", whole, size, layers * theirs) if c.zero else 0.0
         out = {links[0]: out["dp"]} if links else {}
         if c.rp > 1:
             out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)

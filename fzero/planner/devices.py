@@ -21,6 +21,7 @@ from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.pytree import nearest
 from fzero.core.tables import KINDS
 from fzero.planner.device_names import device_path
+from fzero.planner.loads import EVEN, Loads
 from fzero.run.machine import device_file
 
 # Of a machine here: memory of a process besides tensors (Python, PyTorch's libraries), and the fraction lost.
@@ -96,6 +97,7 @@ class Device:
     price_per_hour: float | None = None  # of one device; never listed, as prices change
     # the ranks of a run that share a node, its cores, memory and disk; None: as many as the innermost links connect
     ranks_on_node: int | None = None
+    loads: Loads = EVEN  # not of the device: of a run's experts over ep, which a plan assumes
     machine: dict[str, str] = field(default_factory=dict)  # of the measurement: processor, versions, command, time
     sources: dict[str, str] = field(default_factory=dict)  # the source of each field
 

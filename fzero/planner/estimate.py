@@ -8,6 +8,7 @@ state of fzero has."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,11 +18,11 @@ from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.format import quantity, size, table
-from fzero.sharding import fake_mesh
+from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.at_rest import ZERO
 from fzero.sharding.memory import Offload
 from fzero.sharding.shapes import shapes_of
-from fzero.sharding.slices import is_stacked
+from fzero.sharding.slices import is_stacked, local_numel
 
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.
@@ -67,6 +68,23 @@ def count(model: str | ModelConfig | int) -> tuple[int, int]:
     return total, max(parts.values())
 
 
+def count_experts(model: str | ModelConfig | int, ep: int) -> tuple[int, int, int]:
+    """Return (the parameters of a model's experts, which ep splits, those of them on a rank, the layers that have
+    them); (0, 0, 1) for ep=1. Of experts that ep does not divide a rank has the most.
+
+    Raises ValueError for a number of parameters, whose experts are unknown, and for a model whose experts ep does not
+    split."""
+    if ep == 1:
+        return 0, 0, 1
+    if isinstance(model, int):
+        raise ValueError(f"ep={ep}: of {model} parameters those of experts are not known; give a model")
+    config = models.preset(model) if isinstance(model, str) else model
+    plan = zero_plan(0, models.build(config), fake_mesh({"ep": ep}))
+    split = [leaf for leaf in plan.leaves.values() if "ep" in leaf.compute.axes]
+    rank = sum(local_numel(leaf.shape, leaf.compute, plan.sizes) for leaf in split)
+    return sum(math.prod(leaf.shape) for leaf in split), rank, split[0].shape[0]
+
+
 def estimate_model_states(
     model: str | ModelConfig | int,
     mesh: Mapping[str, int],
@@ -78,8 +96,8 @@ def estimate_model_states(
     states: str = "full",
     accumulate: bool = False,
 ) -> ModelStates:
-    """The model states of a rank: Psi parameters over N ranks of dp x cp, each state whole or sharded as the stage
-    requires.
+    """The model states of a rank: Psi parameters over N ranks of dp x ep x cp, each state whole or sharded as the stage
+    requires. A rank of ep has 1/ep of the experts, whose states are sharded over dp x cp.
 
     Stage 0: 16 Psi bytes in bf16 with AdamW; 1: 4 Psi + 12 Psi/N; 2: 2 Psi + 14 Psi/N; 3: 16 Psi/N.
     model: a preset's name, sizes, or a number of parameters. mesh: sizes of its axes; tp divides Psi, rp nothing.
@@ -100,12 +118,17 @@ def estimate_model_states(
             raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
     if states not in ("full", *STATE_BYTES):
         raise ValueError(f"states is {states!r}; it must be one of full, {', '.join(STATE_BYTES)}")
-    ranks, tp = data_and_tensor_ranks(mesh)
+    ranks, ep, tp = sharding_ranks(mesh)
     psi, largest = (n / tp for n in count(model))
+    every, experts, layers = count_experts(model, ep)
+    every, experts = every / tp, experts / tp
+    psi, largest = psi - every, largest - (every - experts) / layers
     policy, tiers = POLICIES[precision](), Offload.parse(offload)
     # The stage's row says of parameters, gradients and optimizer states (with the master weights) whether they are
     # sharded.
-    params, grads, opt = (psi / (ranks if sharded else 1) for sharded in ZERO[zero])
+    params, grads, opt = (
+        psi / (ranks if sharded else 1) + experts / (ranks // ep if sharded else 1) for sharded in ZERO[zero]
+    )
     held = {
         "params": params * policy.param.itemsize,
         "grads": grads * (policy.accumulate if accumulate else policy.param).itemsize,
@@ -121,16 +144,15 @@ def estimate_model_states(
     )
 
 
-def data_and_tensor_ranks(mesh: Mapping[str, int]) -> tuple[int, int]:
-    """The ranks over which ZeRO shards, dp x cp, and those of tp; raises ValueError for a mesh with an axis that its
-    states are not split over."""
+def sharding_ranks(mesh: Mapping[str, int]) -> tuple[int, int, int]:
+    """The ranks over which ZeRO shards, dp x ep x cp, those of ep, and those of tp; raises ValueError for a mesh with
+    pp."""
     if not isinstance(mesh, Mapping):
         raise ValueError(f'mesh is {mesh!r}; it must be a table of sizes, such as {{"dp": 8, "tp": 2}}')
     sizes = {axis.name: axis.size for axis in fake_mesh(mesh).axes}
-    for axis in ("pp", "ep"):
-        if sizes[axis] > 1:
-            raise ValueError(f"mesh has {axis}={sizes[axis]}; model states are split over dp, cp and tp only")
-    return sizes["dp"] * sizes["cp"], sizes["tp"]
+    if sizes["pp"] > 1:
+        raise ValueError(f"mesh has pp={sizes['pp']}; model states are split over dp, ep, cp and tp only")
+    return sizes["dp"] * sizes["ep"] * sizes["cp"], sizes["ep"], sizes["tp"]
 
 
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,opt=host,grads=host")

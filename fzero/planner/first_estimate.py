@@ -101,7 +101,7 @@ def first_estimate(
     here, elsewhere = state_bytes(job, build.like_of(job))
     ranks = mesh.size
     node = device.on_node(ranks)
-    axes = {name: mesh[name].size for name in ("dp", "rp", "tp", "cp")}
+    axes = {name: mesh[name].size for name in ("dp", "rp", "tp", "cp", "ep")}
     candidate = Candidate(
         dp=axes["dp"],
         rp=axes["rp"],
@@ -111,6 +111,7 @@ def first_estimate(
         offload=config.offload,
         micro_batch=config.train.micro_batch,
         cp=axes["cp"],
+        ep=axes["ep"],
     )
     layer = closed_layer(job, device)
     sketcher = Sketcher(config, device, node, {axes["tp"]: layer})

@@ -49,6 +49,8 @@ NAMED: dict[str, str] = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "symmetric_product"), "gemm"),
     **dict.fromkeys(("float8_product", "float8_product_of", "float8_emulated"), "gemm"),
     **dict.fromkeys(("grouped_mm", "grouped_mm_dw", "grouped_mm_triton", "grouped_mm_dw_triton"), "gemm"),
+    **dict.fromkeys(("float8_grouped_mm", "float8_grouped_mm_dw"), "gemm"),
+    **dict.fromkeys(("float8_grouped_mm_emulated", "float8_grouped_mm_dw_emulated"), "gemm"),
     **dict.fromkeys(("tiled_forward", "tiled_backward", "flash_forward", "flash_backward"), "attention"),
     **dict.fromkeys(("flash_forward_at", "flash_backward_at", "ring_forward", "ring_backward"), "attention"),
     **dict.fromkeys(("library_forward", "library_backward"), "attention"),
@@ -207,6 +209,8 @@ def gemm_shape(
         return given[0].shape[0], given[0].shape[1], given[0].shape[1], given[0].shape[2]
     else:
         a, b = given[0], given[1]
+    if name == "float8_grouped_mm_dw":  # x [D, M], g [F, M], turned
+        return 1, a.shape[0], b.shape[0], a.shape[1]
     if "grouped_mm_dw" in name:  # x [M, D], g [M, F] -> [E, D, F]
         return 1, a.shape[1], b.shape[1], a.shape[0]
     if "grouped_mm" in name:  # x [M, D], w [E, D, F]

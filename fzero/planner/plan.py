@@ -16,12 +16,15 @@ from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
 from fzero.planner import devices, extrapolate, pipelined
 from fzero.planner.devices import Device
+from fzero.planner.experts import expect_room
 from fzero.planner.layer_costs import with_layout
+from fzero.planner.loads import EVEN
 from fzero.planner.pipeline_report import pipeline_report
 from fzero.planner.plan_report import PlanReport, report_of
-from fzero.planner.step_trace import Trace
+from fzero.planner.step_trace import Trace, fake_nvme
 from fzero.planner.trace_cache import cached_trace
 from fzero.run import machine
+from fzero.run.build import build
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table
 from fzero.run.doctor import usable_device
@@ -48,7 +51,8 @@ def plan(
     settings: values of the config by dotted name, such as {"train.batch": 8, "zero": 3}.
     rank: whose memory is reported; with pp the fullest of its pipeline is. say: called with the text of each stage of
     the work. cache: a folder of the traces of earlier plans.
-    Raises ValueError for an unknown device and for any config that a run would refuse.
+    Raises ValueError for an unknown device, for loads of its that an exchange has no room for, and for any config that
+    a run would refuse.
 
     >>> settings = {"zero": 3, "train.batch": 16, "precision.policy": "bf16", "train.compiled": False}
     >>> report = plan("llama-tiny", {"dp": 4}, settings=settings)
@@ -59,6 +63,8 @@ def plan(
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
     resolved, target = with_layout(resolve_for(config, device), sizes, device), device.target
+    if device.loads != EVEN:
+        expect_room(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
 
     def trace_anew() -> Trace:
         return extrapolate.trace(resolved, sizes, rank=rank, target=target, say=say)

@@ -181,7 +181,7 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         hfu=hfu(passes, timing.step_s, top) if timing and top is not None else None,
         price_per_hour=device.price_per_hour,
         exact=trace.exact,
-        notes=notes_of(trace, timing) + capture_notes(trace, device, timing, built),
+        notes=notes_of(trace, timing, device) + capture_notes(trace, device, timing, built),
     )
 
 
@@ -286,13 +286,16 @@ def codes_of(model: LoRAConfig) -> str:
     return f", the blocks' in {kind} with a scale for each {model.block} elements" if kind else ""
 
 
-def notes_of(trace: Trace, timing: Timing | None) -> list[str]:
+def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
     """The notes for the reader of the report."""
     notes = []
     if timing is None:
         notes.append("no times: `fzero bench` has not measured this machine yet; run it once, and plan again")
     if trace.exact:
         notes.append(trace.exact)
+    imbalance = device.loads.imbalance(trace.sizes.get("ep", 1))
+    if imbalance != 1.0:
+        notes.append(f"experts: in each layer the fullest rank of ep has {imbalance:.3g} times the mean rows")
     if isinstance(trace.config.model, LoRAConfig):
         notes.append(
             f"LoRA of rank {trace.config.model.rank}: other weights are frozen{codes_of(trace.config.model)} (no "

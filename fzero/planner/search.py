@@ -22,7 +22,7 @@ from fzero.core import tables
 from fzero.core.arguments import checked
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
-from fzero.planner import extrapolate, pipelined
+from fzero.planner import experts, extrapolate, pipelined
 from fzero.planner.candidates import Candidate, candidates, layers_to_trace
 from fzero.planner.closed_forms import Sketch, Sketcher, layer_of
 from fzero.planner.devices import Device
@@ -67,9 +67,9 @@ def search(
     """Find the `top` fastest ways to train a model on `gpus` devices that fit, and say why alternatives are slower.
 
     The global batch is the config's. choices: the values to try of zero, train.remat, offload, train.micro_batch,
-    mesh.pp and pipeline, in place of CHOICES in planner/candidates.py. say: called with lines of progress. workers:
-    number of tracing processes, which does not change the result; with more than 1, a calling script must guard its
-    main program with `if __name__ == "__main__"`. The other arguments are those of `plan`.
+    mesh.pp, mesh.cp, mesh.ep and pipeline, in place of CHOICES in planner/candidates.py. say: called with lines of
+    progress. workers: number of tracing processes, which does not change the result; with more than 1, a calling script
+    must guard its main program with `if __name__ == "__main__"`. The other arguments are those of `plan`.
     Raises ValueError if nothing fits, saying by how much, if no mesh can share the batch, for another name in choices,
     and for settings that a search decides itself (see fzero.planner.launch.DECIDED).
 
@@ -98,6 +98,11 @@ def search(
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
         sketcher = Sketcher(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
+        every = [c for c in every if experts.has_room(sketcher.plan_of(c)[0], device.loads)]
+        if not every:
+            raise ValueError(
+                "no candidate has room for this imbalance of experts; add --experts gather, or exchange:SLACK"
+            )
         # Of equal times, try the one that moves fewer bytes first.
         sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
         fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
@@ -152,7 +157,7 @@ def trace_best(
     off: dict[Any, float] = {}  # traced / sketched step time by kind of candidate
 
     def kind(c: Candidate) -> tuple[Any, ...]:
-        return c.tp, c.micro_batch, c.zero, c.pp, c.schedule, c.chunks, c.layout
+        return c.tp, c.ep, c.micro_batch, c.zero, c.pp, c.schedule, c.chunks, c.layout
 
     def expected(sketch: Sketch) -> float:
         return sketch.step_s * off.get(kind(sketch.candidate), 1.0)

@@ -176,6 +176,7 @@ def choices(c: Candidate) -> dict[str, str]:
         "micro_batch": f"micro-batch {c.micro_batch}",
         "pp": f"pp={c.pp}",
         "cp": f"cp={c.cp}",
+        "ep": f"ep={c.ep}",
         "schedule": schedule_text(c) or "no pipeline",
     }
 

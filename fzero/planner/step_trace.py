@@ -186,7 +186,7 @@ def even_part(plan: Plan) -> float:
     for more."""
     if plan.experts is None or plan.routed is None:
         return 1.0
-    return plan.routed.even_part(plan.experts, plan.sizes["ep"])
+    return plan.routed.top_k / plan.routed.rows(plan.experts, plan.sizes["ep"])
 
 
 class Tracer:

@@ -80,6 +80,7 @@ def play_of(config: RunConfig, sizes: Mapping[str, int], device: Device, capture
     fp32_matmul = config.precision.fp32_matmul
     cost = op_costs(device, threads=threads, processes=processes, fp32_matmul=fp32_matmul)
     play = Play(device, cost, ways_of(device, sizes), processes, issued=not captured)
+    play.imbalance = device.loads.imbalance(sizes.get("ep", 1))
     rates = device.rates_of(threads, processes)
     op_s, step_s = (rates.op_s, rates.step_s) if rates is not None else (device.op_s, {})
     if config.train.compiled:
@@ -99,6 +100,7 @@ class Play:
         self.one_clock = device.kind == "cpu"
         self.clock: dict[str, float] = {"host": 0.0, "device": 0.0}
         self.call_s: float | None = None  # host seconds for a call of a compiled block; None: blocks are not compiled
+        self.imbalance = 1.0  # the rows of the rank with the fullest experts over the mean
         self.again = False  # whether blocks are recomputed in the backward pass
         self.block: tuple[str, int] | None = None  # (phase, layer) of the last block called
         self.done: dict[int, tuple[float, float, float]] = {}  # number -> (end, seconds, seconds that cannot be hidden)
@@ -150,6 +152,8 @@ class Play:
             self.on_host(op)
             return
         cost = self.cost(op)
+        if "grouped_mm" in op.name:  # of the fullest rank, for which the others wait
+            cost = cost._replace(device_s=cost.device_s * self.imbalance)
         host_s = self.inside(op) if self.call_s is not None else None
         host_s = cost.host_s if host_s is None else host_s
         self.spend(op.phase, op.layer, host_s, cost.device_s, cost.bound)
@@ -178,7 +182,8 @@ class Play:
             self.spend(t.phase, t.layer, self.ways[t.axis].hops[0][0].call_s)
             self.done[t.number] = self.clock["device"], 0.0, 0.0
             return
-        message = collective_s(self.ways[t.axis], t.what, t.bytes)
+        size = int(t.bytes * self.imbalance) if t.what == "exchange_rows" else t.bytes
+        message = collective_s(self.ways[t.axis], t.what, size)
         self.spend(t.phase, t.layer, message.host_s)
         part, own = message.hidden, f"messages on {t.axis}"
         # No message begins before the last rank is ready; computation can hide that. An axis sends its messages in

@@ -93,9 +93,9 @@ def vary(
     """Plan a run for every combination of `choices`; the last name varies fastest.
 
     choices: the values to try by name: "mesh" (tables of axes), "gpu" (devices), or a dotted name of the config, such
-    as "train.remat". A device given by name has the price and the ranks on a node of `gpu`. The other arguments are
-    those of `plan`. A combination that a run would refuse has its error in
-    place of a plan. Raises ValueError if no combination can be planned.
+    as "train.remat". A device given by name has the price, the ranks on a node and the loads of `gpu`. The other
+    arguments are those of `plan`. A combination that a run would refuse has its error in place of a plan. Raises
+    ValueError if no combination can be planned.
 
     >>> small = {"preset": "llama-tiny", "train": {"compiled": False}, "precision": {"policy": "bf16"}}
     >>> [row.fits for row in vary(small, {"train.remat": ["none", "full"], "zero": [0, 3]}, {"dp": 2}).rows]
@@ -104,7 +104,9 @@ def vary(
     if "preset" in choices and not isinstance(model, str | Mapping):
         raise ValueError("preset varies for a preset's name or a table of a config; this model has its sizes already")
     settings, usual = dict(options.pop("settings", None) or {}), device_for(gpu)
-    common = {name: x for name in ("price_per_hour", "ranks_on_node") if (x := getattr(usual, name)) is not None}
+    common = {
+        name: x for name in ("price_per_hour", "ranks_on_node", "loads") if (x := getattr(usual, name)) is not None
+    }
     rows: list[Variant] = []
     for combination in itertools.product(*choices.values()):
         values = dict(zip(choices, combination))

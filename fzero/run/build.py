@@ -14,6 +14,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_state import restore_state, save_snapshot
+from fzero.comm.tables import BY_DATA_RANK
 from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy
@@ -209,7 +210,8 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
         raise ValueError(
             f"train.batch={t.batch} in pieces of train.micro_batch={t.micro_batch} makes {total} micro-batches, which "
             f"{ranks} data ranks "
-            f"(dp={mesh['dp'].size} x rp={mesh['rp'].size}) cannot share evenly; {fix}, or another mesh"
+            f"({' x '.join(f'{a}={mesh[a].size}' for a in BY_DATA_RANK if mesh[a].size > 1)}) cannot share evenly; "
+            f"{fix}, or another mesh"
         )
     return total // ranks
 

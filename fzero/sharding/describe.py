@@ -12,6 +12,7 @@ from fzero.comm.tables import SHARDS, links_of
 from fzero.sharding.at_rest import shard_axes
 from fzero.sharding.coded_sums import is_coded, padded
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
+from fzero.sharding.experts import shares
 from fzero.sharding.moves import moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
 from fzero.sharding.slices import is_stacked, local_numel
@@ -128,8 +129,10 @@ def experts_text(plan: Plan) -> str:
     experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
     room = f", room for {experts.slack:g} times an even load" if experts.form == "exchange" else ""
     sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
+    least, most = (f(shares(routed.experts, ep)) for f in (min, max))
+    own = str(most) if least == most else f"{least} or {most}"
     return (
-        f"experts: {experts.form} over ep={ep}, {routed.experts // ep} of {routed.experts} on a rank{room}; elements "
+        f"experts: {experts.form} over ep={ep}, {own} of {routed.experts} on a rank{room}; elements "
         f"that a rank sends in a layer's forward pass, for each of its tokens: {sent}"
     )
 

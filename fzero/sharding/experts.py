@@ -73,17 +73,42 @@ class Routed(NamedTuple):
         others = (ranks - 1) / ranks
         return 2 * others * self.width * (self.top_k if form == "exchange" else ranks)
 
-    def even_part(self, experts: Experts, ranks: int) -> float:
-        """The part of the rows that a rank has room for which hold a token, if experts are chosen evenly.
+    def rows(self, experts: Experts, ranks: int) -> float:
+        """The rows of experts that a rank has room for, for each of its tokens: of an even load top_k of them hold one.
 
         >>> routed = Routed(experts=8, top_k=2, width=64)
-        >>> routed.even_part(Experts("gather"), 4), routed.even_part(Experts("exchange", 2.5), 4)
-        (0.25, 0.4)
+        >>> routed.rows(Experts("gather"), 4), routed.rows(Experts("exchange", 2.5), 4)
+        (8, 5.0)
         """
         if experts.form == "gather":
-            return 1 / ranks
-        rows = 1_000_000 * self.top_k  # of many tokens, so that rounding does not show
-        return rows / experts.room(rows, ranks * rows // self.top_k * min(self.top_k, self.experts // ranks))
+            return ranks * self.top_k
+        tokens = 1_000_000  # so many that rounding does not show
+        most = ranks * tokens * min(self.top_k, max(shares(self.experts, ranks)))
+        return experts.room(tokens * self.top_k, most) / tokens
+
+
+def shares(experts: int, ranks: int) -> tuple[int, ...]:
+    """By rank of ep the number of its experts, which are next to each other: as even as they go, the first ones more.
+
+    >>> shares(6, 4)
+    (2, 2, 1, 1)
+    """
+    return tuple(experts // ranks + (rank < experts % ranks) for rank in range(ranks))
+
+
+def with_parts(compute: Mapping[str, Spec], named: Mapping[str, Any], ranks: int) -> dict[str, Spec]:
+    """The specs with parts of the leaves whose experts ep, of so many ranks, does not divide.
+
+    Raises ValueError for fewer experts than ranks.
+    """
+    out = dict(compute)
+    for name, spec in compute.items():
+        experts = named[name].shape[spec.dims.index(("ep",))] if ("ep",) in spec.dims else 0
+        if experts % ranks:
+            if experts < ranks:
+                raise ValueError(f"ep={ranks} is more than the {experts} experts of a block; use ep={experts} at most")
+            out[name] = replace(spec, parts=shares(experts, ranks))
+    return out
 
 
 def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]) -> Routed | None:
@@ -100,8 +125,8 @@ def experts_of(model: Any, named: Mapping[str, Any], compute: Mapping[str, Spec]
 def experts_for(experts: Experts | str, routed: Routed | None, sizes: Mapping[str, int]) -> Experts | None:
     """The Experts of a plan on a mesh of these sizes, with nothing "auto"; None without ep.
 
-    Raises ValueError for a model without experts, for a number of them that ep does not divide, and for experts with a
-    capacity, which takes the tokens of a sequence in their order, in an exchange.
+    Raises ValueError for a model without experts, and for experts with a capacity, which takes the tokens of a sequence
+    in their order, in an exchange.
     """
     experts, ranks = Experts.parse(experts) if isinstance(experts, str) else experts, sizes["ep"]
     if ranks == 1:
@@ -111,9 +136,6 @@ def experts_for(experts: Experts | str, routed: Routed | None, sizes: Mapping[st
             f"ep={ranks}: ep splits the experts of mixtral and deepseek; this is another model, or a plain function; "
             "use dp"
         )
-    if routed.experts % ranks:
-        fits = ", ".join(str(n) for n in range(1, routed.experts + 1) if routed.experts % n == 0)
-        raise ValueError(f"ep={ranks} does not divide the {routed.experts} experts; use ep in {{{fits}}}")
     if routed.capacity and experts.form == "exchange":
         raise ValueError(
             "experts exchange: the model has a capacity_factor, by which experts take the tokens of a sequence in "

@@ -32,7 +32,7 @@ from fzero.sharding.codec import Codec, coded_plan
 from fzero.sharding.context import Context
 from fzero.sharding.context_cost import Heads, context_for, heads_of
 from fzero.sharding.describe import describe, sent_by_link
-from fzero.sharding.experts import Experts, Routed, experts_for, experts_of
+from fzero.sharding.experts import Experts, Routed, experts_for, experts_of, with_parts
 from fzero.sharding.memory import ALL_ON_DEVICE, Offload
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.pipeline import Stages
@@ -292,7 +292,7 @@ def specs_in_use(
 ) -> dict[str, Spec]:
     """The specs of the leaves as the model's code sees them: over `owed` they are used differently."""
     compute = {name: with_owed(spec, owed) for name, spec in compute_specs(model, dict(named), mesh).items()}
-    return with_layers(compute, dict(named), model, stages)
+    return with_layers(with_parts(compute, named, mesh["ep"].size), dict(named), model, stages)
 
 
 def check_all_dims(named: Mapping[str, Any], specs: Mapping[str, Spec], sizes: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum,
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import Dims, is_stacked, local_shape, sharded_dims, whole_shape
+from fzero.sharding.slices import Dims, is_stacked, local_shape, part_dim, sharded_dims, whole_shape
 from fzero.sharding.spec import Spec
 
 if TYPE_CHECKING:  # a second to import
@@ -54,8 +54,8 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
                 f"redistribute {leaf}: {dst} owes a sum over {axis} that {src} does not; a finished sum "
                 "cannot be undone"
             )
-    if src.rows != dst.rows:
-        raise ValueError(f"redistribute {leaf}: from {src} to {dst}; layers stay on their ranks of pp")
+    if src.rows != dst.rows or src.parts != dst.parts:
+        raise ValueError(f"redistribute {leaf}: from {src} to {dst}; uneven layers and experts stay on their ranks")
     now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
     owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
     local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
@@ -126,7 +126,11 @@ def gather_whole(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor
     Communicates: an all_gather over each axis that shards it.
     """
     if spec.rows:
-        x, spec = gather_layers(x, spec, mesh, leaf=leaf), Spec(((), *spec.dims[1:]))
+        x, spec = gather_layers(x, spec, mesh, leaf=leaf), Spec(((), *spec.dims[1:]), parts=spec.parts)
+    if spec.parts:
+        dim = part_dim(spec)
+        x = gather_parts(x, spec, mesh, leaf=leaf)
+        spec = Spec((*spec.dims[:dim], (), *spec.dims[dim + 1 :]))
     return redistribute(x, Spec(spec.dims), Spec(), mesh, leaf=leaf)
 
 
@@ -140,6 +144,17 @@ def gather_layers(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tenso
     places = {row: rank * most + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
     order = torch.tensor([places[row] for row in range(len(places))], device=x.device)
     return all_gather_same(padded, mesh["pp"], 0, leaf=leaf).index_select(0, order)
+
+
+def gather_parts(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+    """The tensor with the parts of all ranks of ep, in their order, from this rank's, whose sizes `spec.parts` has.
+
+    Communicates: an all_gather over ep, of the largest part.
+    """
+    dim, most = part_dim(spec), max(spec.parts)
+    more = x.new_zeros((*x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]))
+    whole = all_gather_same(torch.cat([x, more], dim), mesh["ep"], dim, leaf=leaf)
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(whole.split(most, dim), spec.parts)], dim)
 
 
 @torch.no_grad()
@@ -158,7 +173,7 @@ def gather_on_first(tree: Tree, specs: Tree, mesh: Mesh) -> Tree:
         if not is_stacked(name) or spec.dims[0]:
             whole = gather_whole(leaf, spec, mesh, leaf=name)
             return whole if first else leaf
-        inner, layers = Spec(spec.dims[1:]), []
+        inner, layers = spec.layer, []
         for layer in leaf:
             whole = gather_whole(layer, inner, mesh, leaf=name)
             layers += [whole] if first else []

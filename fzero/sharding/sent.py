@@ -7,7 +7,6 @@ of leaves that are gathered as float8.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,7 +133,7 @@ def layer_numel(plan: Plan, name: str, spec: Spec) -> int:
     shape = plan.leaves[name].shape
     if not is_stacked(name):
         return local_numel(shape, spec, plan.sizes)
-    return math.prod(shape[1:]) // math.prod(plan.sizes[axis] for dim in spec.dims[1:] for axis in dim)
+    return local_numel(shape[1:], spec.layer, plan.sizes)
 
 
 def add_group(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +63,10 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
             check_rows(leaf or "tensor", local[0], spec, mesh["pp"].size)
             local[0] = len(spec.rows[mesh["pp"].rank])
             continue
+        if spec.parts and axes == ("ep",):
+            check_parts(leaf or "tensor", local[dim], spec, mesh["ep"].size)
+            local[dim] = spec.parts[mesh["ep"].rank]
+            continue
         ranks = math.prod(mesh[axis].size for axis in axes)
         if local[dim] % ranks:
             sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
@@ -76,6 +81,7 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
 def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
     """The shape of the whole tensor, from the shape of a rank's shard of it by `spec`: the inverse of `local_shape`."""
     whole = [size * ranks for size, ranks in zip(shape, ranks_per_dim(spec, mesh, len(shape)))]
+    whole = [sum(spec.parts) if spec.parts and dim == part_dim(spec) else size for dim, size in enumerate(whole)]
     return (sum(map(len, spec.rows)), *whole[1:]) if spec.rows else tuple(whole)
 
 
@@ -107,7 +113,7 @@ def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "
         part = 0
         for axis in axes:
             part = part * mesh[axis].size + mesh[axis].rank
-        start.append(part * extent)
+        start.append(sum(spec.parts[:part]) if spec.parts and axes == ("ep",) else part * extent)
     if not spec.rows:
         return [Window(tuple(start), size)]
     out, at = [], 0
@@ -190,6 +196,9 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
         if spec.rows and dim == 0:
             check_rows(name, size, spec, sizes["pp"])
             continue
+        if spec.parts and axes == ("ep",):
+            check_parts(name, size, spec, sizes["ep"])
+            continue
         ranks = math.prod(sizes[a] for a in axes)
         if size % ranks:
             factors = " x ".join(f"{a}={sizes[a]}" for a in axes if sizes[a] > 1)
@@ -207,9 +216,24 @@ def check_rows(name: str, size: int, spec: Spec, ranks: int) -> None:
         raise ValueError(f"{name}: its spec {spec} does not give each of {size} layers to one of pp={ranks} ranks")
 
 
+def part_dim(spec: Spec) -> int:
+    """The dim that a spec's parts are of."""
+    return spec.dims.index(("ep",))
+
+
+def check_parts(name: str, size: int, spec: Spec, ranks: int) -> None:
+    """Raise ValueError if the parts of a spec are not those of `ranks` ranks which share `size` experts."""
+    if len(spec.parts) != ranks or sum(spec.parts) != size:
+        raise ValueError(f"{name}: its spec {spec} does not share {size} experts among ep={ranks} ranks")
+
+
 def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
-    """The number of elements that one rank holds of a leaf; of a leaf whose layers are shared unevenly, that of the
-    ranks with the most."""
+    """The number of elements that one rank holds of a leaf; of a leaf whose layers or experts are shared unevenly, that
+    of the ranks with the most."""
+    if spec.parts:
+        dim = part_dim(spec)
+        shape = (*shape[:dim], max(spec.parts), *shape[dim + 1 :])
+        spec = replace(spec, dims=(*spec.dims[:dim], (), *spec.dims[dim + 1 :]), parts=())
     if spec.rows:
         shape, spec = (max(map(len, spec.rows)), *shape[1:]), Spec(((), *spec.dims[1:]))
     return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)

@@ -27,9 +27,11 @@ class Spec:
     partial: the axes over which a sum is owed: the tensor is the sum of their ranks' values.
     memory: "device", "host" or "nvme".
     rows: where pp shards the first dim, which counts layers: by its rank the numbers of the layers that it holds.
+    parts: where ep shards a dim, alone, whose size it does not divide: by its rank the size of its part.
 
-    The text form, which `parse` reads, is "[L/pp, D/tp+dp, F] +cp @host #0-2|3": a letter for each dim, its axes after
-    a slash, owed sums after "+", the memory after "@", the rows after "#", those of a rank of pp before each "|".
+    The text form, which `parse` reads, is "[L/pp, E/ep, D/tp+dp] +cp @host #0-2|3 %2,1": a letter for each dim, its
+    axes after a slash, owed sums after "+", the memory after "@", the rows after "#", those of a rank of pp before each
+    "|", the parts after "%".
 
     >>> spec = Spec((None, ("tp", "dp")), memory="host")
     >>> print(spec, spec == Spec.parse("[D, F/tp+dp] @host"))
@@ -40,6 +42,7 @@ class Spec:
     partial: frozenset[str] = frozenset()
     memory: str = "device"
     rows: Rows = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # None, "dp" and ("tp", "dp") are all accepted for a dim; one form is kept.
@@ -54,6 +57,8 @@ class Spec:
             raise ValueError(f"spec {self}: memory is {self.memory!r}; it must be one of {', '.join(MEMORIES)}")
         if self.rows and self.dims[:1] != (("pp",),):
             raise ValueError(f"spec {self}: rows are those of pp, which must shard the first dim, alone")
+        if self.parts and ("ep",) not in dims:
+            raise ValueError(f"spec {self}: parts are those of ep, which must shard a dim, alone")
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -61,7 +66,9 @@ class Spec:
 
         Raises ValueError if the text has another form.
         """
-        form = re.fullmatch(r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?(?:\s*#([\d|,-]+))?\s*", text)
+        form = re.fullmatch(
+            r"\s*\[([^\]]*)\]((?:\s*\+\w+)*)(?:\s*@(\w+))?(?:\s*#([\d|,-]+))?(?:\s*%([\d,]+))?\s*", text
+        )
         if form is None:
             raise ValueError(f"spec {text!r} is not of the form '[L/pp, D/tp+dp, F] +cp @host'")
         dims = []
@@ -71,7 +78,8 @@ class Spec:
                 raise ValueError(f"spec {text!r}: dim {dim.strip()!r} is not of the form 'D' or 'D/tp+dp'")
             dims.append(tuple(part[1].split("+")) if part[1] else ())
         rows = tuple(_parse_rows(part) for part in form[4].split("|")) if form[4] else ()
-        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device", rows)
+        sizes = tuple(map(int, form[5].split(","))) if form[5] else ()
+        return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device", rows, sizes)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -84,6 +92,11 @@ class Spec:
         differently and that do not shard it, then those in `partial`."""
         return (*(axis for axis in VARYING if axis not in self.axes), *sorted(self.partial))
 
+    @property
+    def layer(self) -> Spec:
+        """The layout of a layer of a stacked leaf, whole as far as sums are owed, on the device."""
+        return Spec(self.dims[1:], parts=self.parts)
+
     def placements(self, mesh: Mesh) -> tuple[Any, ...]:
         """The placements of a DTensor of this layout, one for each axis of `mesh.device_mesh`.
 
@@ -93,6 +106,8 @@ class Spec:
 
         from fzero.core.torch_private import StridedShard
 
+        if self.parts:
+            raise ValueError(f"spec {self}: a DTensor has no placement for parts of these sizes; use ep that divides")
         if mesh.device_mesh is None:
             raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")
         names = [name for name in mesh.device_mesh.mesh_dim_names or () if mesh[name].size > 1]
@@ -114,6 +129,7 @@ class Spec:
             f"[{dims}]{owed}"
             + (f" @{self.memory}" if self.memory != "device" else "")
             + (f" #{rows}" if self.rows else "")
+            + (f" %{','.join(map(str, self.parts))}" if self.parts else "")
         )
 
 

@@ -76,7 +76,7 @@ def compare(
     """(the largest difference of a block under tp from the one of one process, over the size of its value; of what)."""
 
     def mine(name: str, leaf: Tensor) -> Tensor:
-        return narrow_to(leaf, Spec(plan.leaves[name].compute.dims[1:]), plan.mesh, leaf=name).contiguous()
+        return narrow_to(leaf, plan.leaves[name].compute.layer, plan.mesh, leaf=name).contiguous()
 
     parts = {name: mine(name, leaf) for name, leaf in layer.items()}
     one = values_of(block, layer, x, ctx._replace(mesh=one_process()))
@@ -121,6 +121,6 @@ def whole_part(plan: Plan, held: dict[str, Any], part: str, shared: tuple[str, .
 def whole_leaf(plan: Plan, held: dict[str, Any], name: str, dtype: torch.dtype, layer: int | None = None) -> Tensor:
     """A whole parameter, or a layer of it."""
     spec = plan.leaves[name].params
-    spec = Spec(spec.dims if layer is None else spec.dims[1:])
+    spec = Spec(spec.dims, parts=spec.parts) if layer is None else spec.layer
     value = read(held[name], layer).to(dtype)
     return gather_whole(value, spec, plan.mesh, leaf=name) if any(plan.mesh[a].size > 1 for a in spec.axes) else value

@@ -105,7 +105,7 @@ def whole_values(
         held, spec = masters.get(leaf, leaves[leaf]), Spec()
         if plan is not None:
             spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
-        spec = spec if layer is None else Spec(spec.dims[1:])
+        spec = spec if layer is None else spec.layer
         return gathered(read(held, layer), spec, plan, leaf)
 
     def adapted(leaf: str, layer: int | None) -> Tensor:
