@@ -18,7 +18,7 @@ from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.sent import WHATS, sent_by_rank
 from fzero.train.batch import local_batch
 
-LAYERS, M = 8, 4
+M = 4
 PIPELINES = {
     "gpipe": fzero.Pipeline("gpipe"),
     "1f1b": fzero.Pipeline("1f1b"),
@@ -28,9 +28,12 @@ PIPELINES = {
 }
 
 
-def prepared(mesh, stage, pipeline, m=M, length=8, model="gemma"):
-    """(plan, a step of m micro-batches, its state and its batch), after a step that tells the shapes."""
-    model, tx = model_of(model, tied=True, n_layers=LAYERS), OPTIMIZERS["sgd"]
+def prepared(mesh, stage, pipeline, m=M, length=8, model="gemma", layers=0):
+    """(plan, a step of m micro-batches, its state and its batch), after a step that tells the shapes.
+
+    layers: 0 for one in each of two chunks of a rank.
+    """
+    model, tx = model_of(model, tied=True, n_layers=layers or 2 * mesh["pp"].size), OPTIMIZERS["sgd"]
     plan = fzero.zero_plan(stage, model, mesh, policy=FP64, pipeline=pipeline)
     step = fzero.make_train_step(model, tx, plan, micro_batches=m)
     batch = local_batch(batch_for(0, m * mesh.data_size, length), mesh, m)
@@ -63,7 +66,7 @@ def formulas(plan, stage):
     p, r, N = plan.mesh["pp"].size, plan.mesh["pp"].rank, plan.mesh["dp"].size
     of, S = plan.stages.ranks, len(plan.stages.ranks)
     sizes = {name: math.prod(leaf.shape) for name, leaf in plan.leaves.items()}
-    layer = sum(size for name, size in sizes.items() if name.startswith("blocks/")) // LAYERS
+    layer = sum(size for name, size in sizes.items() if name.startswith("blocks/")) // (2 * p)
     mine = sum(len(plan.stages.layers[s]) for s in range(S) if of[s] == r)
     users = {"embed/tokens": {of[0], of[-1]}, "head/norm/scale": {of[-1]}}
     x = 1 * 8 * 8  # B_ T D of a micro-batch of one sequence
@@ -182,7 +185,7 @@ def peaks(mesh, cases):
     """(the most bytes alive in a step of this rank by case, the bytes of its gradients)."""
     out = []
     for name, m in cases:
-        plan, step, state, batch = prepared(mesh, 0, PIPELINES[name], m, length=16)
+        plan, step, state, batch = prepared(mesh, 0, PIPELINES[name], m, length=16, layers=8)
         with LiveBytes(state, batch) as live:
             step(state, batch)
         out.append(live.peak - sum(leaf.nbytes for leaf in pytree.leaves(batch)))

@@ -50,6 +50,8 @@ def test_the_best_is_that_of_all_candidates_traced(sizes):
     best = min(seconds, key=lambda c: seconds[c])
     assert found.traced < len(every) and found.best[0].report.step_s == seconds[best]
     assert found.best[0].candidate == best
+    again = fzero.plan(best.of(config_table.from_table(SMALL)), best.mesh)
+    assert (again.step_s, again.peak_bytes_per_rank) == (seconds[best], found.best[0].report.peak_bytes_per_rank)
 
 
 def test_each_class_of_losers_has_a_reason(found):

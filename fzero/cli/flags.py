@@ -113,7 +113,7 @@ VALUES = (
     click.option(
         "--update",
         metavar="WHEN",
-        help="When parameters are updated: end (of a step), backward, speculate; or delayed, which changes the numbers.",
+        help="When parameters are updated: end (of a step), backward, speculate; or delayed, with other numbers.",
     ),
     click.option(
         "--mesh",

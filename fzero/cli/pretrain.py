@@ -165,7 +165,7 @@ def prepare(
 
 
 def by_cost(config: Any, coordinator: Any) -> Any:
-    """The config of a new run, with the numbers of layers that its first rank finds in place of --layout cost: from then
+    """The config of a new run, with the numbers of layers that its first rank finds for --layout cost. From then
     on they are those of the run."""
     if config.pipeline.layout != "cost":
         return config
@@ -213,7 +213,7 @@ def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
         settings
     )
     if given.get("layout") == "cost":
-        raise ValueError("--resume has the layers of each stage that the run began with; give others as --layout 8,9,9,6")
+        raise ValueError("--resume has the layers of each stage that the run began with; give others, as 8,9,9,6")
     if named:
         raise ValueError(
             f"--resume takes the run's own config; leave out {', '.join(named)}, or start a new run without --resume"

@@ -5,6 +5,7 @@ Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from fzero.kernels import glu
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
+from fzero.models import mtp
 from fzero.models.attend import attend
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
 from fzero.models.batch import Batch
@@ -36,7 +38,7 @@ from fzero.models.layers import (
     positions_of,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
-from fzero.models.routing import balance_by_bias, count, no_counts, tables
+from fzero.models.routing import ENTROPY, LOAD, Counts, balance_by_bias, count, no_counts, tables
 from fzero.models.sizes import check_sizes
 from fzero.sharding import Mesh, Rules
 
@@ -53,7 +55,8 @@ class DeepSeekConfig:
 
     A bias moves the choice of experts and not their weights, by `bias_rate` once a step towards equal loads of the
     experts of a layer (0: it stays). The balance loss of a sequence is E / top_k sum_e load_e score_e, summed over the
-    layers with experts: load_e counts e's tokens per position and score_e is e's mean share of the scores.
+    layers with experts: load_e counts e's tokens per position and score_e is e's mean share of the scores. With n_mtp
+    see models.mtp; the published model has one.
 
     Raises ValueError for experts that cannot be chosen so, and sizes out of bounds.
 
@@ -86,6 +89,8 @@ class DeepSeekConfig:
     dropout: float = 0.0
     init_std: float = 0.006
     balance_coef: float = 1e-4
+    n_mtp: int = 0  # 1: a layer with experts more, behind which the head predicts the token after the next one
+    mtp_coef: float = 0.3  # of that loss
     bias_rate: float = 0.001
     pattern: str = "full"  # attention pattern, see Pattern.parse
 
@@ -181,6 +186,9 @@ def _init(c: DeepSeekConfig, make: MakeLeaf) -> Tree:
         tree["blocks_dense"] = stack("blocks_dense", c.n_dense, dense)
     tree["blocks_experts"] = stack("blocks_experts", c.n_layers - c.n_dense, routed)
     tree["head"] = {"norm": ones("head/norm", c.d_model)}
+    if c.n_mtp:
+        tree |= {mtp.JOIN: mtp.leaves(c, make), mtp.STACK: stack(mtp.STACK, 1, routed)}
+        tree["head"]["norm_mtp"] = ones("head/norm_mtp", c.d_model)
     if not c.tied:
         tree["head"]["w"] = make("head/w", (c.vocab_size, c.d_model), c.init_std)
     return tree
@@ -251,8 +259,8 @@ def deepseek(config: DeepSeekConfig) -> Model:
 
     The activations are a tree: x, and the balance loss and the routing counts of each sequence. The loss reports
     cross_entropy and balance in `extra`. The bias of the router is a leaf that no gradient moves, but the counts of a
-    step (see `routing.balance_by_bias`). Predicting more than one token is not there. Heads, units and vocabulary are
-    split over tp, experts over ep, layers over pp.
+    step (see `routing.balance_by_bias`). With n_mtp a third stack, "blocks_mtp", and "mtp" in `extra`: see models.mtp.
+    Heads, units and vocabulary are split over tp, experts over ep, layers over pp.
 
     >>> sizes = {"d_model": 16, "n_layers": 2, "n_dense": 1, "n_heads": 2, "q_rank": 8, "kv_rank": 4, "d_ff": 32}
     >>> more = {"n_experts": 4, "n_groups": 2, "top_groups": 1, "top_k": 2, "d_expert": 8}
@@ -262,11 +270,11 @@ def deepseek(config: DeepSeekConfig) -> Model:
 
     Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.1.
     """
-    c = config
+    c, layers = config, config.n_layers - config.n_dense
 
     def embed_with_balance(params: Tree, batch: Batch, ctx: Ctx) -> Tree:
         x = embed(c, params, batch, ctx)
-        counts = no_counts(x, c.n_layers - c.n_dense, c.n_experts, ctx)
+        counts = no_counts(x, layers + c.n_mtp, c.n_experts, ctx)
         return {"x": x, "balance": counts["entropy"][:, 0].clone(), **counts}
 
     def attend(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
@@ -288,30 +296,50 @@ def deepseek(config: DeepSeekConfig) -> Model:
             gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
             out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)
         x = add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
-        return {"x": x, "balance": state["balance"] + balance, **counts}
+        return {**state, "x": x, "balance": state["balance"] + balance, **counts}
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
+        total, num_tokens = token_loss(*head_inputs(c, params, main(state), ctx), batch, ctx)
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(state["balance"].dtype)
         balance = (state["balance"] * weight).sum()
-        extra = {"cross_entropy": total, "balance": balance}
-        return Loss(total + c.balance_coef * balance, num_tokens, extra, tables("blocks_experts", state))
+        extra, counts = {"cross_entropy": total, "balance": balance}, {n: state[n] for n in (LOAD, ENTROPY)}
+        total, sums = total + c.balance_coef * balance, tables("blocks_experts", rows(counts, 0, layers))
+        if c.n_mtp:
+            extra["mtp"] = mtp.loss(c, params, state["x"], batch, ctx)
+            total, sums = total + c.mtp_coef * extra["mtp"], sums | tables(mtp.STACK, rows(counts, layers, layers + 1))
+        return Loss(total, num_tokens, extra, sums)
 
     return Model(
         config=c,
         init=lambda make: _init(c, make),
         embed=embed_with_balance,
-        block={**({"blocks_dense": dense} if c.n_dense else {}), "blocks_experts": routed},
+        block={
+            **({"blocks_dense": dense} if c.n_dense else {}),
+            "blocks_experts": routed,
+            **({mtp.STACK: routed} if c.n_mtp else {}),
+        },
+        join={mtp.STACK: functools.partial(mtp.join, c)} if c.n_mtp else {},
         head=head,
-        logits=lambda params, state, ctx: logits(c, params, state["x"], ctx),
+        logits=lambda params, state, ctx: logits(c, params, main(state), ctx),
         rules=lambda mesh: _rules(c, mesh),
-        shared=("embed/tokens",) if c.tied else (),
+        shared=("embed/tokens",) if c.tied or c.n_mtp else (),
         linear=r"blocks_\w+/(attn|mlp|shared)/w_\w+",
-        features=lambda params, state, ctx: features(c, params, state["x"], ctx),
+        features=lambda params, state, ctx: features(c, params, main(state), ctx),
         unembed=unembed(c),
-        after=balance_by_bias("blocks_experts", c.bias_rate),
-        splits=True,
+        after=balance_by_bias("blocks_experts", c.bias_rate)
+        | (balance_by_bias(mtp.STACK, c.bias_rate) if c.n_mtp else {}),
+        splits=not c.n_mtp,  # which looks at the next position
     )
+
+
+def main(state: Tree) -> Tensor:
+    """The last activations of the model itself, before those of a layer that predicts a second token."""
+    return state.get("main", state["x"])
+
+
+def rows(counts: Counts, first: int, end: int) -> Counts:
+    """The counts of the layers [first, end)."""
+    return {name: x[:, first:end] for name, x in counts.items()}
 
 
 def _rules(c: DeepSeekConfig, mesh: Mesh) -> Rules[str]:
@@ -323,4 +351,10 @@ def _rules(c: DeepSeekConfig, mesh: Mesh) -> Rules[str]:
         Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
     )
     flagged = (*(MLP_RULES if c.n_dense else ()), *(SHARED_RULES if c.n_shared else ()))
-    return (*flagged, *MOE_RULES, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
+    return (
+        *flagged,
+        *(mtp.RULES if c.n_mtp else ()),
+        *MOE_RULES,
+        *RULES,
+        *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)),
+    )

@@ -237,7 +237,7 @@ def shorten(config: ModelConfig, n_layers: int) -> ModelConfig:
     if isinstance(config, (LoRAConfig, QuantizedConfig, ScoreConfig)):
         return replace(config, base=shorten(config.base, n_layers))
     if isinstance(config, DeepSeekConfig):
-        return replace(config, n_layers=n_layers, n_dense=0)
+        return replace(config, n_layers=n_layers, n_dense=0, n_mtp=0)
     return replace(config, n_layers=n_layers)
 
 

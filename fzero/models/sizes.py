@@ -26,6 +26,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("n_dense", "q_rank", "n_shared"), (0, True, 1e5)),
     **dict.fromkeys(("kv_rank", "nope_dim", "rope_dim", "value_dim", "n_groups", "top_groups"), (1, True, 1e5)),
     "d_expert": (1, True, 1e8),
+    "n_mtp": (0, True, 2),
+    "mtp_coef": RATE,
     **dict.fromkeys(("init_std", "balance_coef", "z_coef", "bias_rate", "capacity_factor", "routed_scale"), RATE),
     "dropout": FRACTION,
     "norm_eps": POSITIVE,

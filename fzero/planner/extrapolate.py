@@ -2,8 +2,8 @@
 
 The step is built for the whole model: its state, gradient sums and update have all layers. The forward and backward
 passes run only the first layers, two in the middle (groups of K with remat "every:K", or where layers differ in a
-period of K), and the last ones, enough that all prefetching at both ends occurs. The trace then repeats the first of the
-two as often as the model has such layers. This is verified: in every pass all that the two do, one event after the
+period of K), and the last ones, enough that all prefetching at both ends occurs. The trace then repeats the first of
+the two as often as the model has such layers. This is verified: in every pass all that the two do, one event after the
 other, must be the same; if not, every layer is run.
 
 Of many micro-batches four are run: the third stands for all between the second (during which the gradient sums of the

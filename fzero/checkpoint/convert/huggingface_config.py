@@ -184,6 +184,8 @@ def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], F
     if family.config is GPT2Config:
         return hf | {"attn_pdrop": 0.0}, family
     if family.config is DeepSeekConfig:
+        if config.n_mtp:
+            raise ValueError(f"n_mtp is {config.n_mtp}; transformers' DeepSeek-V3 has no second head: export with 0")
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         hf |= {"num_key_value_heads": config.n_heads}
         hf |= {"rope_theta": config.rope_theta, "rope_scaling": None, "rope_parameters": rope}
