@@ -1,5 +1,6 @@
 """Parameters and gradients in codes: what a step with a codec computes, and what it sends."""
 
+import dataclasses
 import functools
 import math
 from unittest import mock
@@ -14,6 +15,7 @@ import fzero
 from fzero import optim
 from fzero.core import pytree
 from fzero.kernels.registry import Kernels
+from fzero.planner.devices import between_nodes, device
 from fzero.sharding import codec, coded_sums, reduce
 from fzero.sharding.prefetch import ParamFetcher
 from fzero.train.batch import local_batch
@@ -295,3 +297,78 @@ def sent(mesh, codec_text, micro_batches):
 def test_bytes_over_each_link_are_those_of_the_ledger(codec_text):
     for found, said in ranks.run(4, sent, codec_text, 2, mesh=MESHES["dp2 x rp2"]):
         assert found == said
+
+
+# ---- bad input, and plans --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("params=int5", "codec: params is 'int5' .did you mean int8..; it must be one of int8, int4, fp8_e4m3"),
+        ("params", "codec 'params': 'params' has another form"),
+        ("hpz=1", "codec 'hpz=1': 'hpz=1' has another form"),
+        ("block=x", "codec 'block=x': 'block=x' has another form"),
+        ("params=int8,block=24", "codec: block is 24; it must be a power of two from 16 to 8192"),
+        ("weights=int8", "codec 'weights=int8': 'weights=int8' is not one of params=KIND"),
+        ("grads=int8,grads=int4", "codec 'grads=int8,grads=int4': 'grads=int4' is not one of .* each once"),
+        ("block=64", "codec: nothing is coded"),
+    ],
+)
+def test_texts_that_are_no_codec_are_one_line(text, words):
+    with pytest.raises(ValueError, match=words) as found:
+        codec.Codec.parse(text)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "stage, sizes, text, options, words",
+    [
+        (2, {"dp": 2}, "params=int8", {}, "params is of stage 3, which gathers parameters, and the stage is 2"),
+        (1, {"dp": 2}, "grads=int8", {}, "grads is of stages 2 and 3, which scatter sums, and the stage is 1"),
+        (3, {"dp": 2}, "hpz", {}, "needs the nodes as rp, which is 1"),
+        (3, {"dp": 2}, "grads=int8", {"reduce": "canonical"}, 'use reduce="fast"'),
+        (3, {"dp": 2}, "params=int8", {"policy": "bf16_float8_gather"}, "gathers weights as float8 already"),
+    ],
+)
+def test_plans_that_a_codec_does_not_go_with_are_one_line(stage, sizes, text, options, words):
+    with pytest.raises(ValueError, match=words) as found:
+        fzero.zero_plan(stage, model_of("llama"), fzero.fake_mesh(sizes), codec=text, **options)
+    assert str(found.value).startswith(f"codec {text}: ") and "\n" not in str(found.value)
+
+
+def test_hpz_needs_parameters_that_are_gathered_again():
+    model, tx = model_of("llama"), optim.sgd(0.1)
+    plan = fzero.zero_plan(3, model, fzero.fake_mesh({"dp": 2, "rp": 2}), codec="hpz")
+    with pytest.raises(ValueError, match="codec hpz: hpz keeps what a node holds"):
+        fzero.make_train_step(model, tx, plan, execution=fzero.Execution(reshard=False))
+
+
+def evaluated(mesh):
+    model, tx = model_of("llama"), optim.sgd(0.1)
+    found = []
+    for text in (None, "params=int4,block=16"):
+        plan = fzero.zero_plan(3, model, mesh, codec=text)
+        state = fzero.init_state(model, tx, plan, seed=3)
+        losses = fzero.make_eval_step(model, plan)(state.params, local_batch(batch(0), mesh, 1))
+        found.append(float(losses.total))
+    return found
+
+
+def test_an_evaluation_rounds_nothing():
+    for plain, coded in ranks.run(2, evaluated):
+        assert plain == coded
+
+
+@slow
+def test_a_plan_counts_codes_on_slow_links():
+    """On a slow link between nodes a step takes longer, and less so the fewer bytes pass it."""
+    settings = {"preset": "llama-tiny", "train": {"compiled": False}, "precision": {"policy": "bf16"}, "zero": 3}
+    mesh, times = {"dp": 2, "rp": 2}, {}
+    here = device("h100", ranks_on_node=2)
+    here = dataclasses.replace(here, links=(here.links[0]._replace(ranks=2), here.links[1]))
+    for text in ("", "grads=int4"):
+        for links in (here, between_nodes(here, "0.1:1")):
+            times[text, links is here] = fzero.plan(settings | {"codec": text}, mesh, gpu=links).step_s
+    assert times["", False] > times["grads=int4", False] > times["", True]
+    assert times["", False] > 2.5 * times["grads=int4", False]

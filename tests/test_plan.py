@@ -280,6 +280,8 @@ def test_the_command_prints_the_page_and_the_object(fz, planned):
         (["--offload", "opt=tape"], "'tape' is not a memory"),
         (["--memory-gb", "1"], "--memory-gb is 1; it must be above the 2.15 GB"),
         (["--memory-gb", "nan"], "--memory-gb is nan; it must be above 0 and finite"),
+        (["--between", "fast"], "between nodes: 'fast' is not GBIT or GBIT:MS, such as 10:5"),
+        (["--codec", "params=int5"], "codec: params is 'int5'"),
         (["--nvme-gbs", "0"], "--nvme-gbs is 0; it must be above 0 and finite"),
         (["--model", "nowhere/config.json"], "nowhere/config.json: no such file; a model folder of transformers"),
     ],

@@ -41,6 +41,11 @@ TABLES = (
 )
 @click.option("--memory-gb", type=float, help="The memory of a device in GB. Default: the device's.")
 @click.option("--nvme-gbs", type=float, help="The rate of a node's disk in GB/s, of reads and of writes.")
+@click.option(
+    "--between",
+    metavar="GBIT[:MS]",
+    help="The links between nodes: Gbit/s of a node, ms of a message. For example 10:5.",
+)
 @click.option("--tokens", type=float, help="A budget of tokens, such as 1e12: show its days and cost.")
 @click.option("--price-per-gpu-hour", "price", type=float, help="The price of one device for an hour.")
 @click.option("--rank", type=int, default=0, show_default=True, help="The rank whose memory is shown.")
@@ -102,6 +107,7 @@ def plan(
     gpu: str,
     memory_gb: float | None,
     nvme_gbs: float | None,
+    between: str | None,
     searches: bool,
     world_size: int | None,
     top: int,
@@ -153,7 +159,8 @@ def plan(
     config = config_of(table, config_file, has_mesh=not searches and not vary)
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
-    device = device_with(gpu, memory_gb, nvme_gbs, imbalance, price_per_hour=price, ranks_on_node=ranks_on_node)
+    fields = {"price_per_hour": price, "ranks_on_node": ranks_on_node}
+    device = device_with(gpu, memory_gb, nvme_gbs, imbalance, between, **fields)
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
     elif ask:
@@ -266,9 +273,12 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
         return plans.plan(config, gpu=device, say=show, cache=cache, rank=rank)
 
 
-def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, imbalance: str | None, **given: Any) -> Any:
-    """The Device of a name, with this memory, this rate of its disk, these loads of experts, and the other fields that
-    are given."""
+def device_with(
+    gpu: str, memory_gb: float | None, nvme_gbs: float | None, imbalance: str | None, between: str | None, **given: Any
+) -> Any:
+    """The Device of a name, with this memory, this rate of its disk, these loads of experts, these links between nodes,
+    and the other fields that are given."""
+    from fzero.planner.devices import between_nodes
     from fzero.planner.loads import Loads
     from fzero.planner.plan import device_for
 
@@ -280,6 +290,7 @@ def device_with(gpu: str, memory_gb: float | None, nvme_gbs: float | None, imbal
     if nvme_gbs is not None:
         changes["nvme"] = dict.fromkeys(("read", "write", "both"), nvme_gbs * 1e9)
     found = dataclasses.replace(device_for(gpu), **changes)
+    found = found if between is None else between_nodes(found, between)
     if found.memory_bytes <= found.reserved_bytes:
         raise ValueError(
             f"--memory-gb is {memory_gb:g}; it must be above the {found.reserved_bytes / 1e9:.2f} GB that the driver "

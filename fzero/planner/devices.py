@@ -144,6 +144,30 @@ def device(name: str | Path, **changes: Any) -> Device:
     return dataclasses.replace(from_json(read_text_file(path), str(path)), **changes)
 
 
+def between_nodes(device: Device, text: str) -> Device:
+    """The device with other links between its nodes, as of several data centres. text: "GBIT" or "GBIT:MS", the gigabit
+    per second of a node each way, which its ranks share, and the milliseconds of an empty message.
+
+    Raises ValueError for another text.
+
+    >>> level = between_nodes(device("h100"), "10:5").links[-1]
+    >>> level.ranks, level.bytes_s, level.latency_s  # an eighth of a node's
+    (None, 156250000.0, 0.005)
+    """
+    rate, _, late = text.partition(":")
+    try:
+        gigabit, milliseconds = float(rate), float(late or 0)
+    except ValueError:
+        gigabit = milliseconds = math.nan
+    if not (0 < gigabit < math.inf and 0 <= milliseconds < math.inf):
+        raise ValueError(f"between nodes: {text!r} is not GBIT or GBIT:MS, such as 10:5 for 10 Gbit/s and 5 ms")
+    inner, ranks = [level for level in device.links if level.ranks is not None], device.ranks_on_node
+    inner = inner or [device.links[0]._replace(ranks=ranks or 1)]
+    share = gigabit * 1e9 / 8 / (inner[0].ranks or 1)
+    outer = Level(f"{gigabit:g} Gbit/s", inner[-1].kind, None, share, milliseconds / 1e3)
+    return dataclasses.replace(device, links=(*inner, outer))
+
+
 def to_json(device: Device) -> str:
     """The text of a device file; `from_json` gives the same Device back."""
     table = _plain(device)
