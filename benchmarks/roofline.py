@@ -1,6 +1,7 @@
 """What bounds each part of a training step on H200s, by `fzero plan`, for four sizes: the table of docs/speed.md.
 
     python benchmarks/roofline.py --out benchmarks/results/roofline.json
+    python benchmarks/roofline.py --precision bf16_float8 --out benchmarks/results/roofline-float8.json
 
 Nothing is measured: a plan needs no GPU. Where steps were measured, the figures of benchmarks/gpu.py stand beside."""
 
@@ -35,10 +36,11 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 LEAST = 0.008  # fraction of each step; a part below it everywhere is left out of the table
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, precision: str) -> dict[str, Any]:
     """The plan of a case in numbers."""
     preset, mesh, settings = CASES[name]
-    report = fzero.plan(preset, mesh, gpu="h200", settings={**settings, "train.compiled": True})
+    fixed = {"train.compiled": True, "precision.policy": precision}
+    report = fzero.plan(preset, mesh, gpu="h200", settings={**settings, **fixed})
     assert report.step_s is not None and report.tokens_per_s is not None
     return {
         "step_s": report.step_s,
@@ -79,8 +81,9 @@ def markdown(found: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--precision", default="bf16", help="the policy of the products (default: bf16)")
     args = parser.parse_args()
-    found = {name: measure(name) for name in CASES}
+    found = {name: measure(name, args.precision) for name in CASES}
     table = {"command": shlex.join(["python", *sys.argv]), "device": "h200, data sheet", "cases": found}
     args.out.write_text(json.dumps(table, indent=1) + "\n")
     print(markdown(found))

@@ -49,6 +49,7 @@ SHAPES = {
 }
 MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "randn", "rand", "randint", "eye")
 UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+OWN = ("core/gpu.py", "core/gpu_copies.py", "core/copy_buckets.py", "core/future.py")
 WHOLE = None  # the pretend GPU of the context under way
 
 
@@ -57,7 +58,7 @@ def line_of_fzero():
     frame, test = sys._getframe(2), "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/fzero/" in name and not name.endswith(("core/gpu.py", "core/copy_buckets.py", "core/future.py")):
+        if "/fzero/" in name and not name.endswith(OWN):
             return f"{name.rpartition('/fzero/')[2]}:{frame.f_lineno}"
         if "/tests/test_" in name and test == "?":
             test = f"{name.rpartition('/')[2]}:{frame.f_lineno}"
@@ -472,7 +473,7 @@ def pretend():
     """A context in which PyTorch has one GPU, the pretend one."""
     global WHOLE
     from fzero.checkpoint import leaf_source
-    from fzero.core import device, gpu
+    from fzero.core import device, gpu, gpu_copies
     from fzero.offload import disk_io
     from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
@@ -552,7 +553,7 @@ def pretend():
         put(norm, "_by_kernel", lambda leaves, dtype: False)
         check = leaf_source.kind_fault  # which refuses subclasses of Tensor
         put(leaf_source, "kind_fault", lambda leaf: check(under(leaf)))
-        for cache in (gpu._copy_streams, gpu._snapshots, gpu._capture_stream, device.target_on):
+        for cache in (gpu_copies._copy_streams, gpu_copies._snapshots, gpu._capture_stream, device.target_on):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(setattr, sys.modules[__name__], "WHOLE", WHOLE)

@@ -41,15 +41,13 @@ def test_a_kernel_that_falls_short_is_named(tmp_path):
     code = (
         "import importlib, sys; import spills; name = 'fzero.kernels.spills'; "
         "sys.modules[name] = spills\n"
-        "from fzero.kernels import aot; b = next(spills.builds()); old = b._replace(wide_since=(99, 0))\n"
-        "for one in (b, old): r = aot.compile_build(aot.ARCHS['sm_90'], 'spills', one); print(r.wrong, '|', r.allowed)"
+        "from fzero.kernels import aot\n"
+        "print(aot.compile_build(aot.ARCHS['sm_90'], 'spills', next(spills.builds())).wrong)"
     )
     status, said = run(code=code, folder=tmp_path)
-    now, allowed = said.splitlines()[-2:]
-    assert status == 0 and all("bytes spilled, " in line and "no matrix units" in line for line in (now, allowed)), said
-    assert now.rstrip().endswith("narrow accesses |") and allowed.endswith(
-        "| narrow accesses, as with any Triton before 99.0"
-    )
+    found = said.splitlines()[-1]
+    assert status == 0 and "bytes spilled, " in found and "no matrix units" in found, said
+    assert found.endswith("narrow accesses")
 
 
 def refused(capsys, *arguments):

@@ -13,7 +13,7 @@ from pretend_gpu import Event, pretend
 
 import fzero
 from fzero import models, optim
-from fzero.core import gpu, precision, pytree
+from fzero.core import gpu_copies, precision, pytree
 from fzero.planner.format import duration, size
 from fzero.train import capture
 from fzero.train.init import init_state
@@ -340,7 +340,7 @@ def test_a_step_that_is_looked_into_or_behind_a_checkpoint_is_issued():
         for i, batch in enumerate(rows("cuda", 7)):
             if i == 4:
                 out = torch.empty(3, pin_memory=True)
-                reading = gpu.Reading(state.params["w"].device)
+                reading = gpu_copies.Reading(state.params["w"].device)
                 copied = reading.copy(state.params["w"], out, functools.partial(put, state.params["w"]))
                 reading.end()
                 before = state.params["w"].to("cpu", copy=True)

@@ -17,7 +17,7 @@ import fzero
 from fzero.comm.agreement import Agreement
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
-from fzero.core import gpu, pytree
+from fzero.core import gpu, gpu_copies, pytree
 from fzero.core.device import CPU, Target
 from fzero.run import doctor
 from fzero.run import machine as run_machine
@@ -54,9 +54,9 @@ def test_uses_are_seen():
     assert sorted(uses(source)) == [1, 2, 3, 4]
 
 
-def test_one_file_asks_pytorch_about_the_gpu():
+def test_two_files_ask_pytorch_about_the_gpu():
     found = {path.relative_to(ROOT).as_posix(): list(uses(path.read_text())) for path in ROOT.rglob("*.py")}
-    assert len(found.pop("core/gpu.py")) > 10
+    assert len(found.pop("core/gpu.py")) > 10 and len(found.pop("core/gpu_copies.py")) > 10
     wrong = {name: lines for name, lines in found.items() if len(lines) != REPLACED.get(name, 0)}
     assert not wrong, f"{wrong}: ask fzero/core/gpu.py instead"
 
@@ -221,10 +221,10 @@ def test_doctor_tells_of_a_gpu_that_cannot_be_used(machine, monkeypatch):
 
 def test_a_copy_on_the_cpu_is_made_at_once():
     x = torch.arange(4.0)
-    out = gpu.copy_out(x)
+    out = gpu_copies.copy_out(x)
     x += 1
     assert out.event is None and out.use() is out.finish() and out.tensor.tolist() == [0, 1, 2, 3]
-    assert gpu.copy_in(x, gpu.HOST).use() is x
+    assert gpu_copies.copy_in(x, gpu.HOST).use() is x
 
 
 def test_memory_is_pinned_only_for_a_process_that_uses_a_gpu(machine):

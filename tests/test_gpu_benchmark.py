@@ -5,6 +5,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -32,6 +33,18 @@ def test_the_parts_are_short_and_their_order_is_that_of_the_first_hour(benchmark
     assert len(files) > 10 and all(file.is_file() for file in files)
     assert len(benchmark.gpu_first.STEPS) >= 12 and len(importlib.import_module("gpu_attention").SHAPES) == 10
     assert len(benchmark.gpu_runs.PLANNED) == 10
+
+
+def test_the_docs_name_the_parts_that_there_are(benchmark):
+    table = (ROOT / "docs/gpu.md").read_text().partition("## The first hour on one")[2]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", table, re.MULTILINE)
+    assert [(name, int(limit)) for name, limit in rows] == [(n, part.limit) for n, part in benchmark.PARTS.items()]
+    asked = [
+        part
+        for page in sorted(ROOT.glob("docs/*.md"))
+        for part in re.findall(r"benchmarks/gpu\.py[^`\n]*--only (\S+)", page.read_text())
+    ]
+    assert asked and set(asked) <= set(benchmark.PARTS)
 
 
 def names(part):

@@ -14,7 +14,7 @@ from fzero import checkpoint, models, one_process, optim
 from fzero.checkpoint import Writer, snapshot, writer
 from fzero.checkpoint.part_file import PartFile
 from fzero.cli.main import main
-from fzero.core import digest, gpu, prng, pytree
+from fzero.core import digest, gpu, gpu_copies, prng, pytree
 from fzero.run.debug.comparison import describe_difference
 from fzero.run.resume import rollback
 from fzero.sharding import Spec
@@ -94,7 +94,7 @@ def test_a_save_waits_for_nothing_and_the_next_update_comes_behind_its_copies(se
 
 @pytest.mark.slow
 def test_an_update_that_does_not_wait_for_the_copies_is_found(seen, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "await_readers", lambda device: None)
+    monkeypatch.setattr(gpu_copies, "await_readers", lambda device: None)
     trained("cuda", tmp_path, 1, seen, **ONE_LAYER)
     assert any("checkpoint/part_file.py" in text and "kernels/optim_leaf.py" in text for text in seen.races)
 
@@ -113,7 +113,7 @@ def saved(seen, folder, **options):
     saving.save(state, step=3)
     del state["b"]
     gc.collect()
-    gpu.await_readers(state["a"].device)
+    gpu_copies.await_readers(state["a"].device)
     state["a"].zero_()
     seen.gate.set()
     path = saving.wait().path
@@ -133,8 +133,8 @@ def test_leaves_of_any_strides_leave_by_pinned_memory_that_may_be_less_than_them
 
 def test_the_launching_thread_starts_no_copy_of_a_save_however_much_there_is(seen, tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "SLAB_OF_GPU", 16384)
-    copies, copy, planned, plan = threading.Event(), gpu.Reading.copy, [], writer.plan_snapshot
-    monkeypatch.setattr(gpu.Reading, "copy", lambda *args: copies.wait(30) and copy(*args))
+    copies, copy, planned, plan = threading.Event(), gpu_copies.Reading.copy, [], writer.plan_snapshot
+    monkeypatch.setattr(gpu_copies.Reading, "copy", lambda *args: copies.wait(30) and copy(*args))
     monkeypatch.setattr(writer, "plan_snapshot", lambda *args, **options: planned.append(1) or plan(*args, **options))
     saving, counts = Writer(tmp_path), []
     seen.gate.set()
@@ -145,7 +145,7 @@ def test_the_launching_thread_starts_no_copy_of_a_save_however_much_there_is(see
         state["b"].zero_()
         counts.append((sum(seen.kernels.values()), len(planned)))
         copies.set()
-        gpu.await_readers(state["a"].device)  # for the thread that starts the copies too
+        gpu_copies.await_readers(state["a"].device)  # for the thread that starts the copies too
         state["a"].zero_()
         found = checkpoint.restore_leaves(saving.wait().path, lambda name: True)
         assert torch.equal(found["a"], torch.arange(float(n))) and torch.equal(found["b"], torch.ones(3))
@@ -156,11 +156,13 @@ def test_the_launching_thread_starts_no_copy_of_a_save_however_much_there_is(see
 
 
 def test_a_copy_that_cannot_be_started_is_the_error_of_the_save(seen, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu.Reading, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error: unknown")))
+    monkeypatch.setattr(
+        gpu_copies.Reading, "copy", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error: unknown"))
+    )
     saving, state = Writer(tmp_path), some()
     seen.gate.set()
     saving.save(state, step=1)
-    gpu.await_readers(state["a"].device)
+    gpu_copies.await_readers(state["a"].device)
     with pytest.raises(checkpoint.SaveFailed, match=r"step-00000001: .*CUDA error: unknown"):
         saving.wait()
     saving.close()
@@ -169,8 +171,8 @@ def test_a_copy_that_cannot_be_started_is_the_error_of_the_save(seen, tmp_path, 
 @pytest.mark.parametrize(
     "owner, name, kind",
     [
-        (gpu, "await_readers", "races"),
-        (gpu.Copied, "finish", "races"),
+        (gpu_copies, "await_readers", "races"),
+        (gpu_copies.Copied, "finish", "races"),
         (GpuTensor, "record_stream", "freed"),
     ],
 )

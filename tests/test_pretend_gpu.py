@@ -11,7 +11,7 @@ from pretend_gpu import Event, GpuTensor, Stream, pretend
 import fzero
 from fzero import checkpoint, models, optim
 from fzero.checkpoint import restore_state as restore
-from fzero.core import copy_buckets, gpu, precision, prng, pytree
+from fzero.core import copy_buckets, gpu, gpu_copies, precision, prng, pytree
 from fzero.offload import activation_stack
 from fzero.run import run_folder
 from fzero.run.build import build, first_state
@@ -141,15 +141,15 @@ def test_a_wait_an_unpinned_copy_and_a_reused_source_are_found():
         torch.ones(8).to("cuda", non_blocking=True)
         assert [why for why, _ in seen.unpinned] == ["to the device"]
         source = gpu.pinned(torch.ones(8), x.device)
-        copied = gpu.copy_in(source, x.device)
+        copied = gpu_copies.copy_in(source, x.device)
         assert not seen.races
         source.zero_()  # while it is being read
         assert len(seen.races) == 1 and "write by host" in next(iter(seen.races))
         copied.use()
-        out = gpu.copy_out(x)
+        out = gpu_copies.copy_out(x)
         out.tensor + 1
         assert len(seen.races) == 2
-        gpu.copy_out(x).finish() + 1
+        gpu_copies.copy_out(x).finish() + 1
         assert len(seen.races) == 2
 
 

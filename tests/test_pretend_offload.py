@@ -12,7 +12,7 @@ from test_pretend_gpu import by_file
 
 import fzero
 from fzero import models, optim
-from fzero.core import copy_buckets, gpu, precision, pytree
+from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import buffer_pool
 from fzero.offload.activation_stack import DiskActivations
 from fzero.sharding import prefetch, reduce
@@ -144,7 +144,7 @@ def copies_of_a_step(monkeypatch, small):
     the leaves of the model by name)."""
     sizes = []
     monkeypatch.setattr(prefetch, "SMALL_COPY", small)
-    monkeypatch.setattr(prefetch, "copy_in", lambda x, *rest: sizes.append(x.nbytes) or gpu.copy_in(x, *rest))
+    monkeypatch.setattr(prefetch, "copy_in", lambda x, *rest: sizes.append(x.nbytes) or gpu_copies.copy_in(x, *rest))
     options = {"model": GPT2, "micro_batches": 1, "steps": 1}
     with pretend() as seen:
         found, _ = losses("cuda", None, "params=host", **options)
@@ -173,7 +173,13 @@ def test_layers_in_memory_are_updated_during_the_backward_pass():
 def copies_of(monkeypatch, small, offload, **options):
     """The sizes of the copies (from the GPU, to it) in two steps, whose tensors of fewer than `small` bytes go
     together; the bits and the order are checked."""
-    out, back, copy_out, copy_in, copy_in_parts = [], [], gpu.copy_out, gpu.copy_in, gpu.copy_in_parts
+    out, back, copy_out, copy_in, copy_in_parts = (
+        [],
+        [],
+        gpu_copies.copy_out,
+        gpu_copies.copy_in,
+        gpu_copies.copy_in_parts,
+    )
     with pretend() as seen, monkeypatch.context() as patch:
         for owner in (copy_buckets, reduce, in_backward, offloaded):
             patch.setattr(owner, "SMALL_COPY", small)
@@ -243,7 +249,7 @@ def test_a_bucket_that_is_not_waited_for_is_found(monkeypatch):
 @pytest.mark.parametrize("most, copies", ((64 << 20, 2), (300, 3)))
 def test_small_tensors_of_mixed_dtypes_and_shapes_leave_together(most, copies, monkeypatch):
     monkeypatch.setattr(copy_buckets, "LARGE_COPY", most)
-    sizes, copy_out = [], gpu.copy_out
+    sizes, copy_out = [], gpu_copies.copy_out
     monkeypatch.setattr(copy_buckets, "copy_out", lambda x, **room: sizes.append(x.nbytes) or copy_out(x, **room))
     shapes = {(2, 3): torch.float32, (5,): torch.bfloat16, (): torch.float32, (0, 2): torch.float32,
               (40,): torch.float32, (5, 8): torch.float32, (3,): torch.bfloat16}  # fmt: skip
@@ -289,7 +295,7 @@ def nothing(self, *_, **__):
     "owner, name, kind",
     [
         (buffer_pool.BufferPool, "keep", "races"),
-        (gpu.Copied, "finish", "races"),
+        (gpu_copies.Copied, "finish", "races"),
         pytest.param(Stream, "wait_stream", "races", marks=pytest.mark.slow),
         pytest.param(Stream, "wait_event", "races", marks=pytest.mark.slow),
         pytest.param(GpuTensor, "record_stream", "freed", marks=pytest.mark.slow),
@@ -326,7 +332,7 @@ def test_buffers_that_are_copied_to_the_gpu_are_lent_until_then():
         for i in range(3):
             buffer = pool.take((pool.size,), torch.uint8)
             buffer.view.fill_(i)
-            pool.keep(buffer.raw, gpu.copy_in(buffer.view, device))
+            pool.keep(buffer.raw, gpu_copies.copy_in(buffer.view, device))
             assert sum(seen.waits.values()) == i  # for the copy before
             del buffer
         pool.drain()
@@ -345,12 +351,12 @@ def early(tensors, device, *, after):
         # The sum so far comes back to the GPU before it has left.
         ("grads=host,opt=host", reduce, "copy_in_together", early),
         # The host reads sums, or rows, that are still on their way.
-        ("grads=host,opt=host", gpu.Copied, "finish", nothing),
-        ("opt=host", gpu.Copied, "finish", nothing),
+        ("grads=host,opt=host", gpu_copies.Copied, "finish", nothing),
+        ("opt=host", gpu_copies.Copied, "finish", nothing),
         # Parameters are written while the backward pass reads them.
         ("opt=host", Stream, "wait_stream", nothing),
         # The next step reads parameters that are still on their way.
-        ("opt=host", gpu.Copied, "use", nothing),
+        ("opt=host", gpu_copies.Copied, "use", nothing),
     ],
 )
 def test_a_missing_order_of_a_step_is_found(offload, owner, name, plant, monkeypatch):

@@ -18,7 +18,7 @@ from test_pretend_offload import COMMIT, REDUCE, SCALE, UNITS, UPDATE
 import fzero
 from fzero import models, optim
 from fzero.comm import channel
-from fzero.core import gpu, precision
+from fzero.core import gpu_copies, precision
 from fzero.run import loop, pretrain, run_folder, run_lock
 from fzero.run.attempt import Options
 from fzero.run.config_table import from_table
@@ -84,7 +84,7 @@ def by_the_host(mesh, case):
 def unread(mesh, case):
     """The races of a step whose messages are sent before the host has them, on this rank."""
     with pytest.MonkeyPatch.context() as patch, pretend() as seen:
-        patch.setattr(gpu.Copied, "finish", lambda copied: copied.tensor)
+        patch.setattr(gpu_copies.Copied, "finish", lambda copied: copied.tensor)
         train(mesh, "cuda", case, steps=1)
         return dict(seen.races)
 

@@ -13,7 +13,7 @@ from pretend_gpu import GpuTensor, pretend
 from pretend_triton import interpreted
 
 import fzero
-from fzero.core import gpu
+from fzero.core import gpu, gpu_copies
 from fzero.kernels.registry import observe, op
 
 ROOT = Path(fzero.__file__).parents[1]
@@ -67,10 +67,10 @@ def test_a_kernel_that_does_not_wait_for_its_input_is_found():
     b = torch.ones(4, 64)
     with pretend() as seen, interpreted():
         device = torch.device("cuda", 0)
-        x, y = (gpu.copy_in(gpu.pinned(b, device), device) for _ in range(2))
+        x, y = (gpu_copies.copy_in(gpu.pinned(b, device), device) for _ in range(2))
         run = functools.partial(op("swiglu"), impl="triton")
         assert run(x.use(), y.use()).is_cuda and not seen.races
-        x = gpu.copy_in(gpu.pinned(b, device), device)
+        x = gpu_copies.copy_in(gpu.pinned(b, device), device)
         run(x.tensor, y.tensor)
         assert any("read by 0 at kernels/" in text for text in seen.races)
         with pytest.raises(ValueError, match=r"memory of the host in _glu_forward|tensors? .*cpu"):

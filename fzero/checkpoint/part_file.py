@@ -24,7 +24,7 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.manifest import Folder
 from fzero.checkpoint.part_storage import FileWriter, aligned_memory
-from fzero.core.gpu import Copied, Reading
+from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import round_to_pages

@@ -36,7 +36,7 @@ from fzero.core import gpu
 from fzero.core.arguments import checked
 from fzero.core.digest import prepare
 from fzero.core.foreign import parse_json
-from fzero.core.gpu import Copied
+from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system
 from fzero.offload.buffer_pool import BufferPool
@@ -59,7 +59,7 @@ class Writer:
     compress: "zstd" or "". buffer_bytes: memory for the snapshot; None: the size of the state. With less, `save`
     returns later: once the rest fits.
     For leaves on a GPU the memory is pinned, and the copies into it are made beside the next step, whose update waits
-    for them: who writes into the leaves in another way calls fzero.core.gpu.await_readers(device) first.
+    for them: who writes into the leaves in another way calls fzero.core.gpu_copies.await_readers(device) first.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -218,7 +218,7 @@ class Writer:
         self._copy(save, plan, {name: leaf for name, (leaf, _) in named.items() if name not in on_gpu})
         if on_gpu:
             device = next(iter(on_gpu.values())).device
-            args = (save, plan, on_gpu, device, gpu.Reading(device))
+            args = (save, plan, on_gpu, device, Reading(device))
             threading.Thread(target=self._copy_beside, args=args, name="fzero-snapshot", daemon=True).start()
         return bool(on_gpu)
 
@@ -229,7 +229,7 @@ class Writer:
             self.planned = traits, plan_snapshot(named, self.mesh, objects=objects, compress=self.compress)
         return self.planned[1]
 
-    def _copy(self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], reading: gpu.Reading | None = None) -> None:
+    def _copy(self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], reading: Reading | None = None) -> None:
         buffers = self.buffers
         short = buffers is not None and buffers.size < plan.total
 
@@ -259,7 +259,7 @@ class Writer:
             del give  # frees the leaf before the next one is made
 
     def _copy_beside(
-        self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], device: torch.device, reading: gpu.Reading
+        self, save: Save, plan: SnapshotPlan, leaves: dict[str, Any], device: torch.device, reading: Reading
     ) -> None:
         try:
             gpu.select_device(device)  # of this thread

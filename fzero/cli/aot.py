@@ -74,7 +74,7 @@ def _say(label: str, width: int, r: aot.Result) -> bool:
     """Print the line of a build; returns whether it has a fault."""
     sizes = f"{r.registers:3} registers  {r.spilled:5} spilled  {r.shared / 1024:5.1f} KiB shared"
     sizes += f"  {r.matrix or '-':>4} matrix  {r.wide:3} of {r.accesses:3} wide"
-    print(f"{label:{width}}  {sizes}  {'WRONG: ' + r.wrong if r.wrong else r.allowed}".rstrip(), flush=True)
+    print(f"{label:{width}}  {sizes}  {'WRONG: ' + r.wrong if r.wrong else ''}".rstrip(), flush=True)
     return bool(r.wrong)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger
 from fzero.core.future import Future
-from fzero.core.gpu import copy_in, copy_out
+from fzero.core.gpu_copies import copy_in, copy_out
 
 T = TypeVar("T")
 Message = tuple[Callable[..., Any], Tensor, int]  # dist.isend or dist.irecv, what it moves, the other rank

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.future import Future
-from fzero.core.gpu import HOST, Copied, copy_in, copy_in_parts, copy_out
+from fzero.core.gpu import HOST
+from fzero.core.gpu_copies import Copied, copy_in, copy_in_parts, copy_out
 
 PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
 # Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on

@@ -56,7 +56,6 @@ class Build(NamedTuple):
     )
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
     spills: int = 0  # bytes of spills allowed; above 0 only with a reason in a comment
-    wide_since: tuple[int, int] = (0, 0)  # the version of Triton before which `wide` is not asked; with a reason
 
 
 class Arch(NamedTuple):
@@ -92,7 +91,6 @@ class Result(NamedTuple):
     wide: int  # accesses to global memory of 128 bits
     accesses: int  # all
     wrong: str = ""  # "" for nothing
-    allowed: str = ""  # a fault that this version of Triton is known for
 
 
 def compile_build(arch: Arch, file: str, build: Build) -> Result:
@@ -117,16 +115,13 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
     except triton.compiler.errors.CompilationError as error:  # a type that this target lacks
         return failed(str(error).strip().splitlines()[-1])
     read = read_code(arch, compiled)
-    narrow = "narrow accesses" if build.wide and 2 * read.wide < read.accesses else ""
-    old = tuple(map(int, triton.__version__.split(".")[:2])) < build.wide_since
     faults = [
         f"{read.spilled} bytes spilled" if read.spilled > build.spills else "",
         too_much_shared(arch, read.shared),
         "no matrix units" if build.matrix and not read.matrix else "",
-        "" if old else narrow,
+        "narrow accesses" if build.wide and 2 * read.wide < read.accesses else "",
     ]
-    allowed = f"{narrow}, as with any Triton before {'.'.join(map(str, build.wide_since))}" if old and narrow else ""
-    return read._replace(wrong=", ".join(filter(None, faults)), allowed=allowed)
+    return read._replace(wrong=", ".join(filter(None, faults)))
 
 
 def read_code(arch: Arch, compiled: Any) -> Result:

@@ -221,7 +221,7 @@ def _forward(
     if b * t * h == 0:
         return out, lse
     q, k, v = compact_rows(q), compact_rows(k), compact_rows(v)
-    width, blocks = config("_flash_forward", CONFIGS, q, kind)
+    width, blocks = config("_flash_forward", CONFIGS, q, kind, places.options["AT"])
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
         q, k, v, out, lse, *places.of_queries(blocks, q), t, s, h, h // k.shape[2], *places.starts, size, keep,
         scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DIM=dim, WIDTH=width,

@@ -392,12 +392,12 @@ def _backward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     options = {"KIND": kind, **places.options, "DIM": dim, "UPCAST": INTERPRETED}
 
-    width, blocks = config("_flash_dq", QUERY_CONFIGS, q, kind)
+    width, blocks = config("_flash_dq", QUERY_CONFIGS, q, kind, places.options["AT"])
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
         q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *places.of_queries(blocks, q), *sizes,
         *strides, **options, WIDTH=width, OF_LSE=h is not None, **blocks,
     )  # fmt: skip
-    width, blocks = config("_flash_dkv", KEY_CONFIGS, q, kind)
+    width, blocks = config("_flash_dkv", KEY_CONFIGS, q, kind, places.options["AT"])
     _flash_dkv[(triton.cdiv(s, blocks["N"]) * b * groups,)](
         q, k, v, lse, g, delta, dk, dv, *places.of_keys(blocks, q), *sizes, *strides, **options, WIDTH=width, **blocks
     )
@@ -408,8 +408,5 @@ def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", {"OF_LSE": True}, gpu)
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
-    # in the loop. Before 3.7 Triton loads LSE and DELTA in the layout of the product's columns: 4 bytes at a time, a
-    # small part of the bytes and most of the instructions.
-    yield from each_build(
-        "_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", {}, gpu, spills=64, wide_since=(3, 7)
-    )
+    # in the loop.
+    yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", {}, gpu, spills=64)

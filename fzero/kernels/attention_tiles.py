@@ -167,19 +167,26 @@ def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
 
 def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
     """The configurations of a kernel, by the head dim rounded up to a power of two, or by float32: tiles of M queries
-    and N keys.
+    and N keys; and by (that, "at") where AT has its own, as its bounds of tiles take registers through the loops.
     """
-    by_width: dict[Any, Sequence[tuning.Config]] = {w: chips.Table(f"{kernel} {w}") for w in (64, 128, 256)}
-    return by_width | {torch.float32: chips.Table(f"{kernel} float32")}
+    found: dict[Any, Sequence[tuning.Config]] = {}
+    for name, key in ((64, 64), (128, 128), (256, 256), ("float32", torch.float32)):
+        found[key] = chips.Table(f"{kernel} {name}")
+        if (at := f"{kernel} {name} at") in chips.listed()[chips.DEFAULT]["blocks"]["rows"]:
+            found[key, "at"] = chips.Table(at)
+    return found
 
 
-def config(kernel: str, configs: dict[Any, Sequence[tuning.Config]], q: Tensor, kind: str) -> tuple[int, tuning.Config]:
+def config(
+    kernel: str, configs: dict[Any, Sequence[tuning.Config]], q: Tensor, kind: str, at: bool
+) -> tuple[int, tuning.Config]:
     """Return (head dim rounded up to a power of two, configuration) of a kernel for queries `q`; of the sizes only K
-    matters.
+    matters. at: whether positions lie in memory (AT).
     """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
-    rows = tuning.rows(configs[torch.float32 if q.dtype == torch.float32 else max(64, width)], q.device)
-    return width, tuning.config(kernel, (width, q.dtype, kind), rows[0], q.device)
+    key = torch.float32 if q.dtype == torch.float32 else max(64, width)
+    rows = tuning.rows(configs[(key, "at") if at and (key, "at") in configs else key], q.device)
+    return width, tuning.config(kernel, (width, q.dtype, kind, at), rows[0], q.device)
 
 
 def compact_rows(x: Tensor) -> Tensor:
@@ -214,13 +221,16 @@ def each_build(
     extra: dict[str, Any],
     gpu: str,
     spills: int = 0,
-    wide_since: tuple[int, int] = (0, 0),
 ) -> Iterator[Build]:
     """The builds of a kernel: each configuration, and several masks; `spills`: bytes of spills allowed for the widest
-    heads; `wide_since`: see Build.
+    heads.
     """
     strides = tuple(x + y for x in "qkv" for y in "bth")
-    rows = {width: chips.Table(f"{kernel} {width}").on(gpu) for width in (64, 128, 256, "float32")}
+    configs = tables(kernel)
+
+    def rows(width: Any, at: bool = False) -> Sequence[tuning.Config]:
+        table = configs[(width, "at") if at and (width, "at") in configs else width]
+        return table.on(gpu) if isinstance(table, chips.Table) else table
 
     def build(
         dim: int,
@@ -240,18 +250,16 @@ def each_build(
             "UPCAST": False,
         } | extra
         types = signature(pointers, dtype, at) | dict.fromkeys(extra, "constexpr")
-        # At positions a few scalars more live through the loops: the bounds of the tile, and of those that it meets.
-        allowed = max(spills * (dim > 128), 32 * at * (dim >= 128))
         wide = not documents and not at
-        return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, allowed, wide_since)
+        return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, spills * (dim > 128))
 
     for dim in (64, 128, 256):
-        for blocks in rows[dim]:
+        for blocks in rows(dim):
             yield build(dim, blocks)
-    yield build(96, rows[128][0])
+    yield build(96, rows(128)[0])
     for kind, documents in (("full", True), ("window", False), ("fixed", True)):
-        yield build(128, rows[128][0], kind=kind, documents=documents)
-    yield build(128, rows["float32"][0], dtype="fp32")
+        yield build(128, rows(128)[0], kind=kind, documents=documents)
+    yield build(128, rows(torch.float32)[0], dtype="fp32")
     for dim, kind, documents in ((64, "full", True), (128, "full", False), (128, "fixed", True), (256, "window", True)):
-        yield build(dim, rows[dim][0], kind=kind, documents=documents, at=True)
-    yield build(128, rows["float32"][0], dtype="fp32", documents=True, at=True)
+        yield build(dim, rows(dim, True)[0], kind=kind, documents=documents, at=True)
+    yield build(128, rows(torch.float32, True)[0], dtype="fp32", documents=True, at=True)

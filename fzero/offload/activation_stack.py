@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.future import Future
-from fzero.core.gpu import Copied, copy_in, copy_out
+from fzero.core.gpu_copies import Copied, copy_in, copy_out
 from fzero.offload.scratch import ScratchFile
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
+from fzero.core.gpu_copies import Copied
 from fzero.core.storage import PAGE
 
 HUGE = 2 << 20
@@ -61,7 +62,7 @@ class BufferPool:
             weakref.finalize(self.memory, unpin).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        self.leaving: deque[tuple[Tensor, gpu.Copied]] = deque()  # memory that copies to a GPU read, oldest first
+        self.leaving: deque[tuple[Tensor, Copied]] = deque()  # memory that copies to a GPU read, oldest first
         self.lock = threading.Lock()
         self.lent = self.peak = 0
 
@@ -93,7 +94,7 @@ class BufferPool:
         weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
 
-    def keep(self, raw: Tensor, copied: gpu.Copied) -> None:
+    def keep(self, raw: Tensor, copied: Copied) -> None:
         """Lend `raw`, memory of a buffer, until a copy that reads it is made, whoever drops it before."""
         with self.lock:
             self.leaving.append((raw, copied))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.future import Future
-from fzero.core.gpu import Copied, copy_in
+from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct

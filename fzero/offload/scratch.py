@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.gpu import Copied, copy_out
+from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.foreign import parse_json_value
-from fzero.core.gpu import Copied
+from fzero.core.gpu_copies import Copied
 from fzero.core.storage import Damaged, read_text, write_text
 from fzero.offload.buffer_pool import Buffer
 from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fzero.core.copy_buckets import start_fetch
 from fzero.core.future import Future
-from fzero.core.gpu import HOST, copy_in
+from fzero.core.gpu import HOST
+from fzero.core.gpu_copies import copy_in
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
 from fzero.offload.scratch import ScratchTensor

@@ -18,7 +18,8 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, all_gather, all_to_all, psum, pvary
 from fzero.core import pytree
 from fzero.core.arguments import checked
-from fzero.core.gpu import copy_in, pinned
+from fzero.core.gpu import pinned
+from fzero.core.gpu_copies import copy_in
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer

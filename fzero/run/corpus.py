@@ -14,7 +14,8 @@ import torch
 
 import fzero
 from fzero import data
-from fzero.core.gpu import HOST, Copied, copy_in, pinned
+from fzero.core.gpu import HOST, pinned
+from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import user_folder
 from fzero.data.reference import read_reference
 from fzero.data.rows import RowStream

@@ -17,7 +17,7 @@ from fzero.comm.collectives import Axis, start_all_gather
 from fzero.core import pytree
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
-from fzero.core.gpu import Copied, copy_in
+from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Coder
 from fzero.sharding.plan import Plan

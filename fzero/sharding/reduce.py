@@ -22,7 +22,7 @@ from fzero.core import pytree
 from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, copy_out_together, rooms_beside
 from fzero.core.device import kind_of
 from fzero.core.future import Future
-from fzero.core.gpu import Copied, copy_out
+from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder

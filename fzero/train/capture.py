@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.tables import any_rank
-from fzero.core import gpu, pytree
+from fzero.core import gpu, gpu_copies, pytree
 from fzero.core.pytree import Tree
 from fzero.optim import GradientTransformation
 from fzero.optim.combine import split_chain
@@ -115,7 +115,7 @@ class CapturedStep:
         if self.refused:
             return self.give_up(self.refused, state, batch)
         watched = any(getattr(watch, "phases", True) for watch in self.mesh.ledger.watches)
-        if watched or gpu.has_readers(state.step.device):
+        if watched or gpu_copies.has_readers(state.step.device):
             return self.step(state, batch)
         if self.captures is None:
             return self.measured(state, batch)

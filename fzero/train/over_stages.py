@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, start_all_gather, start_psum
 from fzero.comm.communicator import Communicator
 from fzero.core import pytree
-from fzero.core.gpu import copy_in
+from fzero.core.gpu_copies import copy_in
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.sharding.plan import Plan

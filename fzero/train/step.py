@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import gpu, pytree
+from fzero.core import gpu_copies, pytree
 from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
@@ -147,7 +147,7 @@ def make_train_step(
             metrics, verdict, sums = measured(seed, state, found)
             del found
             moved = advance(plan, state, verdict, rows)
-            gpu.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
+            gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 skipped = metrics.skipped if skips else None
                 new = (finish if early is None else early.finish)(sums, moved, skipped)
@@ -186,7 +186,7 @@ def update_delayed(
     """The state after one delayed update, with the parameters before it in `extra`, and its metrics."""
     metrics, verdict, sums = measured(state, found)
     moved = state._replace(extra={**state.extra, LOSS: verdict.stats})
-    gpu.await_readers(state.step.device)
+    gpu_copies.await_readers(state.step.device)
     with plan.mesh.ledger.phase("update"):
         new = finish(sums, exchanged(plan, moved) if donate else moved, metrics.skipped if skips else None)
     return new if donate else keep_previous(plan, state, new), metrics

@@ -16,7 +16,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.gpu import HOST, Copied, copy_out, memory_of, reset_peak
+from fzero.core.gpu import HOST, memory_of, reset_peak
+from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import naming
 from fzero.run import run_folder
 from fzero.run.build import Job

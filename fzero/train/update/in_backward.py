@@ -17,7 +17,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.copy_buckets import SMALL_COPY, copy_out_together, rooms_beside
 from fzero.core.device import HOST, kind_of
-from fzero.core.gpu import Copied, await_readers, copy_out
+from fzero.core.gpu_copies import Copied, await_readers, copy_out
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import UpdateUnit, begin_ahead
 from fzero.sharding import Plan

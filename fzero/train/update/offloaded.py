@@ -19,7 +19,8 @@ from fzero.comm.collectives import all_gather
 from fzero.core import pytree
 from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, rooms_beside, start_fetch
 from fzero.core.device import HOST, kind_of
-from fzero.core.gpu import Copied, copy_in, copy_out, pinned
+from fzero.core.gpu import pinned
+from fzero.core.gpu_copies import Copied, copy_in, copy_out
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
 from fzero.offload.update_units import (

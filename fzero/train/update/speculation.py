@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.gpu import Copied
+from fzero.core.gpu_copies import Copied
 from fzero.core.pytree import Tree
 from fzero.offload.update_units import OFF, begin_ahead
 from fzero.optim.in_units import columns_of
