@@ -53,6 +53,7 @@ def compare(schedule: str, args: argparse.Namespace) -> dict[str, Any]:
     order = {"config": dataclasses.asdict(config), "dtype": DTYPE, "warmup": args.warmup, "seed": args.seed, **rows}
     title, before = f"{args.config} {DTYPE}, {RANKS} ranks, {schedule}", os.getloadavg()
     contenders = [f"fzero-pp={schedule}", f"pipelining={schedule}", f"fzero-pp={schedule}+compile"]
+    contenders += [f"deepspeed-pp={schedule}"] * (args.deepspeed and schedule == "1f1b")
     results, _ = sitting(
         contenders,
         lambda name, mode: start(name, mode, order),
@@ -91,6 +92,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--schedules", default=",".join(SCHEDULES), help="comma list; 1f1b/4: of 4 delayed updates")
     parser.add_argument("--sections", default="bubble,steps", help="comma list of bubble, steps")
+    parser.add_argument("--deepspeed", action="store_true", help="its PipelineModule too, beside 1f1b")
     parser.add_argument("--config", default="middle", choices=problem.CONFIGS, help="the model of the steps")
     parser.add_argument("--parts", type=int, default=8, help="micro-batches of an update, a multiple of 4")
     parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch")

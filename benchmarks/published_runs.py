@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from fzero.models.mixtral import MoEConfig
 from fzero.models.presets import GPT2Config, ModelConfig
+from fzero.sharding import pipeline
 
 A3_NETWORK = 12.5e9  # bytes/s of a GPU: Google's a3-highgpu-8g, four interfaces of 200 Gb/s for eight GPUs
 
@@ -336,6 +337,18 @@ def _zero_bubble() -> list[Run]:
         for size, layers, d, heads, micro, layout, found in rows
         for name, (samples, gb) in found.items()
     ]
+
+
+def scores_bytes(run: Run) -> int:
+    """The bytes that the fullest rank of a zero-bubble run keeps of attention without a fused kernel: of each pair of
+    positions and head the softmax and its dropout, 2 bytes each, and the mask, 1 (Korthikanti et al. 2022, equation 2),
+    for the layers in flight."""
+    assert isinstance(run.model, GPT2Config)
+    stages = pipeline.read_layout(run.settings["pipeline.layout"], [1.0] * run.model.n_layers, run.mesh["pp"])
+    s = pipeline.schedule(run.settings["pipeline.schedule"], stages, run.batch // run.micro_batch)
+    chunks = pipeline.play(s, dict.fromkeys("FIW", 1.0)).peak
+    layers = max(n * len(stages.layers[rank]) for rank, n in enumerate(chunks))
+    return layers * 5 * run.model.n_heads * run.seq_len**2 * run.micro_batch
 
 
 def pipelines() -> list[Run]:

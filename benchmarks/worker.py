@@ -33,7 +33,11 @@ MODULES = {
     "deepspeed-STAGE": "deepspeed_zero",
     "jax-fsdp": "jax_fsdp",
 }
-PIPELINES = {"fzero-pp": "fzero_pipeline", "pipelining": "torch_pipelining"}  # before =SCHEDULE
+PIPELINES = {  # before =SCHEDULE
+    "fzero-pp": "fzero_pipeline",
+    "pipelining": "torch_pipelining",
+    "deepspeed-pp": "deepspeed_pipeline",
+}
 JAX = ("jax", "jax-fsdp")
 
 

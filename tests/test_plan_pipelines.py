@@ -56,18 +56,15 @@ def results(name):
     return [one[name] for one in found]
 
 
-LATER = ("1f1b", "zb-h1", "stage 3", "interleaved", "zb-v")
-
-
-def tiered(cases, quick):
+def tiered(cases, quick, later):
     """Of the cases one by default, some in the slow tier and the others when asked for."""
     marks = {
-        name: [] if name == quick else pytest.mark.slow if name in LATER else pytest.mark.exhaustive for name in cases
+        name: [] if name == quick else pytest.mark.slow if name in later else pytest.mark.exhaustive for name in cases
     }
     return [pytest.param(name, marks=marks[name]) for name in cases]
 
 
-@pytest.mark.parametrize("name", tiered(CASES, quick="zb-h1"))
+@pytest.mark.parametrize("name", tiered(CASES, quick="zb-h1", later=("1f1b", "stage 3", "interleaved", "zb-v")))
 def test_what_is_predicted_of_every_rank_is_measured(name):
     config = CASES[name]
     for rank, (timeline, at_rest, rows, counted, _) in enumerate(results(name)):
@@ -132,7 +129,7 @@ def passes(trace):
     return [(m.phase, m.layer, m.bytes) for m in trace.timeline[: end + 1]]
 
 
-@pytest.mark.parametrize("name", tiered(LONG, quick="1f1b"))
+@pytest.mark.parametrize("name", tiered(LONG, quick="1f1b", later=("zb-h1", "zb-v")))
 def test_a_row_is_put_together_of_few_acts(name):
     config = LONG[name]
     found = pipelined.trace(config, config.mesh)
