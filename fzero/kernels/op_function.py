@@ -33,8 +33,8 @@ def operator(
     as one node.
 
     A launcher is pure: it returns new tensors and does not write into its arguments. `fake` takes the same arguments
-    and returns empty tensors of the results' shapes and dtypes. opened: see OPENED. batched: the rule of vmap, as torch.library.register_vmap
-    takes it; None: it calls the launcher once for each example, and warns.
+    and returns empty tensors of the results' shapes and dtypes. opened: see OPENED. batched: the rule of vmap, as
+    torch.library.register_vmap takes it; None: it calls the launcher once for each example, and warns.
     """
 
     def define(launch: Callable[..., Any]) -> Callable[..., Any]:
