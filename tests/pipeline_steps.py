@@ -4,8 +4,7 @@ import functools
 import math
 
 import ranks
-from close import assert_close
-from zero_cases import FP64, train, whole
+from zero_cases import FP64, expect_one_process, train, trained_whole
 
 import fzero
 
@@ -28,30 +27,14 @@ def serial(name, optimizer, micro_batches, dropout=0.0, layers=0, rows=24, steps
     return state, log
 
 
-def trained(mesh, cases, steps):
-    """[(the whole state, metrics) of each case]"""
-    out = []
-    for case, options in cases:
-        state, specs, log = train(mesh, *case, steps=steps, **options)
-        out.append((whole(state, specs, mesh), log))
-    return out
-
-
 def equals_one_process(sizes, cases, steps=STEPS):
     """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, options of `train`)."""
     data = sizes.get("dp", 1) * sizes.get("rp", 1)
-    given = [((name, tx, stage, data * m), options) for name, tx, stage, m, options in cases]
-    results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
-    for (case, options), (state, log) in zip(given, results[0]):
-        name, tx, _, m = case
+    given = [((name, tx, stage, data * m), {"steps": steps, **options}) for name, tx, stage, m, options in cases]
+    results = ranks.run(math.prod(sizes.values()), trained_whole, given, mesh=sizes, timeout_s=600)
+    expected = []
+    for (name, tx, _, m), options in given:
         same = {key: options[key] for key in ("dropout", "rows", "policy") if key in options}
         layers = options.get("sizes", {}).get("n_layers", 0)
-        expected, expected_log = serial(name, tx, m, **same, layers=layers, steps=steps)
-        try:
-            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
-            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
-            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
-        except AssertionError as error:
-            error.add_note(f"{sizes}, {case}, {options}")
-            raise
-    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
+        expected.append(serial(name, tx, m, **same, layers=layers, steps=steps))
+    expect_one_process(results, expected, [(sizes, *case) for case in given])

@@ -8,7 +8,16 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, packed_batch_for, train, whole
+from zero_cases import (
+    FP64,
+    OPTIMIZERS,
+    batch_for,
+    expect_one_process,
+    model_of,
+    packed_batch_for,
+    train,
+    trained_whole,
+)
 
 import fzero
 from fzero.sharding.context import PIECES, Context, Pieces, expect_pieces
@@ -54,32 +63,18 @@ def serial(name, optimizer, micro_batches, steps, what, dropout):
     return state, log
 
 
-def trained(mesh, cases, steps):
-    out = []
-    for case, what, options in cases:
-        state, specs, log = train(mesh, *case, steps=steps, **CASES[what], **options)
-        out.append((whole(state, specs, mesh), log))
-    return out
-
-
 def equals_one_process(mesh, cases, steps=STEPS):
     """Each case: (name of the model, optimizer, stage, micro-batches of a data rank, name of CASES, options of
     `train`). mesh: a name of MESHES, or the sizes of its axes."""
     sizes = MESHES[mesh] if isinstance(mesh, str) else mesh
     data = sizes.get("dp", 1) * sizes.get("rp", 1)
     given = [((name, tx, stage, data * m), what, options) for name, tx, stage, m, what, options in cases]
-    results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
-    for (case, what, options), (state, log) in zip(given, results[0]):
-        name, tx, _, m = case
-        expected, expected_log = serial(name, tx, m, steps, what, options.get("dropout", 0.0))
-        try:
-            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
-            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
-            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
-        except AssertionError as error:
-            error.add_note(f"{mesh}, {case}, {what}, {options}")
-            raise
-    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
+    runs = [(case, {"steps": steps, **CASES[what], **options}) for case, what, options in given]
+    results = ranks.run(math.prod(sizes.values()), trained_whole, runs, mesh=sizes, timeout_s=600)
+    expected = [
+        serial(name, tx, m, steps, what, options.get("dropout", 0.0)) for (name, tx, _, m), what, options in given
+    ]
+    expect_one_process(results, expected, [(mesh, *case) for case in given])
 
 
 # T = 8: on cp4 a block of the zigzag is one token. gpt2 is tied, with learned positions and dropout; gemma has windows,
@@ -139,9 +134,10 @@ def test_a_rank_without_a_token_that_counts():
 @pytest.mark.exhaustive
 def test_canonical_sums_are_alike_on_any_dp_beside_one_cp():
     options = {**options_of(reduce="canonical"), "dropout": 0.1}
-    cases = [(("gpt2", "clipped adam", stage, 4), "documents", options) for stage in (0, 3)]
+    options |= {"steps": STEPS, **CASES["documents"]}
+    cases = [(("gpt2", "clipped adam", stage, 4), options) for stage in (0, 3)]
     one, two = (
-        ranks.run(math.prod(sizes.values()), trained, cases, STEPS, mesh=sizes)[0]
+        ranks.run(math.prod(sizes.values()), trained_whole, cases, mesh=sizes)[0]
         for sizes in (MESHES["cp2"], MESHES["dp2 x cp2"])
     )
     for a, b in ((one[0], one[1]), (one[0], two[0]), (one[0], two[1])):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import ranks
 from close import assert_close, assert_same
-from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
+from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of, train, whole
 
 import fzero
 from fzero import checkpoint
@@ -65,18 +65,11 @@ def equals_one_process(mesh, cases, steps=STEPS):
     data = math.prod(sizes.get(axis, 1) for axis in ("dp", "rp", "ep"))
     given = [((name, tx, stage, data * m), options) for name, tx, stage, m, options in cases]
     results = ranks.run(math.prod(sizes.values()), trained, given, steps, mesh=sizes, timeout_s=600)
-    for (case, options), (state, log) in zip(given, results[0]):
-        name, tx, _, m = case
+    expected = []
+    for (name, tx, _, m), options in given:
         same = {key: options[key] for key in ("dropout", "compiled", "of") if key in options}
-        expected, expected_log = serial(name, tx, m, steps, **same)
-        try:
-            assert_close(log, expected_log, rtol=1e-10, atol=1e-12)
-            assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
-            assert_close(state.opt_state, expected.opt_state, rtol=1e-8, atol=1e-10)
-        except AssertionError as error:
-            error.add_note(f"{mesh}, {case}, {options}")
-            raise
-    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)
+        expected.append(serial(name, tx, m, steps, **same))
+    expect_one_process(results, expected, [(mesh, *case) for case in given])
 
 
 FEW = {

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from close import assert_same
 
 from fzero.kernels import attention_blocked, linear_cross_entropy, norm
 from fzero.kernels.attention_pattern import FULL
@@ -13,6 +14,7 @@ from fzero.planner.plan import config_for, device_for, resolve_for
 from fzero.run import build
 from fzero.run.measure.live_bytes import MemoryTrace, record_step
 from fzero.sharding import one_process
+from fzero.train.batch import local_batch
 
 CHUNK = 128  # tokens of a chunk of the MLP, the norms and the loss
 
@@ -170,6 +172,33 @@ def measured_peak(config):
     batch |= {"mask": torch.ones_like(batch["tokens"], dtype=torch.bool)}
     state, _ = job.train_step(build.first_state(job), {name: x[:, :64].contiguous() for name, x in batch.items()})
     return record_step(job.train_step, state, batch, mesh.ledger)[2].peak
+
+
+def long_run(folder, offload):
+    """(the state of three steps of long rows of documents, losses), by chunks of everything that is made in chunks."""
+    settings = {"precision.policy": "bf16", "train.compiled": False, "train.remat": "full", "model.mlp_tokens": CHUNK}
+    settings |= {"model.n_layers": 3, "model.d_model": 64, "model.d_ff": 128, "model.n_heads": 4, "model.n_kv_heads": 2}
+    settings |= {"data.seq_len": 1024, "model.max_len": 1024, "train.batch": 2, "train.micro_batch": 1}
+    config = resolve_for(config_for("llama-tiny", {**settings, "offload": offload}), device_for("here"))
+    job = build.build(config, one_process(), folder)
+    state, losses = build.first_state(job), []
+    for step in range(3):
+        g = torch.Generator().manual_seed(step)
+        rows = torch.randint(0, config.model.vocab_size, (2, 1025), generator=g)
+        batch = {"tokens": rows[..., :-1].contiguous(), "targets": rows[..., 1:].contiguous()}
+        batch["documents"] = (torch.rand(2, 1024, generator=g) < 0.01).cumsum(-1).int()
+        state, metrics = job.train_step(state, local_batch(batch, one_process(), 2))
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@pytest.mark.parametrize("where", ["nvme", pytest.param("host", marks=pytest.mark.slow)])
+def test_a_long_run_with_inputs_of_layers_elsewhere_has_the_bits_of_one_that_keeps_them(where, small_chunks, tmp_path):
+    kept, losses = long_run(tmp_path / "kept", "")
+    away, same = long_run(tmp_path / "away", f"acts={where}")
+    assert same == losses and losses[0] != losses[-1]
+    assert_same(away.params, kept.params)
+    assert_same(away.opt_state, kept.opt_state)
 
 
 @pytest.mark.exhaustive

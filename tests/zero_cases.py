@@ -4,6 +4,7 @@ again."""
 import functools
 
 import torch
+from close import assert_close
 from law_cases import FP64, case_of, config_of, step_options
 
 import fzero
@@ -122,3 +123,20 @@ def trained_whole(mesh, cases):
         state, specs, log = train(mesh, *case, **options)
         out.append((whole(state, specs, mesh), log))
     return out
+
+
+def expect_one_process(results, expected, words):
+    """Fail unless the ranks of `trained_whole` have the states and metrics of one process.
+
+    results: by rank, what `trained_whole` returned. expected: (state, metrics) of one process for each case; words:
+    what each case is, for the message.
+    """
+    for (state, log), (alone, alone_log), said in zip(results[0], expected, words, strict=True):
+        try:
+            assert_close(log, alone_log, rtol=1e-10, atol=1e-12)
+            assert_close(state.params, alone.params, rtol=1e-10, atol=1e-10)
+            assert_close(state.opt_state, alone.opt_state, rtol=1e-8, atol=1e-10)
+        except AssertionError as error:
+            error.add_note(str(said))
+            raise
+    assert all([log for _, log in result] == [log for _, log in results[0]] for result in results)

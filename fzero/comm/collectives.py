@@ -11,9 +11,10 @@ For each mesh axis, a value is either the same on all ranks or varying (a shard,
 | `own_slice` (no data moves) | the same on all -> varying | `all_gather_same` |
 | `all_to_all` | varying -> varying | itself, dims swapped |
 | `ppermute` | varying -> varying | itself, the inverse permutation |
-| `exchange_rows` | varying -> varying | itself, the counts transposed |
 
 To differentiate a loss that is the same on all ranks, each rank seeds its backward pass with 1.
+
+Exchanges of uneven rows, and within groups of ranks of an axis: exchanges.py.
 
 All of them compose under torch.func (grad, vjp, jvp, vmap, nested in any order), and make_fx traces them into operators
 of the namespace `fzero`. On an axis of size 1 each returns its input. `leaf` is a name for errors and for the ledger.
@@ -48,8 +49,6 @@ __all__ = [
     "all_gather",
     "all_gather_same",
     "all_to_all",
-    "exchange_rows",
-    "exchange_within",
     "own_slice",
     "ppermute",
     "psum",
@@ -161,27 +160,28 @@ class _Linear(torch.autograd.Function):
 # ---- the collectives ------------------------------------------------------------------------------------------------
 
 
-def _what(collective: str, axis: Axis, leaf: str) -> str:
+def call_of(collective: str, axis: Axis, leaf: str) -> str:
+    """A call in the words of an error, such as "psum over dp of embed/tokens"."""
     return f"{collective} over {axis.name}" + (f" of {leaf}" if leaf else "")
 
 
 def _apply(
     kind: str, x: Tensor, axis: Axis, leaf: str, dims: tuple[int, ...] = (), perm: tuple[tuple[int, int], ...] = ()
 ) -> Tensor:
-    return x if axis.size == 1 else _Linear.apply(x, _Map(kind, _communicator(kind, axis, leaf), leaf, dims, perm))
+    return x if axis.size == 1 else _Linear.apply(x, _Map(kind, communicator_over(kind, axis, leaf), leaf, dims, perm))
 
 
-def _communicator(collective: str, axis: Axis, leaf: str) -> Communicator:
+def communicator_over(collective: str, axis: Axis, leaf: str) -> Communicator:
+    """The communicator of an axis; raises ValueError for an axis of several ranks that has none."""
     if axis.communicator is None:
         raise ValueError(
-            f"{_what(collective, axis, leaf)}: the axis has {axis.size} ranks and no communicator; take it from "
-            "a mesh of "
-            "make_mesh, or of fake_mesh for planning"
+            f"{call_of(collective, axis, leaf)}: the axis has {axis.size} ranks and no communicator; take it from "
+            "a mesh of make_mesh, or of fake_mesh for planning"
         )
     return axis.communicator
 
 
-def _dim(x: Tensor, dim: int, axis: Axis, what: str, *, divide: bool = False) -> int:
+def dim_of(x: Tensor, dim: int, axis: Axis, what: str, *, divide: bool = False) -> int:
     """Return `dim` as a non-negative number; raises ValueError if x has no such dim, or (divide) if the axis does not
     divide it.
     """
@@ -211,7 +211,7 @@ def psum(x: Tensor, axis: Axis, *, leaf: str = "") -> Tensor:
     """
     if x.dtype == torch.bool:
         raise ValueError(
-            f"{_what('psum', axis, leaf)}: x is bool; convert it to an integer dtype to count, or to a floating one"
+            f"{call_of('psum', axis, leaf)}: x is bool; convert it to an integer dtype to count, or to a floating one"
         )
     return _apply("psum", x, axis, leaf)
 
@@ -249,7 +249,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor
     >>> all_gather(torch.ones(2, 3), one_process()["dp"], 1).shape  # one rank: x itself
     torch.Size([2, 3])
     """
-    return _apply("all_gather", x, axis, leaf, (_dim(x, dim, axis, _what("all_gather", axis, leaf)),))
+    return _apply("all_gather", x, axis, leaf, (dim_of(x, dim, axis, call_of("all_gather", axis, leaf)),))
 
 
 def all_gather_same(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
@@ -259,7 +259,7 @@ def all_gather_same(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> T
     all_gather(x) = pvary(all_gather_same(x)).
     Communicates: (N-1)/N of the result.
     """
-    return _apply("all_gather_same", x, axis, leaf, (_dim(x, dim, axis, _what("all_gather", axis, leaf)),))
+    return _apply("all_gather_same", x, axis, leaf, (dim_of(x, dim, axis, call_of("all_gather", axis, leaf)),))
 
 
 def own_slice(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
@@ -267,7 +267,7 @@ def own_slice(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
 
     Communicates: nothing; its transpose, all_gather_same, does. Raises ValueError if N does not divide n.
     """
-    return _apply("own_slice", x, axis, leaf, (_dim(x, dim, axis, _what("own_slice", axis, leaf), divide=True),))
+    return _apply("own_slice", x, axis, leaf, (dim_of(x, dim, axis, call_of("own_slice", axis, leaf), divide=True),))
 
 
 def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tensor:
@@ -284,7 +284,9 @@ def psum_scatter(x: Tensor, axis: Axis, dim: int = 0, *, leaf: str = "") -> Tens
     >>> psum_scatter(torch.tensor([1.0, 2.0]), one_process()["dp"])  # one rank: x itself
     tensor([1., 2.])
     """
-    return _apply("psum_scatter", x, axis, leaf, (_dim(x, dim, axis, _what("psum_scatter", axis, leaf), divide=True),))
+    return _apply(
+        "psum_scatter", x, axis, leaf, (dim_of(x, dim, axis, call_of("psum_scatter", axis, leaf), divide=True),)
+    )
 
 
 def all_to_all(x: Tensor, axis: Axis, split: int, concat: int, *, leaf: str = "") -> Tensor:
@@ -303,8 +305,10 @@ def all_to_all(x: Tensor, axis: Axis, split: int, concat: int, *, leaf: str = ""
     >>> all_to_all(torch.ones(4, 2), one_process()["ep"], 0, 1).shape  # one rank: x itself
     torch.Size([4, 2])
     """
-    what = _what("all_to_all", axis, leaf)
-    return _apply("all_to_all", x, axis, leaf, (_dim(x, split, axis, what, divide=True), _dim(x, concat, axis, what)))
+    what = call_of("all_to_all", axis, leaf)
+    return _apply(
+        "all_to_all", x, axis, leaf, (dim_of(x, split, axis, what, divide=True), dim_of(x, concat, axis, what))
+    )
 
 
 def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: str = "") -> Tensor:
@@ -327,110 +331,17 @@ def ppermute(x: Tensor, axis: Axis, perm: Sequence[tuple[int, int]], *, leaf: st
         for rank in ranks:
             if not 0 <= rank < axis.size or ranks.count(rank) > 1:
                 rule = f"each is a rank from 0 to {axis.size - 1}, and is there once"
-                raise ValueError(f"{_what('ppermute', axis, leaf)}: {word} {rank} in {list(perm)}; {rule}")
+                raise ValueError(f"{call_of('ppermute', axis, leaf)}: {word} {rank} in {list(perm)}; {rule}")
     if axis.size == 1 and not perm:
         return torch.zeros_like(x)
     return _apply("ppermute", x, axis, leaf, perm=perm)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """An exchange of rows but for its counts."""
-
-    communicator: Communicator
-    leaf: str
-    room: int  # rows of the result
-    otherwise: str
-
-    def run(self, x: Tensor, counts: Tensor) -> Tensor:
-        return ops.exchange_rows(x, counts, self.communicator.number, self.room, self.leaf, self.otherwise)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, counts: Tensor, f: _Rows) -> Tensor:
-        return f.run(x, counts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, counts, ctx.f = inputs
-        ctx.rows = x.shape[0]
-        ctx.save_for_backward(counts)
-        ctx.save_for_forward(counts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (counts,) = ctx.saved_tensors
-        return _Exchange.apply(grad, counts.t(), replace(ctx.f, room=ctx.rows)), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        (counts,) = ctx.saved_tensors
-        return _Exchange.apply(tangent, counts, ctx.f)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, counts: Tensor, f: _Rows) -> tuple[Tensor, int]:
-        if in_dims[1] is not None:
-            raise ValueError(
-                f"exchange_rows of {f.leaf}: under vmap each sample sends other numbers of rows; use experts=gather"
-            )
-        return _Exchange.apply(x.movedim(in_dims[0], 1), counts, f), 1
-
-
-def exchange_rows(
-    x: Tensor, counts: Tensor, axis: Axis, room: int, *, leaf: str = "", otherwise: str = "give more room"
-) -> Tensor:
-    """Return the rows that all N ranks of `axis` send to this one, in the order of the senders, and zeros behind them.
-
-        y_r = concat over s of (counts[s, r] rows of x_s), 0
-
-    x: [M, ...], the rows for rank 0 first, then those for rank 1; what is behind them all is sent to nobody. counts:
-    int64 [N, N], counts[s, r] the rows from rank s to rank r, the same on all ranks. y: [room, ...]. The transpose is
-    itself with the counts transposed.
-
-    Communicates: the rows for other ranks; backward those from other ranks. Waits for a GPU, whose host needs the
-    counts. Raises ValueError, on every rank before anything is sent, if one is sent more than `room` rows;
-    otherwise: what to do then.
-
-    >>> from fzero import one_process
-    >>> exchange_rows(torch.ones(2, 1), torch.tensor([[2]]), one_process()["ep"], 3)
-    tensor([[1.],
-            [1.],
-            [0.]])
-    """
-    if axis.size == 1:
-        return torch.cat([x[:room], x.new_zeros((max(0, room - x.shape[0]), *x.shape[1:]))])
-    communicator = _communicator("exchange_rows", axis, leaf)
-    return _Exchange.apply(x, counts, _Rows(communicator, leaf, room, otherwise))
-
-
-def exchange_within(x: Tensor, axis: Axis, size: int, split: int, concat: int, *, leaf: str = "") -> Tensor:
-    """As `all_to_all` among each `size` ranks of `axis` next to each other, by size - 1 messages.
-
-    Communicates: (size-1)/size of x; backward as much. Raises ValueError if size divides neither the ranks of the axis
-    nor x along `split`.
-
-    >>> from fzero import one_process
-    >>> exchange_within(torch.ones(4, 2), one_process()["cp"], 1, 0, 1).shape  # one rank: x itself
-    torch.Size([4, 2])
-    """
-    what = f"exchange_within {size} ranks, {_what('all_to_all', axis, leaf)}"
-    split, concat = _dim(x, split, axis._replace(size=size), what, divide=True), _dim(x, concat, axis, what)
-    if axis.size % size:
-        raise ValueError(f"{what}: the axis has {axis.size} ranks, not divisible by {size}")
-    pieces, own = list(x.chunk(size, split)), axis.rank % size
-    parts = [pieces[own]] * size
-    for shift in range(1, size):
-        perm = [(rank, rank // size * size + (rank + shift) % size) for rank in range(axis.size)]
-        parts[(own - shift) % size] = ppermute(pieces[(own + shift) % size], axis, perm, leaf=leaf)
-    return torch.cat(parts, concat) if size > 1 else x
 
 
 # ---- asynchronous, on plain tensors: not differentiable --------------------------------------------------------------
 
 
 def _start(collective: str, x: Tensor, axis: Axis, leaf: str, **options: Any) -> Future[Tensor]:
-    communicator = _communicator(collective, axis, leaf)
+    communicator = communicator_over(collective, axis, leaf)
     if (communicator.transport != "fake" and (isinstance(x, FakeTensor) or x.is_meta)) or is_traced(x):
         return ready(getattr(ops, collective)(x, communicator.number, leaf))
     return getattr(communicator, f"start_{collective}")(x, leaf, **options)
@@ -454,7 +365,7 @@ def start_psum_scatter(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tenso
 
     Communicates: (N-1)/N of x. Raises ValueError if N does not divide the size of dim 0.
     """
-    _dim(x, 0, axis, _what("psum_scatter", axis, leaf), divide=True)
+    dim_of(x, 0, axis, call_of("psum_scatter", axis, leaf), divide=True)
     return ready(x) if axis.size == 1 else _start("psum_scatter", x, axis, leaf)
 
 

@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis, exchange_within
+from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator, communicator_of
+from fzero.comm.exchanges import exchange_within
 from fzero.comm.operators import define_ordered
 from fzero.core.autodiff import first_order
 from fzero.core.device import is_traced, kind_of

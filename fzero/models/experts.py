@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis, all_gather, exchange_rows, psum, psum_scatter, pvary
+from fzero.comm.collectives import Axis, all_gather, psum, psum_scatter, pvary
+from fzero.comm.exchanges import exchange_rows
 from fzero.core.pytree import Tree
 from fzero.kernels import moe
 from fzero.models.base import Ctx
