@@ -1,6 +1,7 @@
 """The planner beside published figures: ZeRO's memory table to the digit, and what is committed of runs of others."""
 
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_the_committed_errors_are_small_and_the_range_holds_them_all(published, 
     for row in results["runs"]:
         least, most = device(row["gpu"]).step_range
         assert least <= 1 + row["errors"]["tokens_per_s"] <= most, row["name"]
+
+
+def test_the_runs_with_experts_are_of_the_published_sizes(published):
+    """The GPUs of each, and batches that its data ranks share."""
+    gpus = {"mixtral-8x7b-pp4": 64, "deepseek-v3-pp16": 2048, "megascale-352b-pp15": 1440}
+    found = {run.name: run for run in published.experts()}
+    assert {name: math.prod(run.mesh.values()) for name, run in found.items()} == gpus
+    for run in found.values():
+        model = models.preset(run.model) if isinstance(run.model, str) else run.model
+        data = run.mesh["dp"] * run.mesh["ep"]
+        assert run.batch % (data * run.micro_batch) == 0 and model.n_experts % run.mesh["ep"] == 0
 
 
 def test_hopper_sustains_what_is_published():

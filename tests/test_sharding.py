@@ -9,7 +9,15 @@ import torch
 from fzero.core import pytree
 from fzero.core.precision import bf16
 from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
-from fzero.sharding.slices import local_shape, local_windows, narrow_box, narrow_to, whole_shape
+from fzero.sharding.slices import (
+    check_dims,
+    local_numel,
+    local_shape,
+    local_windows,
+    narrow_box,
+    narrow_to,
+    whole_shape,
+)
 
 # ---- Spec -----------------------------------------------------------------------------------------------------------
 
@@ -296,3 +304,26 @@ def test_a_spec_whose_rows_are_no_partition_is_refused():
 def test_a_gradient_is_owed_over_the_axes_that_do_not_shard_its_leaf():
     assert Spec(("pp", "ep")).owed == ("dp", "rp", "cp")
     assert Spec((), frozenset({"tp"})).owed == ("dp", "rp", "ep", "cp", "pp", "tp")
+
+
+def test_parts_of_experts_that_ep_does_not_divide():
+    spec, mesh = Spec.parse("[L, E/ep, D] %2,2,1"), [fake_mesh({"ep": 3}, rank=rank) for rank in range(3)]
+    assert spec == Spec.parse(str(spec)) and spec.parts == (2, 2, 1) and str(spec).endswith(" %2,2,1")
+    assert [local_shape((4, 5, 7), spec, one) for one in mesh] == [(4, 2, 7), (4, 2, 7), (4, 1, 7)]
+    windows = [local_windows((4, 5, 7), spec, one) for one in mesh]
+    assert [(w.start, w.size) for (w,) in windows] == [
+        ((0, 0, 0), (4, 2, 7)),
+        ((0, 2, 0), (4, 2, 7)),
+        ((0, 4, 0), (4, 1, 7)),
+    ]
+    assert {whole_shape(w.size, spec, one) for (w,), one in zip(windows, mesh)} == {(4, 5, 7)}
+    assert local_numel((4, 5, 7), spec, {"ep": 3}) == 4 * 2 * 7  # of the ranks with the most
+    assert spec.layer == Spec.parse("[E/ep, D] %2,2,1")
+    x = torch.arange(20).reshape(4, 5, 1)
+    assert torch.equal(torch.cat([narrow_to(x, spec, one) for one in mesh], 1), x)
+    with pytest.raises(ValueError, match=r"does not share 6 experts among ep=3 ranks"):
+        check_dims("w", (4, 6, 7), spec, {"ep": 3})
+    with pytest.raises(ValueError, match="parts are those of ep, which must shard a dim, alone"):
+        Spec(("dp",), parts=(1, 2))
+    with pytest.raises(ValueError, match="a DTensor has no placement for parts of these sizes"):
+        spec.placements(mesh[0])

@@ -189,6 +189,12 @@ def lay_out(
             used.update(axes)
             part[0], grid[0], own[0] = 1, sum(map(len, spec.rows)), rows
             continue
+        if spec.parts and axes == ("ep",):  # each expert is a part or more, as ranks have other numbers of them
+            used.add("ep")
+            start[dim] = sum(spec.parts[: mesh["ep"].rank])
+            own[dim] = range(start[dim], start[dim] + part[dim])
+            part[dim], grid[dim] = 1, sum(spec.parts)
+            continue
         for name in axes:
             used.add(name)
             grid[dim] *= mesh[name].size
