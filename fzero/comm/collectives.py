@@ -375,7 +375,7 @@ def start_all_to_all(x: Tensor, axis: Axis, *, leaf: str = "") -> Future[Tensor]
 
     Communicates: (N-1)/N of x. Raises ValueError if N does not divide the size of dim 0.
     """
-    _dim(x, 0, axis, _what("all_to_all", axis, leaf), divide=True)
+    dim_of(x, 0, axis, call_of("all_to_all", axis, leaf), divide=True)
     return ready(x) if axis.size == 1 else _start("all_to_all", x, axis, leaf)
 
 
