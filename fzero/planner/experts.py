@@ -19,8 +19,9 @@ from fzero.sharding.slices import is_stacked, local_numel
 
 def has_room(plan: Plan, loads: Loads) -> bool:
     """Whether a load has room in the exchange of a plan; else its run would end."""
-    exchange = plan.experts is not None and plan.experts.form == "exchange"
-    return not exchange or loads.imbalance(plan.sizes["ep"]) <= plan.experts.slack
+    if plan.experts is None or plan.experts.form != "exchange":
+        return True
+    return loads.imbalance(plan.sizes["ep"]) <= plan.experts.slack
 
 
 def expect_room(plan: Plan, loads: Loads) -> None:
