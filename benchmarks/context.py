@@ -1,12 +1,19 @@
 """Ring attention whose ranks have contiguous, mirrored (zigzag) or balanced blocks: does a step's time follow the work?
+And steps over cp beside steps over dp.
 
     python benchmarks/context.py --out benchmarks/results/context-balance.json
+    python benchmarks/context.py --steps --tokens 8192 --out benchmarks/results/context-steps.json
 
 One attention, forward and backward, on 4 ranks with a thread each. `predicted` is the largest work of a rank over the
 mean, from the pairs of queries and keys that the mask has. `cpu` is the largest of the ranks' CPU seconds over the
 mean, which other processes do not change; `wall` is the seconds of a step over those of balanced blocks, beside what
 is predicted of it: for this the machine must be idle and have a core for every rank. Choices take turns; figures are
 medians.
+
+`--steps` trains llama-tiny on 4 ranks with a thread each, remat full, stage 3: as many rows of `--tokens` as there are
+ranks in a step, over dp a row on each rank, over cp by each form a part of every row on each rank, one row at a time.
+`tokens_s` is of all ranks, `peak_bytes` what live tensors take most on a rank in a step, `cpu_s` the CPU seconds of all
+ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +38,7 @@ import fzero
 from fzero.kernels.attention_pattern import FULL, pairs_by_query
 from fzero.kernels.attention_ring import ring_attention
 from fzero.sharding.balance import balanced, blocks_of, imbalance, in_blocks
-from fzero.sharding.context import Pieces, contiguous, zigzag
+from fzero.sharding.context import FORMS, Pieces, contiguous, zigzag
 
 HEADS, GROUPS, DIM = 4, 2, 64
 CHOICES = ("contiguous", "zigzag", "balanced")
@@ -84,6 +92,67 @@ def work(rank: int, order: dict[str, Any], port: int, answer: Connection) -> Non
     mesh.close()
 
 
+def step_of(rank: int, order: dict[str, Any], port: int, answer: Connection) -> None:
+    """A rank: the seconds and CPU seconds of each step, and what live tensors take most in one more."""
+    from fzero.planner.plan import config_for, device_for, resolve_for
+    from fzero.run import build
+    from fzero.run.measure.live_bytes import record_step
+    from fzero.train.batch import local_batch
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"]), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    ranks, tokens = order["ranks"], order["tokens"]
+    settings = {"precision.policy": "bf16", "train.remat": "full", "train.compiled": False, "zero": 3}
+    settings |= {"data.seq_len": tokens, "model.max_len": tokens, "train.batch": ranks, "train.micro_batch": 1}
+    settings |= {"train.measure_every": 0, "train.memory_check": False, "optim.name": "adamw"}
+    axis, _, form = order["how"].partition(" ")
+    mesh = fzero.make_mesh({axis: ranks}, device="cpu")
+    config = config_for("llama-tiny", {**settings, "context": form or "auto"})
+    config = resolve_for(replace(config, mesh={axis: ranks}), device_for("here"))
+    job = build.build(config, mesh)
+    rows = torch.randint(0, config.model.vocab_size, (ranks, tokens + 1), generator=torch.Generator().manual_seed(0))
+    batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
+    batch = local_batch(batch, mesh, build.local_micro_batches(config, mesh))
+    state, seconds = build.first_state(job), []
+    for repeat in range(order["repeats"] + 1):
+        dist.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        state, metrics = job.train_step(state, batch)
+        dist.barrier()
+        seconds += [(time.perf_counter() - begin, time.process_time() - cpu)] * bool(repeat)
+    state, metrics, record = record_step(job.train_step, state, batch, mesh.ledger)
+    mine = torch.tensor([float(record.peak), *(cpu for _, cpu in seconds)], dtype=torch.float64)
+    table = [torch.empty_like(mine) for _ in range(ranks)]
+    dist.all_gather(table, mine)
+    cpu_s = torch.stack(table)[:, 1:].sum(0).tolist()
+    peak = int(max(row[0] for row in table))
+    answer.send({"seconds": [s for s, _ in seconds], "cpu_s": cpu_s, "peak_bytes": peak, "loss": float(metrics.loss)})
+    mesh.close()
+
+
+def measure_steps(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
+    """A row for dp and for each form over cp."""
+    out = []
+    for how in ("dp", *(f"cp {form}" for form in FORMS)):
+        order = {"ranks": ranks, "tokens": tokens, "repeats": repeats, "how": how}
+        found = answer_of_ranks(step_of, order)
+        out.append({"mesh": how, "tokens_s": ranks * tokens / statistics.median(found["seconds"]), **found})
+    return out
+
+
+def table_of_steps(rows: list[dict[str, Any]]) -> list[str]:
+    """The figures of steps as text."""
+    lines = [f"{'mesh':18}{'tokens/s':>10}{'of dp':>8}{'CPU s':>8}{'peak MB':>9}{'of dp':>8}{'loss':>10}"]
+    for row in rows:
+        lines.append(
+            f"{row['mesh']:18}{row['tokens_s']:>10,.0f}{row['tokens_s'] / rows[0]['tokens_s']:>8.2f}"
+            f"{statistics.median(row['cpu_s']):>8.2f}{row['peak_bytes'] / 1e6:>9.1f}"
+            f"{row['peak_bytes'] / rows[0]['peak_bytes']:>8.2f}{row['loss']:>10.5f}"
+        )
+    return lines
+
+
 def measure(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each distribution and choice."""
     found = answer_of_ranks(work, {"ranks": ranks, "tokens": tokens, "repeats": repeats})
@@ -121,10 +190,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", action="store_true", help="whole steps over cp beside dp")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    rows = measure(given.ranks, given.tokens, given.repeats)
-    print("\n".join(table(rows)))
+    rows = (measure_steps if given.steps else measure)(given.ranks, given.tokens, given.repeats)
+    print("\n".join((table_of_steps if given.steps else table)(rows)))
     if given.out:
         given.out.write_text(json.dumps({"machine": machine(), "tokens": given.tokens, "rows": rows}, indent=1) + "\n")
 

@@ -85,7 +85,7 @@ def both(model, mesh, gpu, settings):
 # states of fewer bits.
 RARE = {"llama-8b, full", "llama-8b, tp", "gpt2-1.5b", "qwen3-8b", "llama-8b, LoRA"}
 RARE |= {"llama-8b, cp", "llama-1b, stage 1", "llama-70b", "llama-8b, 8bit"}
-RARE |= {what for what in CASES if "cp" in what} - {"llama-8b, dp2 x cp8, full", "gpt2-1.5b, dp2 x cp4 gather"}
+RARE |= {what for what in CASES if "cp" in what} - {"llama-8b, dp2 x cp8, full"}
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def long_run(folder, offload):
     return state, losses
 
 
-@pytest.mark.parametrize("where", ["nvme", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["nvme", pytest.param("host", marks=pytest.mark.exhaustive)])
 def test_a_long_run_with_inputs_of_layers_elsewhere_has_the_bits_of_one_that_keeps_them(where, small_chunks, tmp_path):
     kept, losses = long_run(tmp_path / "kept", "")
     away, same = long_run(tmp_path / "away", f"acts={where}")
