@@ -35,6 +35,7 @@ def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int =
 
 
 def of_pairs(products: int, q: Tensor, count: int) -> int:
+    """Of `products` products of each of `count` pairs, for every head of q [B, T, H, K]."""
     b, _, h, k = q.shape
     return 2 * products * b * h * k * count
 
@@ -60,10 +61,12 @@ def spread(products: int, q: Tensor, k: Tensor, kind: str, size: int, keep: int)
 
 
 def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of `flash_forward_at`."""
     return spread(FORWARD_PRODUCTS, q, k, *rest[4:7])
 
 
 def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of `flash_backward_at`."""
     return spread(SPLIT_PRODUCTS, q, k, *rest[6:9])
 
 
@@ -82,6 +85,7 @@ def ring(products: int) -> Callable[..., int]:
 
 
 def seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int, key_start: int) -> int:
+    """How many pairs of queries from query_start on and keys from key_start on a pattern leaves."""
     if kind == "full":
         return pairs(kind, size, keep, q.shape[1], k.shape[1], query_start - key_start)
     upto = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
@@ -89,45 +93,55 @@ def seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of `flash_forward`."""
     kind, size, keep, _, *starts = rest[2:]
     return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
 
 
 def flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of `flash_backward`."""
     kind, size, keep, _, *starts = rest[4:]
     return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
 
 
 def library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of causal attention by a library."""
     return of_pairs(FORWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
 
 
 def library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of its backward pass."""
     return of_pairs(BACKWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
 
 
 def grouped(x: Tensor, w: Tensor, ends: Tensor, out_val: Any = None) -> int:
+    """Of x [M, D] and one of w [E, D, F] for each row."""
     return 2 * x.shape[0] * w.shape[1] * w.shape[2]
 
 
 def grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
+    """Of the gradient by the weights of `grouped`."""
     return 2 * x.shape[0] * x.shape[1] * g.shape[1]
 
 
 def symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of a triangle of x x^T."""
     batch, m, k = x.shape
-    return batch * m * (m + 1) * k  # a triangle, its diagonal included, and mirrored
+    return batch * m * (m + 1) * k  # its diagonal included, and mirrored
 
 
 def product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of a [M, K] and b [K, N]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
 def turned(a: Tensor, a_inverse: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
+    """Of a [M, K] and b turned, [N, K]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[0]
 
 
 def tiled_layer(x: Tensor, params: Sequence[Tensor], *rest: Any, out_val: Any = None) -> int:
+    """Of x [N, D] and each matrix of a tiled layer."""
     return 2 * x.shape[0] * sum(p.numel() for p in params if p.dim() == 2)
 
 
