@@ -14,7 +14,7 @@ from fzero import checkpoint, models, one_process, optim
 from fzero.checkpoint import Writer, snapshot, writer
 from fzero.checkpoint.part_file import PartFile
 from fzero.cli.main import main
-from fzero.core import digest, gpu, gpu_copies, prng, pytree
+from fzero.core import digest, gpu_copies, prng, pytree
 from fzero.run.debug.comparison import describe_difference
 from fzero.run.resume import rollback
 from fzero.sharding import Spec
