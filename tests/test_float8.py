@@ -259,7 +259,7 @@ def test_a_trace_gives_the_same_bits(impl, scaling):
     [
         ("tensorwise", False),
         ("rowwise", False),
-        pytest.param("tensorwise", True, marks=pytest.mark.slow),
+        pytest.param("tensorwise", True, marks=pytest.mark.exhaustive),
         pytest.param("rowwise", True, marks=pytest.mark.exhaustive),
     ],
 )

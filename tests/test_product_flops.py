@@ -210,9 +210,9 @@ ALL, NOTHING = 1 - 1e-9, 0.0
     ("linear", "impl"),
     [
         (emulated, "tiled"),
-        pytest.param(torch.matmul, "tiled", marks=pytest.mark.slow),
-        pytest.param(torch.matmul, "fused", marks=pytest.mark.slow),
-        pytest.param(emulated, "fused", marks=pytest.mark.slow),
+        pytest.param(torch.matmul, "tiled", marks=pytest.mark.exhaustive),
+        pytest.param(torch.matmul, "fused", marks=pytest.mark.exhaustive),
+        pytest.param(emulated, "fused", marks=pytest.mark.exhaustive),
     ],
     ids=["float8", "tiled", "fused", "float8-fused"],
 )

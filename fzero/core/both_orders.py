@@ -74,8 +74,9 @@ def _join(graph: GraphModule, first: Node, turned: Node) -> None:
     for node, offset in ((first, 0), (turned, count)):
         for item in list(node.users):
             assert item.target is operator.getitem
+            number: Any = item.args[1]
             with graph.graph.inserting_before(item if offset else first):
-                result = graph.graph.call_function(operator.getitem, (both, item.args[1] + offset))
+                result = graph.graph.call_function(operator.getitem, (both, number + offset))
             result.meta.update(item.meta)
             item.replace_all_uses_with(result)
             graph.graph.erase_node(item)

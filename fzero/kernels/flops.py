@@ -35,7 +35,7 @@ def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int =
 
 
 def of_pairs(products: int, q: Tensor, count: int) -> int:
-    """Of so many products for each of `count` pairs, in every head."""
+    """Of `products` products of each of `count` pairs, for every head of q [B, T, H, K]."""
     b, _, h, k = q.shape
     return 2 * products * b * h * k * count
 
@@ -61,12 +61,12 @@ def spread(products: int, q: Tensor, k: Tensor, kind: str, size: int, keep: int)
 
 
 def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of attention at positions, its forward pass."""
+    """Of `flash_forward_at`."""
     return spread(FORWARD_PRODUCTS, q, k, *rest[4:7])
 
 
 def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of attention at positions, its backward pass."""
+    """Of `flash_backward_at`."""
     return spread(SPLIT_PRODUCTS, q, k, *rest[6:9])
 
 
@@ -85,7 +85,7 @@ def ring(products: int) -> Callable[..., int]:
 
 
 def seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int, key_start: int) -> int:
-    """The pairs that queries and keys from these positions on leave."""
+    """How many pairs of queries from query_start on and keys from key_start on a pattern leaves."""
     if kind == "full":
         return pairs(kind, size, keep, q.shape[1], k.shape[1], query_start - key_start)
     upto = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
@@ -93,60 +93,60 @@ def seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of attention in order, its forward pass."""
+    """Of `flash_forward`."""
     kind, size, keep, _, *starts = rest[2:]
     return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
 
 
 def flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of attention in order, its backward pass."""
+    """Of `flash_backward`."""
     kind, size, keep, _, *starts = rest[4:]
     return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
 
 
 def library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of a library's causal attention, its forward pass."""
+    """Of causal attention by a library."""
     return of_pairs(FORWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
 
 
 def library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of a library's causal attention, its backward pass."""
+    """Of its backward pass."""
     return of_pairs(BACKWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
 
 
 def grouped(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of x [M, D] by w [E, D, F], each row by one of them."""
+    """Of x [M, D] and one of w [E, D, F] for each row."""
     return 2 * x.shape[0] * w.shape[1] * w.shape[2]
 
 
 def grouped_dw(x: Tensor, g: Tensor, ends: Tensor, out_val: Any = None) -> int:
-    """Of x [M, D] and g [M, F], each row for one [D, F]."""
+    """Of the gradient by the weights of `grouped`."""
     return 2 * x.shape[0] * x.shape[1] * g.shape[1]
 
 
 def grouped_dw_turned(x: Tensor, g: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """The same of x [D, M] and g [F, M]."""
+    """The FLOPs of the same of x [D, M] and g [F, M]."""
     return 2 * x.shape[1] * x.shape[0] * g.shape[0]
 
 
 def symmetric(x: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of x x^T of each x [M, K]: a triangle, its diagonal included, and mirrored."""
+    """Of a triangle of x x^T."""
     batch, m, k = x.shape
-    return batch * m * (m + 1) * k
+    return batch * m * (m + 1) * k  # its diagonal included, and mirrored
 
 
 def product(a: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of a [M, K] by b [K, N]."""
+    """Of a [M, K] and b [K, N]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
 def turned(a: Tensor, a_inverse: Tensor, b: Tensor, *rest: Any, out_val: Any = None) -> int:
-    """Of a [M, K] by b [N, K] turned."""
+    """Of a [M, K] and b turned, [N, K]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[0]
 
 
 def tiled_layer(x: Tensor, params: Sequence[Tensor], *rest: Any, out_val: Any = None) -> int:
-    """Of rows by every matrix of a layer that is computed in tiles."""
+    """Of x [N, D] and each matrix of a tiled layer."""
     return 2 * x.shape[0] * sum(p.numel() for p in params if p.dim() == 2)
 
 

@@ -59,6 +59,6 @@ else:
         triton = tl = Absent()
 
 INSTALLED = not isinstance(triton, Absent)
-VERSION = tuple(map(int, triton.__version__.split(".")[:2])) if INSTALLED else (0, 0)
+VERSION: tuple[int, ...] = tuple(map(int, triton.__version__.split(".")[:2])) if INSTALLED else (0, 0)
 # TRITON_INTERPRET=1 before Triton's import: kernels run in Python, on any device.
 INTERPRETED = INSTALLED and bool(triton.knobs.runtime.interpret)

@@ -97,8 +97,7 @@ class ParamFetcher:
             if name in self.away and isinstance(leaf, Tensor) and is_stacked(name) and len(leaf) and is_small(leaf)
         }
         self.copied: dict[str, Copied] = {}
-        self.coding = coding
-        self.coded = plan.coded if coding is not None and coding.coder is not None else frozenset[str]()
+        self.coding, self.coder, self.coded = coding, coding.coder if coding is not None else None, plan.coded
         self.most = self.largest([name for name in self.leaves if name in plan.float8]) if coding else {}
 
     def largest(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -180,18 +179,18 @@ class ParamFetcher:
 
     def pieces(self, name: str, layer: int | None, shard: Tensor) -> Pieces:
         """What travels of a shard."""
-        if name in self.most:
+        if self.coding is not None and name in self.most:
             return (self.coding.narrow(shard, self.most[name][layer]),)
-        return self.coding.coder.encode(shard) if name in self.coded else (shard,)
+        return self.coder.encode(shard) if self.coder is not None and name in self.coded else (shard,)
 
     def joined(self, name: str, layer: int | None, pieces: Pieces) -> Tensor:
         """The whole leaf of the pieces of all ranks."""
-        if name in self.most:
-            return self.coding.widen(*pieces, self.most[name][layer])
-        if name not in self.coded:
+        if self.coding is not None and name in self.most:
+            return self.coding.widen(pieces[0], self.most[name][layer])
+        if self.coder is None or name not in self.coded:
             return pieces[0]
         leaf = self.leaves[name]
-        return self.coding.coder.decode(pieces, leaf.dtype, leaf.shape[-1])
+        return self.coder.decode(pieces, leaf.dtype, leaf.shape[-1])
 
     def gather(self, names: Sequence[str], pieces: list[Pieces], links: dict[str, Axis]) -> Future[list[Pieces]]:
         """Start to gather what travels of leaves, each over its link; the list `pieces` is emptied."""

@@ -86,7 +86,7 @@ class GradientReducer:
         }
         self.canonical = plan.reduce == "canonical"
         self.reduce, self.coder = reduce_dtype(plan), coder
-        self.coded = plan.coded_grads if coder is not None else frozenset[str]()
+        self.coded = plan.coded_grads
         self.moves = {
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
             for name, leaf in plan.leaves.items()
@@ -182,7 +182,7 @@ class GradientReducer:
         """The tensors after the collectives of `path`; the list `tensors` is emptied."""
         for op, name in path:
             axis, shapes = self.mesh[name], [t.shape for t in tensors]
-            if names[0] in self.coded and is_coded(op, name):
+            if self.coder is not None and names[0] in self.coded and is_coded(op, name):
                 tensors = yield from sum_coded(op, names, tensors, axis, self.coder, self.accumulate, self.mesh.ledger)
                 continue
             bundle = pack(tensors, axis.size if op == "scatter" else 1, self.reduce)

@@ -50,8 +50,8 @@ NARROW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels read
 
 def params_coding(plan: Plan, impl: Kernels, exact: bool = False) -> Coding:
     """How parameters travel under a plan. exact: not in the codes of its codec, which round them."""
-    float8 = (partial(op, impl=impl[op.name]) for op in (narrow_weight, widen_weight))
-    return Coding(*float8, None if exact else _coder(plan.codec, "params", impl))
+    narrow, widen = (partial(op, impl=impl[op.name]) for op in (narrow_weight, widen_weight))
+    return Coding(narrow, widen, None if exact else _coder(plan.codec, "params", impl))
 
 
 class _Rounded(torch.autograd.Function):

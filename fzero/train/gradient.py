@@ -55,7 +55,7 @@ def make_backward(
     def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)
 
-    coding = params_coding(plan, how.kernels)
+    coding = params_coding(plan, context_of(plan, how).kernels)
 
     def plain(
         turns: Sequence[Turn], batches: Batches, seed: Tensor, ready: Any = None, update: Any = None
@@ -104,7 +104,7 @@ class StepGradient:
         self.plan, self.how, self.nvme, self.lasting = plan, how, nvme, lasting
         self.loss, self.backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
         self.told: dict[Any, Any] = {} if how._known is None else how._known
-        self.users = users_of(plan)
+        self.users, self.kernels = users_of(plan), context_of(plan, how).kernels
         self.square = shards_of(plan).square
 
     def firsts(self, parts: int, size: int) -> list[int]:
@@ -116,7 +116,7 @@ class StepGradient:
         self, params: Tree, parts: list[Any], firsts: list[int], key: Any, seed: Tensor
     ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
-        seen = rounded_params(params, self.plan, self.how.kernels)
+        seen = rounded_params(params, self.plan, self.kernels)
         grads, losses = functional(self.loss, seen, self.plan, parts, firsts, key, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
         return own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {}
@@ -132,7 +132,7 @@ class StepGradient:
 
     def turn(self, params: Tree, parts: int, device: torch.device, shown: LayerSums | None = None) -> Turn:
         """The turn of so many micro-batches at these parameters (at rest)."""
-        coder = grads_coder(self.plan, self.how.kernels)
+        coder = grads_coder(self.plan, self.kernels)
         sink = GradientReducer(self.plan, parts, self.away, shown, *self.lasting, self.squares_of, coder)
         kept: Kept | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
         return Turn(gather_over_pp(params, self.plan, self.users, device), sink, kept)
