@@ -53,7 +53,7 @@ ROWS = {"rows": 48}
         pytest.param("dp2 x rp2", "gpt2", "sgd", 1, {"reduce": "once"}, marks=exhaustive),
         pytest.param("dp2 x rp2", "moe dropless", "adam", 3, {}, marks=exhaustive),
         pytest.param("dp2 x rp2", "deepseek", "adam", 1, {"offload": "opt=host"}, marks=exhaustive),
-        pytest.param("dp2 x rp2 x tp2", "llama", "clipped adam", 2, {"sequence": True}, marks=slow),
+        pytest.param("dp2 x rp2 x tp2", "llama", "clipped adam", 2, {"sequence": True}, marks=exhaustive),
         pytest.param("dp2 x rp2 x pp2", "gpt2", "clipped adam", 3, {}, marks=exhaustive),
         pytest.param("dp2 x rp2 x cp2", "llama", "adam", 1, {}, marks=exhaustive),
         pytest.param("rp2 x cp2", "llama", "clipped adam", 2, {}, marks=exhaustive),
@@ -123,7 +123,7 @@ def rounded(mesh, cases, kind):
 CODES = [
     ("dp2", "int8", "llama", 1, ""),
     *[
-        pytest.param(mesh, kind, name, m, more, marks=slow if more else exhaustive)
+        pytest.param(mesh, kind, name, m, more, marks=exhaustive)
         for mesh, kind, name, m, more in (
             ("dp2", "int4", "gpt2", 3, ""),
             ("dp4", "fp8_e4m3", "llama", 2, ""),
@@ -223,7 +223,7 @@ def defined(mesh, cases):
     "mesh, kind, name, m, more",
     [
         ("dp2", "int8", "llama", 3, ""),
-        pytest.param("dp2 x rp2", "int4", "llama", 2, ",hpz", marks=slow),
+        pytest.param("dp2 x rp2", "int4", "llama", 2, ",hpz", marks=exhaustive),
         pytest.param("dp2 x tp2", "int8", "gpt2", 1, "", marks=exhaustive),
         pytest.param("dp2 x pp2", "fp8_e4m3", "gpt2", 2, "", marks=exhaustive),
         pytest.param("dp2 x cp2", "int8", "llama", 1, "", marks=exhaustive),

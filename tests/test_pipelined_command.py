@@ -78,7 +78,7 @@ def test_a_run_equals_one_process_and_goes_on_elsewhere(folder, name, fz, monkey
     assert sampled[0] == sampled[1] and sampled[0][0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_delayed_updates_over_stages_cut_by_cost_equal_one_process(folder, fz, monkeypatch):
     """The layers are cut as a plan of this machine cuts them, and the run resumes with their numbers."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
