@@ -368,8 +368,8 @@ def test_micro_batches_are_shared_by_the_data_ranks():
     for sizes, expected in (({"dp": 3}, 2), ({"dp": 3, "rp": 2}, 1), ({"dp": 2, "tp": 4}, 3)):
         assert build.local_micro_batches(run, fake_mesh(sizes)) == expected
     said = (
-        r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(dp=2 x "
-        r"rp=2\) .* --micro-batch"
+        r"train\.batch=24 in pieces of train\.micro_batch=4 makes 6 micro-batches, which 4 data ranks \(rp=2 x "
+        r"dp=2\) .* --micro-batch"
     )
     with pytest.raises(ValueError, match=said) as error:
         build.build(run, fake_mesh({"dp": 2, "rp": 2}))

@@ -238,7 +238,7 @@ def test_a_host_that_updates_during_the_backward_pass_is_expected_to_take_less()
             layer = closed_forms.Layer(0, 0, 0, 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
             sketcher = closed_forms.Sketcher(config, H100, 4, {1: layer})
             found[update, backward_s] = sketcher.time(c)
-            elements = sketcher.plan(4, 1, 1, 1, 1)[1]["opt"]
+            elements = sketcher.plan(4, 1, 1, 1, 1, 1)[1]["opt"]
     rate = H100.host_memory_bytes_s * H100.efficiency.get("host", 1.0) / 4
     alone, short = 28 * elements / rate, 2 * SMALL["model"]["n_layers"] * 1e-9
     assert found["end", 1e-9]["update"] == found["end", 1.0]["update"] == pytest.approx(alone, rel=1e-9)

@@ -21,6 +21,7 @@ FLAGS = {
     "sequence": "--sequence",
     "context": "--context",
     "experts": "--experts",
+    "codec": "--codec",
     "pipeline.schedule": "--schedule",
     "pipeline.chunks": "--chunks",
     "pipeline.layout": "--layout",
