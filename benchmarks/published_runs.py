@@ -120,9 +120,9 @@ def _llm_c() -> list[Run]:
     ]
 
 
-# torchtitan recomputes every second product, in order: of a layer those of keys, of the attention's output and of one half
-# of the gated units, 37% of its products' FLOPs. What is kept here is the fraction of bytes with which as many FLOPs are
-# recomputed: 0.65 PFLOP of a step of 16 sequences (`fzero plan --vary remat=...`).
+# torchtitan recomputes every second product, in order (from memory of its source): of a layer those of keys, of the
+# attention's output and of one half of the gated units, 37% of its products' FLOPs. What is kept here is the fraction
+# of bytes with which as many FLOPs are recomputed: 0.65 PFLOP of a step of 16 sequences (`fzero plan --vary remat=`).
 EVERY_SECOND = "selective:0.35"
 # torchtitan's configuration: one scale a tensor, found in each call, and weights gathered in float8.
 FLOAT8 = {"precision.policy": "bf16_float8_gather"}
