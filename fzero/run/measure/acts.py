@@ -22,21 +22,26 @@ from fzero.sharding.pipeline import write_schedule
 from fzero.train.row import schedule_of
 
 PIPELINE = "pipeline.json"
+BARRIERS = 9  # at which the clocks of ranks are compared
 
 
 @contextmanager
 def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[None]:
     """A context of one step on a mesh with pp, whose acts rank 0 writes into `folder`. named: what else it writes.
 
-    All ranks call it for the same step; their clocks begin at a barrier.
-    Communicates: the barrier, and behind the step two float64 for each act, over all ranks.
+    All ranks call it for the same step. No rank leaves a barrier before all are there, but one may leave it late: so
+    clocks are compared at several, and the median of what they say counts.
+    Communicates: the barriers, and behind the step two float64 for each act and one for each barrier, over all ranks.
     """
     mesh, ledger = job.mesh, job.mesh.ledger
     now = time.perf_counter if job.device == gpu.HOST else partial(gpu.mark_time, [])
     times = ActTimes(now)
-    with ledger.phase("ranks"):  # which no rank leaves before all are there
-        float(gather_rows(torch.zeros(1, device=device_of(mesh)), mesh, leaf="acts").sum())
-    began = now()
+    left = []
+    with ledger.phase("ranks"):
+        for _ in range(BARRIERS):
+            float(gather_rows(torch.zeros(1, device=device_of(mesh)), mesh, leaf="acts").sum())
+            left.append(now())
+    began = left[-1]
     ledger.acts = times
     try:
         yield
@@ -45,10 +50,13 @@ def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[No
     gpu.synchronize(job.device)
     schedule = schedule_of(job.plan, local_micro_batches(job.config, mesh))
     spans = [(seconds_between(began, a), seconds_between(began, b)) for a, b in zip(times.begins, times.ends)]
-    table = torch.zeros(max(map(len, schedule.rows)), 2, dtype=torch.float64, device=device_of(mesh))
-    table[: len(spans)] = torch.tensor(spans, dtype=torch.float64)
+    table = torch.zeros(max(map(len, schedule.rows)) + BARRIERS, 2, dtype=torch.float64, device=device_of(mesh))
+    table[:BARRIERS, 0] = torch.tensor([-seconds_between(moment, began) for moment in left], dtype=torch.float64)
+    table[BARRIERS : BARRIERS + len(spans)] = torch.tensor(spans, dtype=torch.float64)
     with ledger.phase("ranks"):
-        rows = gather_rows(table, mesh, leaf="acts").tolist()
+        tables = gather_rows(table, mesh, leaf="acts")
+    late = (tables[:, :BARRIERS, 0] - tables[:1, :BARRIERS, 0]).median(1).values
+    rows = (tables[:, BARRIERS:] - late[:, None, None]).tolist()
     if mesh.rank == 0:
         # The ranks of pp are the outermost: of each stage the first.
         firsts = [rows[rank * (mesh.size // mesh["pp"].size)][: len(row)] for rank, row in enumerate(schedule.rows)]
