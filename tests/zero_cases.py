@@ -60,8 +60,10 @@ def packed_batch_for(step, rows, length=8):
 OPTIMIZERS = {
     "sgd": optim.sgd(0.3),
     "small sgd": optim.sgd(2e-3),
+    "smaller sgd": optim.sgd(5e-4),
     "adam": optim.adam(1e-2, eps=1e-5),
     "clipped adam": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5)),
+    "small clipped adam": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(2e-3, eps=1e-5)),
 }
 
 
