@@ -26,7 +26,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.glu import swiglu
-from fzero.kernels.moe_float8 import float8_grouped_mm
+from fzero.kernels.moe_float8 import float8_grouped_mm, group_of_tile
 from fzero.kernels.moe_permute import permute, unpermute
 from fzero.kernels.moe_routing import group, route
 from fzero.kernels.op_function import INTERPRETED, Fused, on_cuda, operator, triton_runs
@@ -119,17 +119,9 @@ def _grouped_mm(
     # and behind[e] is their running sum. So this program's group e is the number of groups whose tiles end at or before
     # it. The grid has M / BLOCK_M + E programs, enough for one partial tile a group; those left over have e >= E.
     tile = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    ends = tl.load(ENDS + expert, mask=expert < E, other=0)
-    starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < E), other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    behind = tl.cumsum(tiles, 0)
-    e = tl.sum((behind <= tile).to(tl.int32), 0)
+    e, first, end = group_of_tile(ENDS, tile, E, EXPERTS, BLOCK_M)
     if e >= E:
         return
-    own = expert == e
-    end = tl.sum(tl.where(own, ends, 0), 0)
-    first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
     # first = start of the group - tiles before it * BLOCK_M, so that first + tile * BLOCK_M is the first row of this
     # tile. Masks: rows from the group's end on belong to the next expert; at >= D and col >= F are beyond the matrices.
     row = (first + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]

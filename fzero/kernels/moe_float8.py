@@ -180,6 +180,21 @@ _emulated = Fused(
 
 
 @triton.jit
+def group_of_tile(ENDS, tile, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(group e of a tile, start of the group - tiles before it * BLOCK_M, one past its last row); e >= E: no tile."""
+    expert = tl.arange(0, EXPERTS)
+    ends = tl.load(ENDS + expert, mask=expert < E, other=0)
+    starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < E), other=0)
+    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
+    behind = tl.cumsum(tiles, 0)
+    e = tl.sum((behind <= tile).to(tl.int32), 0)
+    own = expert == e
+    end = tl.sum(tl.where(own, ends, 0), 0)
+    first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
+    return e, first, end
+
+
+@triton.jit
 def _grouped_float8(
     X, W, X_INVERSE, W_INVERSE, ENDS, OUT, E, D, F, stride_e, stride_f,
     EXPERTS: tl.constexpr, UPCAST: tl.constexpr,
@@ -189,17 +204,9 @@ def _grouped_float8(
     # columns. The numbers of X are [M, D]; those of W lie turned, [E, F, D], so that both operands are contiguous along
     # the sum, as the matrix units of Hopper take float8. X_INVERSE [M] and W_INVERSE [E, F] scale the sums.
     tile = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS)
-    ends = tl.load(ENDS + expert, mask=expert < E, other=0)
-    starts = tl.load(ENDS + expert - 1, mask=(expert > 0) & (expert < E), other=0)
-    tiles = (ends - starts + BLOCK_M - 1) // BLOCK_M
-    behind = tl.cumsum(tiles, 0)
-    e = tl.sum((behind <= tile).to(tl.int32), 0)
+    e, first, end = group_of_tile(ENDS, tile, E, EXPERTS, BLOCK_M)
     if e >= E:
         return
-    own = expert == e
-    end = tl.sum(tl.where(own, ends, 0), 0)
-    first = tl.sum(tl.where(own, starts - (behind - tiles) * BLOCK_M, 0), 0)
     row = (first + tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     col = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
