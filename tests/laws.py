@@ -16,7 +16,7 @@ from law_cases import F64, FP64, MESH, OPTIMIZERS, ROWS, Case, D, L, T, V, batch
 import fzero
 from fzero import optim
 from fzero.core import precision, prng, pytree
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.sharding import Spec
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def one_normalisation(case: Case) -> None:
 
         def mean(params: Any, ctx: base.Ctx = ctx) -> torch.Tensor:
             if isinstance(case.loss_fn, base.Model):
-                out = base.loss(case.loss_fn, params, batch, ctx)
+                out = forward.loss(case.loss_fn, params, batch, ctx)
             else:
                 out = base.Loss(*case.loss_fn(params, batch))
             return out.total / int(batch["mask"].sum())
@@ -68,7 +68,7 @@ def moved_by_rule(loss_fn: Any, expected: Any, batch: Any, before: Any, ctx: bas
     rules = loss_fn.after if isinstance(loss_fn, base.Model) else {}
     if not rules:
         return expected
-    tables, leaves = base.loss(loss_fn, before, batch, ctx).tables, pytree.named_leaves(before)
+    tables, leaves = forward.loss(loss_fn, before, batch, ctx).tables, pytree.named_leaves(before)
     moved = {name: rule(leaves[name], tables) for name, rule in rules.items() if rule}
     return pytree.map_named(lambda name, leaf: moved.get(name, leaf), expected)
 
@@ -96,7 +96,9 @@ def evaluation(case: Case) -> None:
     assert_close(sum(part.total for part in parts), whole.total, rtol=1e-12)
     assert sum(int(part.num_tokens) for part in parts) == int(whole.num_tokens) == int(batch["mask"].sum())
     if isinstance(case.loss_fn, base.Model):
-        assert_close(whole.total, base.loss(case.loss_fn, state.params, batch, base.Ctx(dtype=F64)).total, rtol=1e-12)
+        assert_close(
+            whole.total, forward.loss(case.loss_fn, state.params, batch, base.Ctx(dtype=F64)).total, rtol=1e-12
+        )
     assert_same(state.params, before)
 
 
@@ -178,7 +180,7 @@ def breakable(case: Case) -> Case:
     def loss(params: Any, batch: Any) -> base.Loss:
         rest = {name: leaf for name, leaf in batch.items() if name != "bad"}
         if isinstance(case.loss_fn, base.Model):
-            out = base.loss(case.loss_fn, params, rest, base.Ctx(dtype=F64))
+            out = forward.loss(case.loss_fn, params, rest, base.Ctx(dtype=F64))
         else:
             out = base.Loss(*case.loss_fn(params, rest))
         return out._replace(total=out.total / (1.0 - batch["bad"].max()))
@@ -360,8 +362,8 @@ def as_written(name: str) -> None:
     params, batch, ctx = wide_params(model), batch_of(0), base.Ctx(dtype=F64)
     total, num_tokens, logits = written_out.loss(model.config, params, batch)
     forms = (
-        base.loss,
-        lambda *args: torch.func.vmap(lambda p: base.loss(args[0], p, *args[2:]))(
+        forward.loss,
+        lambda *args: torch.func.vmap(lambda p: forward.loss(args[0], p, *args[2:]))(
             pytree.map(lambda x: x[None], args[1])
         ),
     )
@@ -369,7 +371,7 @@ def as_written(name: str) -> None:
         out = form(model, params, batch, ctx)
         assert_close(out.total.reshape(()), total, rtol=1e-5, atol=0.0)  # the angles of RoPE are float32
         assert int(out.num_tokens) == num_tokens
-    assert_close(base.logits(model, params, batch, ctx), logits, rtol=1e-4, atol=1e-5)
+    assert_close(forward.logits(model, params, batch, ctx), logits, rtol=1e-4, atol=1e-5)
 
 
 def causal(name: str) -> None:
@@ -378,23 +380,23 @@ def causal(name: str) -> None:
     model = case_of(name).loss_fn
     params, batch, ctx = wide_params(model), batch_of(0), base.Ctx(dtype=F64)
     del batch["documents"]
-    logits = base.logits(model, params, batch, ctx)
+    logits = forward.logits(model, params, batch, ctx)
     for t in range(1, T):
         changed = {**batch, "tokens": batch["tokens"].clone()}
         changed["tokens"][:, t:] = (changed["tokens"][:, t:] + 5) % V
-        assert_close(base.logits(model, params, changed, ctx)[:, :t], logits[:, :t], rtol=1e-10, atol=1e-12)
+        assert_close(forward.logits(model, params, changed, ctx)[:, :t], logits[:, :t], rtol=1e-10, atol=1e-12)
 
 
 def documents(name: str) -> None:
     """A document's logits in a packed sequence are its logits alone."""
     model = case_of(name).loss_fn
     params, batch, ctx = wide_params(model), batch_of(0), base.Ctx(dtype=F64)
-    logits, compared = base.logits(model, params, batch, ctx), 0
+    logits, compared = forward.logits(model, params, batch, ctx), 0
     for row, numbers in enumerate(batch["documents"]):
         for number in numbers.unique():
             at = numbers == number
             tokens = batch["tokens"][row, at][None]
-            alone = base.logits(model, params, {"tokens": tokens, "targets": tokens}, ctx)[0]
+            alone = forward.logits(model, params, {"tokens": tokens, "targets": tokens}, ctx)[0]
             # RoPE is relative, but its float32 angles are not exactly.
             assert_close(logits[row, at], alone, rtol=1e-4, atol=1e-5)
             compared += int(number > 0)

@@ -17,7 +17,7 @@ import fzero
 from fzero import checkpoint, optim
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.sharding import pipeline
 from fzero.sharding.pipeline.table import Act
 from fzero.sharding.pipelines import Pipeline
@@ -57,7 +57,7 @@ def by_definition(name, tx, now, opt_state, given, late=1):
     for batch in given:
 
         def mean(params, batch=batch):
-            out = base.loss(model, params, batch, ctx)
+            out = forward.loss(model, params, batch, ctx)
             return out.total / out.num_tokens
 
         grads, loss = torch.func.grad_and_value(mean)(before if late else now)

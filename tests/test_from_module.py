@@ -164,7 +164,7 @@ def test_dropouts_draw_masks_of_their_own():
 
     model = fzero.from_module(nn.Sequential(Twice(), Twice()), loss)
     batch = {"x": torch.ones(64, 4)}
-    ctx = models.base.prepare(model, batch, models.Ctx(key=fzero.random.key(1)))
+    ctx = models.forward.prepare(model, batch, models.Ctx(key=fzero.random.key(1)))
     params = models.init_params(model, fzero.random.key(0))
     x = model.embed(params, batch, ctx)
     layers = [

@@ -9,7 +9,7 @@ from law_cases import CASES, F64, FP64, MESH, MODELS, ROWS, batch_of, case_of, c
 import fzero
 from fzero import optim
 from fzero.core import precision, prng, pytree
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.train import step as train
 from fzero.train.gradient import StepGradient
 
@@ -133,7 +133,7 @@ def test_a_step_that_hides_its_gradient_would_be_seen(monkeypatch):
 
 
 def total(model, params, batch):
-    return base.loss(model, params, batch, base.Ctx(dtype=F64)).total
+    return forward.loss(model, params, batch, base.Ctx(dtype=F64)).total
 
 
 @every_model
@@ -218,7 +218,7 @@ def test_jacobian_by_reverse_mode_equals_that_by_forward_mode(model):
 
     def logits_of(scale):
         changed = {**params, "blocks": pytree.from_named({**blocks, name: scale}, params["blocks"])}
-        return base.logits(model, changed, batch, base.Ctx(dtype=F64))[0, :2, :3]
+        return forward.logits(model, changed, batch, base.Ctx(dtype=F64))[0, :2, :3]
 
     assert_close(torch.func.jacrev(logits_of)(leaf), torch.func.jacfwd(logits_of)(leaf), rtol=1e-8, atol=1e-10)
 

@@ -161,7 +161,7 @@ def direct_norms(name):
     ctx = fzero.models.base.Ctx(dtype=torch.float64)
 
     def mean(params, batch):
-        loss = fzero.models.base.loss(model, params, batch, ctx)
+        loss = fzero.models.forward.loss(model, params, batch, ctx)
         return loss.total / loss.num_tokens
 
     def by_part(tree):

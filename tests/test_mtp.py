@@ -14,7 +14,7 @@ import fzero
 from fzero import models
 from fzero.checkpoint.convert.huggingface_config import write_config
 from fzero.core import prng, pytree
-from fzero.models import base
+from fzero.models import forward
 
 F64 = torch.float64
 CONFIG = config_of("deepseek", dropout=0.0, n_mtp=1, mtp_coef=0.3)
@@ -67,7 +67,7 @@ def starting_at(model, x):
 
 
 def last_state(model, params, batch):
-    return base.transform(model, params, batch, base.prepare(model, batch, CTX))
+    return forward.transform(model, params, batch, forward.prepare(model, batch, CTX))
 
 
 def last_activations(model, params, batch):

@@ -15,7 +15,7 @@ from zero_cases import train, trained_whole
 import fzero
 from fzero import checkpoint, models
 from fzero.core import prng, pytree
-from fzero.models import base
+from fzero.models import forward
 from fzero.models.deepseek import choose_experts
 from fzero.models.layer_kinds import layers_text, parse_layers
 from fzero.offload import Nvme
@@ -123,7 +123,7 @@ def test_layers_are_numbered_through_all_stacks():
     model = case_of("encoder and decoder").loss_fn
     model = model._replace(block={"blocks_encoder": block, "blocks_decoder": lambda p, x, ctx: block(p, x, ctx)})
     params = models.init_params(model, prng.key(0), torch.float64)
-    base.transform(model, params, batch_of(0), models.Ctx(dtype=torch.float64, key=prng.key(1)))
+    forward.transform(model, params, batch_of(0), models.Ctx(dtype=torch.float64, key=prng.key(1)))
     assert sorted(set(seen)) == list(range(6))
     parts = parts_of(model, fzero.zero_plan(0, model, fzero.one_process()))
     assert [(part.kind, part.name, part.depth, part.first) for part in parts] == [

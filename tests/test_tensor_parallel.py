@@ -15,7 +15,7 @@ from fzero import models
 from fzero.comm.collectives import psum, pvary
 from fzero.core import prng, pytree
 from fzero.kernels import linear_cross_entropy as ce
-from fzero.models import base, experts, layers
+from fzero.models import base, experts, forward, layers
 from fzero.models.batch import check_batch
 from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 
@@ -112,7 +112,7 @@ def setting(mesh, name, sequence=False, *, compiled=False):
     ctx = base.Ctx(mesh=mesh, dtype=F64, key=prng.key(4), sequence=sequence, compiled=compiled)
 
     def f(local, batch):
-        return base.loss(model, fetch(local, specs, tp, sequence), batch, ctx)
+        return forward.loss(model, fetch(local, specs, tp, sequence), batch, ctx)
 
     return model, cut(params, specs, tp), f
 
@@ -226,7 +226,7 @@ def all_logits(mesh, name, batch, sequence=False):
     ctx = base.Ctx(mesh=mesh, dtype=F64, sequence=sequence)
 
     def f(p):
-        logits = base.logits(model, fetch(p, specs, tp, sequence), batch, ctx)
+        logits = forward.logits(model, fetch(p, specs, tp, sequence), batch, ctx)
         return (logits * torch.arange(V, dtype=F64)).sum(), logits
 
     return torch.func.grad(f, has_aux=True)(params)
@@ -474,9 +474,9 @@ def test_sequence_parallelism_refuses_a_length_that_tp_does_not_divide():
     model = models.build(CONFIGS["mlp"])
     ctx = base.Ctx(mesh=fake_mesh({"tp": 2}), sequence=True)
     with pytest.raises(ValueError, match=r"the sequences have 7 tokens, not divisible by tp=2; use 8"):
-        check_batch(model.config, batch_of(t=7), base.sequence_parts(ctx))
-    check_batch(model.config, batch_of(t=7), base.sequence_parts(ctx._replace(sequence=False)))
-    check_batch(model.config, batch_of(), base.sequence_parts(ctx))
+        check_batch(model.config, batch_of(t=7), forward.sequence_parts(ctx))
+    check_batch(model.config, batch_of(t=7), forward.sequence_parts(ctx._replace(sequence=False)))
+    check_batch(model.config, batch_of(), forward.sequence_parts(ctx))
 
 
 def test_on_one_process_sequence_parallelism_is_nothing():

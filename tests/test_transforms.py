@@ -15,7 +15,7 @@ import fzero
 from fzero import optim
 from fzero.comm.collectives import psum
 from fzero.core import prng, pytree
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.sharding.context import Context
 from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
@@ -31,7 +31,7 @@ def problem(mesh, stage, name="llama", pipeline=None, sequence=False):
     ctx = base.Ctx(mesh=mesh, dtype=F64)
 
     def mean_loss(params, batch):
-        out = base.loss(model, params, batch, ctx, plan)
+        out = forward.loss(model, params, batch, ctx, plan)
         total, count = (psum(psum(x, mesh["dp"]), mesh["cp"]) for x in (out.total, out.num_tokens))
         return total / count
 
@@ -74,7 +74,7 @@ def per_example(mesh, stage, *which):
     mine = (torch.arange(ROWS) % dp.size == dp.rank).to(F64)
 
     def one(params, row, counts):
-        return counts * base.loss(model, params, pytree.map(lambda x: x[None], row), ctx, plan).total
+        return counts * forward.loss(model, params, pytree.map(lambda x: x[None], row), ctx, plan).total
 
     with by_rules_alone():
         grads = torch.func.vmap(torch.func.grad(one), (None, 0, 0))(params, batch, mine)

@@ -1,10 +1,11 @@
 """The models: pure functions over parameter trees."""
 
 from fzero.kernels.rope import RopeScaling
-from fzero.models.base import Cache, Ctx, Loss, Model, init_params, logits, loss, num_params
+from fzero.models.base import Cache, Ctx, Loss, Model, init_params, num_params
 from fzero.models.batch import Batch, check_tokens
 from fzero.models.by_position import by_position
 from fzero.models.deepseek import DeepSeekConfig, deepseek
+from fzero.models.forward import logits, loss
 from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.llama import LlamaConfig, llama

@@ -11,24 +11,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import psum
 from fzero.core import prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree, nearest
-from fzero.core.stack import Block, Blocks, depth, in_turn, stack
-from fzero.kernels.cross_entropy import counted_tokens
-from fzero.kernels.linear_cross_entropy import linear_cross_entropy
+from fzero.core.stack import Block, Blocks, in_turn
 from fzero.kernels.quantize_codes import codes_a_byte
 from fzero.kernels.registry import AUTO, Kernels
-from fzero.models.batch import BY_TOKEN, Batch, check_batch, has_tokens
-from fzero.models.place import balanced_positions, patterns_of
-from fzero.models.stack_over_pp import stack_over_pp
+from fzero.models.batch import Batch
 from fzero.sharding import Mesh, Plan, Rules, Spec, draw, one_process, slices
 from fzero.sharding.context import Context, Pieces
 from fzero.sharding.experts import Experts
 from fzero.sharding.slices import is_stacked
-from fzero.sharding.unshard import unshard_block, unshard_tree
 
 
 class MakeLeaf(Protocol):
@@ -263,147 +257,6 @@ def init_params(
         return then(name, torch.cat(parts) if len(parts) > 1 else parts[0] if none is None else none)
 
     return model.init(make)
-
-
-def sequence_parts(ctx: Ctx) -> int:
-    """The number of parts that sequence parallelism cuts a sequence into."""
-    return ctx.mesh["tp"].size if ctx.sequence else 1
-
-
-def check(model: Model, batch: Batch, ctx: Ctx) -> None:
-    """Raise ValueError if a batch of whole sequences does not fit the model, or cannot be split as ctx says."""
-    parts, cp = sequence_parts(ctx), ctx.mesh["cp"].size
-    check_batch(model.config, batch, parts if cp == 1 else 1)
-    if cp > 1:
-        if not ctx.context:
-            raise ValueError(
-                f"cp={cp}: the ctx does not say how; write Ctx(context=plan.context), or give loss the plan"
-            )
-        ctx.context.expect_divisible(cp, batch["tokens"].shape[-1], parts)
-
-
-def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
-    """Return the ctx of a batch of whole sequences: with its documents, its first row, this rank's positions and what
-    the model's `prepare` makes of it."""
-    cp = ctx.mesh["cp"]
-    if ctx.context:
-        tokens, pieces = batch["tokens"], ctx.context.over(cp.size)
-        if pieces is None:
-            placed = balanced_positions(tokens, batch.get("documents"), cp.size, patterns_of(model.config))
-        else:
-            ranks = range(cp.size)
-            placed = torch.stack([pieces.positions(rank, tokens.shape[-1], tokens.device) for rank in ranks])
-        ctx = ctx._replace(pieces=pieces or (), placed=placed, positions=placed[cp.rank])
-    if has_tokens(model.config):
-        ctx = ctx._replace(documents=batch.get("documents", ()), first=batch.get("first", ctx.first))
-    return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
-
-
-def own_part(batch: Batch, ctx: Ctx) -> Batch:
-    """The part of a batch of whole sequences that embedding and head see, ctx being from `prepare`: what there is for
-    each token, of this rank's. Documents stay whole, in ctx too."""
-    if isinstance(ctx.positions, tuple):
-        return batch
-    own = {name: batch[name].index_select(-1, ctx.positions) for name in BY_TOKEN if name in batch}
-    return {**batch, **own}
-
-
-def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
-    """Return the activations after the last block; ctx is from `prepare`, the batch from `own_part`. With pp they are
-    those on the last stage's rank."""
-    x = model.embed(unshard_part(model, "embed", params, plan, ctx), batch, ctx)
-    inner = ctx._replace(remat=Remat())  # a block is the same program under every policy
-    first = 0
-
-    def apply(blocks: tuple[Block, ...], layers: Tree, x: Any, first: int) -> Any:
-        return stack(blocks, layers, x, inner, remat=ctx.remat, compiled=ctx.compiled, first=first)
-
-    for one in stacks_of(model):
-        if one.join is not None:
-            x = one.join(unshard_part(model, one.join_name, params, plan, ctx), x, batch, ctx)
-        blocks, layers = in_turn(one.block), params[one.name]
-        if plan is not None and ctx.mesh.size > 1:
-            blocks = tuple(unshard_block(f, plan, one.name) for f in blocks)
-        if plan is None or plan.stages is None:
-            x = apply(blocks, layers, x, first)
-            first += depth(layers)
-        else:
-            x, first = stack_over_pp(apply, one.name, blocks, layers, x, inner, first, plan)
-    return x
-
-
-def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: Ctx) -> Tree:
-    """Return the parameters that "embed", "head" or a join uses, gathered from the shards at rest."""
-    if plan is None or ctx.mesh.size == 1:
-        return params
-    shared = model.shared if part != "embed" else ()
-    used = {
-        name: leaf
-        for name, leaf in pytree.named_leaves(params).items()
-        if name.startswith(f"{part}/") or name in shared
-    }
-    return unshard_tree(pytree.nest(used), plan)
-
-
-def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:
-    """Return the loss of a batch, as sums: embed, the stack of blocks, head.
-
-    batch: tokens and targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 scalar. total
-    is in nats. plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are
-    then this rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect
-    to `params` are complete and in their layout. Composes with torch.func.
-
-    Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
-    parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see
-    check_batch).
-
-    >>> from fzero import models, random
-    >>> model = models.mlp(models.MLPConfig(vocab_size=8))
-    >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
-    >>> int(loss(model, init_params(model, random.key(0)), {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
-    8
-    """
-    if plan is not None and plan.context is not None:
-        ctx = ctx._replace(context=plan.context)
-    if plan is not None and plan.experts is not None:
-        ctx = ctx._replace(experts=plan.experts)
-    check(model, batch, ctx)
-    ctx = prepare(model, batch, ctx)
-    batch = own_part(batch, ctx)
-    x = transform(model, params, batch, ctx, plan)
-    out = model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
-    if plan is None or plan.stages is None:
-        return out
-    axis = plan.mesh["pp"]  # whose ranks have computed a head each, as they must gather its leaves
-    mine = torch.full((), axis.rank == plan.stages.ranks[-1], device=out.total.device)
-    return pytree.map(lambda leaf: psum(torch.where(mine, leaf, torch.zeros_like(leaf)), axis, leaf="loss"), out)
-
-
-def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor:  # noqa: B008
-    """Return all logits [B, T, V] of a batch, on one process: for tests and short sequences.
-
-    batch: tokens int64 [B, T], and optionally documents int [B, T]. The logits have ctx.dtype.
-
-    >>> from fzero import models, random
-    >>> model = models.mlp(models.MLPConfig(vocab_size=8))
-    >>> logits(model, init_params(model, random.key(0)), {"tokens": torch.zeros(2, 4, dtype=torch.int64)}).shape
-    torch.Size([2, 4, 8])"""
-    ctx = prepare(model, batch, ctx)
-    return model.logits(params, transform(model, params, batch, ctx), ctx)
-
-
-def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (cross entropy summed over the tokens that count, their number) for normalised activations x [B, T, D] and
-    w [V, D]; cap: of the logits, 0 for none.
-
-    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results
-    are the same on all ranks of tp.
-    """
-    targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
-    options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
-    options |= {"cap": cap} if cap else {}
-    num_tokens = counted_tokens(targets, mask).sum()
-    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, **options), num_tokens
 
 
 CODES, SCALES = "codes", "scales"  # the leaves of a weight in codes, see models.quantized

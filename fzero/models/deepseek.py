@@ -21,9 +21,10 @@ from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.rope import rope_frequencies, rope_qk
 from fzero.models import mtp
 from fzero.models.attend import attend
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, enter_routing, mixture
+from fzero.models.forward import token_loss
 from fzero.models.layers import (
     Split,
     add,

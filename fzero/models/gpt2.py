@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.forward import token_loss
 from fzero.models.layers import (
     Attention,
     Split,

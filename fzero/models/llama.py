@@ -22,8 +22,9 @@ from fzero.core.pytree import Tree
 from fzero.core.stack import Block, Blocks
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.rope import RopeScaling
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.forward import token_loss
 from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
     GATES,

@@ -15,9 +15,10 @@ from torch import Tensor
 from fzero.core.pytree import Tree, nearest
 from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
-from fzero.models.base import Ctx, Loss, Model, token_loss
+from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch
 from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, enter_routing, mixture
+from fzero.models.forward import token_loss
 from fzero.models.layers import Attention, Split, add, enter, leave, linear
 from fzero.models.llama import (
     LlamaConfig,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fzero.core.pytree import Tree
-from fzero.models.base import Ctx, Loss, MakeLeaf, Model, token_loss
+from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
+from fzero.models.forward import token_loss
 from fzero.models.layers import (
     Split,
     embed_tokens,

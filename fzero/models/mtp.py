@@ -20,8 +20,9 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
-from fzero.models.base import Ctx, MakeLeaf, token_loss
+from fzero.models.base import Ctx, MakeLeaf
 from fzero.models.batch import Batch
+from fzero.models.forward import token_loss
 from fzero.models.layers import linear, norm
 from fzero.models.llama import embed, head_inputs
 

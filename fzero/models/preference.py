@@ -18,7 +18,8 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model, loss, with_still_leaves
+from fzero.models.base import Batch, Ctx, Loss, Model, with_still_leaves
+from fzero.models.forward import loss
 from fzero.models.layers import enter
 
 

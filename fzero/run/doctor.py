@@ -16,7 +16,7 @@ import fzero
 from fzero import models
 from fzero.core import gpu, numa
 from fzero.kernels.registry import Kernels, describe, observe
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.run.build_optim import make_policy
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
@@ -43,7 +43,7 @@ def forms(config: RunConfig) -> dict[str, set[str]]:
         tokens = torch.zeros(config.train.micro_batch, config.data.seq_len, dtype=torch.int64)
         policy = make_policy(config)
         ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, kernels=Kernels.parse(config.train.kernels))
-        base.loss(model, model.init(leaf), {"tokens": tokens, "targets": tokens}, ctx)
+        forward.loss(model, model.init(leaf), {"tokens": tokens, "targets": tokens}, ctx)
     return used
 
 

@@ -11,7 +11,7 @@ from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import Remat, transforms
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels.cross_entropy_rows import is_tracing
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.models.batch import check_tokens
 from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
@@ -205,6 +205,6 @@ def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
     ):
         return False
     if isinstance(model, base.Model) and hasattr(model.config, "vocab_size"):
-        base.check(model, batch, ctx)
+        forward.check(model, batch, ctx)
         check_tokens(batch, model.config.vocab_size)
     return True

@@ -16,7 +16,7 @@ from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.models.loss_of import loss_of
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
@@ -36,7 +36,7 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
     and those that are not floating-point as they are. `key` is () for no dropout."""
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)._replace(remat=how.remat)
-        return lambda params, batch, key, first: base.loss(
+        return lambda params, batch, key, first: forward.loss(
             loss_fn, params, batch, ctx._replace(key=key, first=first), plan
         )
 

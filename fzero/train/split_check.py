@@ -16,7 +16,7 @@ from fzero.comm.tables import any_rank
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.stack import in_turn
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.sharding import Plan, Spec, one_process
 from fzero.sharding.redistribute import gather_whole
 from fzero.sharding.slices import narrow_to
@@ -42,7 +42,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
     wide = torch.promote_types(ctx.dtype, torch.float32)
     ctx = ctx._replace(dtype=wide, key=(), compiled=False)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
-        ctx = base.prepare(model, batch, ctx)
+        ctx = forward.prepare(model, batch, ctx)
         held = pytree.named_leaves(params)
         x = model.embed(whole_part(plan, held, "embed", (), wide), batch, ctx)
         reasons, first = [], 0

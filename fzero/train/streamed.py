@@ -3,8 +3,8 @@ shards.
 
 A layered model is its embedding, one stack of layers or several, and its head. Each part is fetched (with the next ones
 on their way), run and dropped; in the backward pass the same in reverse, and each part's gradients leave to be summed
-as soon as they are ready. This is torch.func.grad of `models.base.loss`, which defines it and serves under transforms;
-written out, to control memory and messages."""
+as soon as they are ready. This is torch.func.grad of `models.forward.loss`, which defines it and serves under
+transforms; written out, to control memory and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fzero.core.device import HOST
 from fzero.core.pytree import Tree
 from fzero.core.stack import LayerLoop, in_turn, part_pair, static_signature
 from fzero.core.vjp_pair import VjpPair
-from fzero.models import base
+from fzero.models import base, forward
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
@@ -229,7 +229,7 @@ class StreamedModel(NamedTuple):
     ) -> Any:
         """The activations after some parts, or the loss after a head; nothing is kept. told: see `forward`."""
         ahead.expect([group for part in parts for group in part.groups], "forward")
-        batch = base.own_part(batch, ctx)
+        batch = forward.own_part(batch, ctx)
         zero = torch.full((), 0, device=pytree.leaves(batch)[0].device)
         leaves, x_def = x
         with torch.no_grad():
@@ -259,7 +259,7 @@ class StreamedModel(NamedTuple):
         ctx: the batch's, from `context`. early: the head's leaves, if they are used at once. told: is called with each
         stack before it runs, and the activations that it takes; those that it gives look like them.
         """
-        batch = base.own_part(batch, ctx)
+        batch = forward.own_part(batch, ctx)
         device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
         zero = torch.full((), 0, device=device)
         ahead.expect([*(group for part in parts for group in part.groups), *early], "forward")
@@ -376,9 +376,9 @@ class StreamedModel(NamedTuple):
 
         key: the step's `layer_keys`. Without one `first` is 0, so that training and evaluation share a compiled block.
         """
-        base.check(self.model, batch, self.ctx)
+        forward.check(self.model, batch, self.ctx)
         row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
-        return base.prepare(self.model, batch, self.ctx._replace(first=row, **key))
+        return forward.prepare(self.model, batch, self.ctx._replace(first=row, **key))
 
     def fetcher(self, params: Tree, device: torch.device, kept: Kept | None = None, exact: bool = False) -> Prefetcher:
         """The fetches of one pass over the model. kept: see ParamFetcher. exact: no parameter is rounded on its way."""
