@@ -11,7 +11,7 @@ from test_plan_memory import flop, fullest, measured
 
 import fzero
 from fzero import models
-from fzero.planner import closed_forms, devices, estimate, experts, pipelined, search_result
+from fzero.planner import closed_forms, closed_layer, devices, estimate, experts, pipelined, search_result
 from fzero.planner.candidates import Candidate, candidates
 from fzero.planner.loads import Loads
 from fzero.planner.plan_report import total_flop
@@ -41,7 +41,7 @@ def test_states_by_the_closed_form_are_those_of_the_plan(zero):
     assert (found.params, found.grads) == (2 * numel(plan, plan.params), 2 * numel(plan, plan.grads))
     assert (found.master, found.optimizer) == (4 * numel(plan, plan.opt), 8 * numel(plan, plan.opt))
     if zero == 3:  # a layer with a rank's own experts
-        assert found.layer_bytes == 2 * max(closed_forms.part_numels(plan).values())
+        assert found.layer_bytes == 2 * max(closed_layer.part_numels(plan).values())
 
 
 def test_a_number_of_parameters_has_no_experts_to_split():
@@ -172,12 +172,12 @@ def test_candidates_have_ep_where_it_divides_the_experts():
 def test_a_sketch_is_near_the_trace(mesh):
     config = machine.resolve_auto(config_table.from_table(LARGE), H100.target)
     c = Candidate(mesh.get("dp", 1), 1, 1, 3, "none", "", 2, ep=mesh["ep"])
-    sketch = closed_forms.Sketcher(config, H100, 8).sketch(c)
+    sketch = closed_forms.sketch_candidate(closed_layer.Basis(config, H100, 8), c)
     report = fzero.plan(c.of(config), c.mesh)
     assert sketch.bytes == pytest.approx(report.peak_bytes_per_rank, rel=0.4)
     assert sketch.step_s == pytest.approx(report.step_s, rel=0.5)
     assert sketch.time["communication on ep"] == pytest.approx(report.time["exposed"]["ep"], rel=0.5)
-    slow = closed_forms.Sketcher(config, uneven_device(1.5), 8).sketch(c)
+    slow = closed_forms.sketch_candidate(closed_layer.Basis(config, uneven_device(1.5), 8), c)
     assert slow.step_s > sketch.step_s and slow.memory == sketch.memory
 
 

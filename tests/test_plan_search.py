@@ -10,7 +10,7 @@ from test_plan import SMALL as PLANNED
 
 import fzero
 from fzero.cli import main
-from fzero.planner import candidates, closed_forms, devices, search, search_result
+from fzero.planner import candidates, closed_forms, closed_layer, closed_time, devices, search, search_result
 from fzero.planner.candidates import Candidate
 from fzero.run import config_table, machine, run_folder
 from fzero.run.build import build
@@ -181,7 +181,7 @@ def test_long_sequences_are_split_over_cp(monkeypatch):
     assert best.candidate.cp == 2 and found.config.mesh == {"cp": 2}
     assert "pieces over cp=2; bytes of a rank in attention" in str(found)
     config = machine.resolve_auto(c, H100.target)
-    sketch = closed_forms.Sketcher(config, H100, 4).sketch(best.candidate)
+    sketch = closed_forms.sketch_candidate(closed_layer.Basis(config, H100, 4), best.candidate)
     assert sketch.bytes == pytest.approx(best.report.peak_bytes_per_rank, rel=0.4)
     assert sketch.time["communication on cp"] > 0.0
 
@@ -221,7 +221,7 @@ def test_a_sketch_is_near_the_trace(c):
             "data": {"seq_len": 1024},
         }
     )
-    sketch = closed_forms.Sketcher(machine.resolve_auto(big, H100.target), H100, 4).sketch(c)
+    sketch = closed_forms.sketch_candidate(closed_layer.Basis(machine.resolve_auto(big, H100.target), H100, 4), c)
     exact = fzero.plan(c.of(big), c.mesh)
     assert 0.6 < sketch.bytes / exact.peak_bytes_per_rank < 1.6
     assert 0.4 < sketch.step_s / exact.step_s < 2.5
@@ -235,10 +235,10 @@ def test_a_host_that_updates_during_the_backward_pass_is_expected_to_take_less()
             {**SMALL, "offload": "opt=host", "train": {**SMALL["train"], "update": update}}
         )
         for backward_s in (1e-9, 1.0):  # of a layer and a sequence
-            layer = closed_forms.Layer(0, 0, 0, 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
-            sketcher = closed_forms.Sketcher(config, H100, 4, {1: layer})
-            found[update, backward_s] = sketcher.time(c)
-            elements = sketcher.plan(4, 1, 1, 1, 1, 1)[1]["opt"]
+            layer = closed_layer.Layer(0, 0, 0, 1e-3, backward_s, 0.0, 0.0, 0.0, 0.0)
+            basis = closed_layer.Basis(config, H100, 4, {1: layer})
+            found[update, backward_s] = closed_time.step_time(basis, c)
+            elements = basis.plan(4, 1, 1, 1, 1, 1)[1]["opt"]
     rate = H100.host_memory_bytes_s * H100.efficiency.get("host", 1.0) / 4
     alone, short = 28 * elements / rate, 2 * SMALL["model"]["n_layers"] * 1e-9
     assert found["end", 1e-9]["update"] == found["end", 1.0]["update"] == pytest.approx(alone, rel=1e-9)

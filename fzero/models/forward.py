@@ -1,4 +1,4 @@
-"""The forward pass of a layered Model: from a batch to its loss or its logits, on one process or on this rank of a mesh."""
+"""The forward pass of a layered Model, from a batch to its loss or logits, on one process or on a rank of a mesh."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     >>> from fzero import models, random
     >>> model = models.mlp(models.MLPConfig(vocab_size=8))
     >>> tokens = torch.zeros(2, 4, dtype=torch.int64)
-    >>> int(loss(model, models.init_params(model, random.key(0)), {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
+    >>> params = models.init_params(model, random.key(0))
+    >>> int(loss(model, params, {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
     8
     """
     if plan is not None and plan.context is not None:

@@ -18,7 +18,9 @@ from fzero.models.presets import body_of
 from fzero.models.score import head_rows
 from fzero.models.sizes import hidden_units
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_forms import Layer, Sketcher
+from fzero.planner.closed_forms import memory
+from fzero.planner.closed_layer import Basis, Layer
+from fzero.planner.closed_time import step_time
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.plan_report import grad_bytes, has_rates
@@ -114,13 +116,13 @@ def first_estimate(
         ep=axes["ep"],
     )
     layer = closed_layer(job, device)
-    sketcher = Sketcher(config, device, node, {axes["tp"]: layer})
-    memory, _ = sketcher.memory(candidate)
+    basis = Basis(config, device, node, {axes["tp"]: layer})
+    peak, _ = memory(basis, candidate)
     grads = grad_bytes(job)
-    passes = {name: memory[name] for name in ("activations", "gathered")}
+    passes = {name: peak[name] for name in ("activations", "gathered")}
     if not job.plan.frozen:  # else only the small ones of adapters, and those of one layer's weights
-        passes["gradients on their way"] = max(0.0, memory["grads"] - grads)
-    seconds = sketcher.time(candidate) if has_rates(device) and device.flops else {}
+        passes["gradients on their way"] = max(0.0, peak["grads"] - grads)
+    seconds = step_time(basis, candidate) if has_rates(device) and device.flops else {}
     if seconds and device.lost:
         seconds["lost"] = sum(seconds.values()) * device.lost / (1.0 - device.lost)
     share = node if device.kind == "cpu" else 1
@@ -158,7 +160,7 @@ def kept_elements(config: RunConfig, tp: int) -> float:
 
 
 def closed_layer(job: Job, device: Device) -> Layer:
-    """The Layer of a job by closed forms, as closed_forms.layer_of traces it."""
+    """The Layer of a job by closed forms, as closed_layer.layer_of traces it."""
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
     c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
     rows = config.train.micro_batch / job.mesh["cp"].size  # a rank has its share of each

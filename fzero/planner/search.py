@@ -24,7 +24,8 @@ from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import experts, extrapolate, pipelined
 from fzero.planner.candidates import Candidate, candidates, layers_to_trace
-from fzero.planner.closed_forms import Sketch, Sketcher, layer_of
+from fzero.planner.closed_forms import Sketch, sketch_candidate
+from fzero.planner.closed_layer import Basis, layer_of
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
@@ -97,14 +98,16 @@ def search(
     with tracers(workers if models.num_params(models.build(config.model)) >= SMALL else 1) as pool:
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
-        sketcher = Sketcher(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
-        every = [c for c in every if experts.has_room(sketcher.plan_of(c)[0], device.loads)]
+        basis = Basis(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
+        every = [c for c in every if experts.has_room(basis.plan_of(c)[0], device.loads)]
         if not every:
             raise ValueError(
                 "no candidate has room for this imbalance of experts; add --experts gather, or exchange:SLACK"
             )
         # Of equal times, try the one that moves fewer bytes first.
-        sketches = sorted(map(sketcher.sketch, every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes))
+        sketches = sorted(
+            (sketch_candidate(basis, c) for c in every), key=lambda s: (s.step_s, s.candidate.offload, s.bytes)
+        )
         fitting = [s for s in sketches if room.has(s)] or [s for s in sketches if room.has(s, 1.2)]
         say(f"{len(sketches):,} candidates, {len(fitting):,} should fit ({time.perf_counter() - begin:.1f} s)")
         fits, over = trace_best(config, fitting, device, top, say, pool)

@@ -1,0 +1,128 @@
+"""What closed forms of a candidate's memory and time are made from: the plans of its meshes, and one traced layer.
+
+Two layers are traced once for each size of tp; the activation memory and time of a layer for every micro-batch,
+recomputation, stage and mesh follow from that. State bytes come from the plan's own specs, so they are exact also if a
+leaf does not divide evenly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from fzero import models
+from fzero.models.lora import FROZEN
+from fzero.planner.candidates import Candidate
+from fzero.planner.devices import Device
+from fzero.planner.estimate import MOMENTS, STATE_BYTES
+from fzero.planner.step_trace import trace_step
+from fzero.planner.timing import predict
+from fzero.run import build_optim
+from fzero.run.config import RunConfig
+from fzero.run.memory_check import part_numels
+from fzero.sharding import Context, Plan, fake_mesh, zero_plan
+from fzero.sharding.slices import is_stacked, local_numel
+
+TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
+
+
+class Layer(NamedTuple):
+    """The memory and time of one layer on a rank, for each row of a micro-batch, at one size of tp."""
+
+    kept_bytes: int  # activations for its backward pass
+    input_bytes: int  # its input alone, which recomputation keeps
+    spare_bytes: int  # temporary memory while it and the head are computed
+    forward_s: float
+    backward_s: float
+    tp_s: float  # exposed communication of tensor parallelism, forward and backward
+    ends_s: float  # embedding and head of a micro-batch, forward and backward
+    host: float  # the fraction of the seconds that the host takes to issue operators, for any number of rows
+    rest_s: float  # host time of a step outside the forward and backward passes
+
+
+def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
+    """Estimate a Layer of `config` on a device shared by tp ranks, from a trace of TRACED_ROWS rows and two layers, or
+    a period of those that differ.
+    """
+    few, rows = min(max(2, models.period(config.model)), config.model.n_layers), TRACED_ROWS
+    model = models.shorten(config.model, few)
+    one = Candidate(1, 1, tp, 0, "none", "", rows).of(
+        replace(
+            config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0)
+        )
+    )
+    traced = trace_step(one, {"tp": tp}, target=device.target)
+    timing = predict(traced, device)
+    kept = [m.parts["activations"] for m in traced.timeline if m.phase == "forward" and m.layer is not None]
+    of_layer = {
+        i: max((m.parts["activations"] for m in traced.timeline if (m.phase, m.layer) == ("forward", i)), default=0)
+        for i in range(few)
+    }
+    per_layer = (of_layer[few - 1] - of_layer[0]) // (few - 1) if few > 1 else max(kept)
+    policy = build_optim.make_policy(traced.config)
+    share = tp if one.sequence else 1
+    inputs = rows * config.data.seq_len * config.model.d_model * policy.compute.itemsize // share
+    # Only of the passes: the workspace of an update grows with the parameters and not with the rows.
+    most = max(
+        m.parts["activations"] + m.parts["workspace"] for m in traced.timeline if m.phase in ("forward", "backward")
+    )
+    seconds = {phase: [timing.layers.get(f"{phase}/{i}", 0.0) for i in range(few)] for phase in ("forward", "backward")}
+    ends = sum(timing.phases.get(phase, 0.0) - sum(seconds[phase]) for phase in seconds)
+    host = timing.bound.get("host", 0.0) / max(1e-12, sum(timing.bound.values()))
+    return Layer(
+        kept_bytes=max(per_layer, inputs) // rows,
+        input_bytes=inputs // rows,
+        spare_bytes=max(0, most - few * per_layer) // rows,
+        forward_s=sum(seconds["forward"]) / few / rows,
+        backward_s=sum(seconds["backward"]) / few / rows,
+        tp_s=timing.exposed.get("tp", 0.0) / few / rows,
+        ends_s=max(0.0, ends) / rows,
+        host=host,
+        rest_s=host * sum(s for phase, s in timing.phases.items() if phase not in seconds),
+    )
+
+
+def stacked(part: str) -> bool:
+    """Whether a part of a model has layers."""
+    return is_stacked(f"{part}/")
+
+
+class Basis:
+    """What the sketches of one search share: its config and device and, cached, plans by mesh and layers by tp."""
+
+    def __init__(self, config: RunConfig, device: Device, on_node: int, layers: Mapping[int, Layer] | None = None):
+        """layers: results of `layer_of` by size of tp; None: call it when needed."""
+        self.config, self.device, self.on_node = config, device, on_node
+        self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
+        self.plan = functools.cache(self._plan)
+        self.layer = (
+            layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
+        )
+        o = config.optim
+        state = self.policy.state.itemsize
+        # Bytes for each parameter, with its master weight.
+        self.opt_bytes = MOMENTS[o.name] * STATE_BYTES.get(o.states, state) + (state if self.policy.has_master else 0)
+
+    def plan_of(self, c: Candidate) -> tuple[Plan, dict[str, int], dict[str, int]]:
+        """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
+        head)."""
+        return self.plan(c.dp, c.rp, c.tp, c.zero, c.cp, c.ep)
+
+    def _plan(
+        self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int
+    ) -> tuple[Plan, dict[str, int], dict[str, int]]:
+        mesh = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "ep": ep, "tp": tp})
+        context = Context.parse(self.config.context)
+        frozen = FROZEN if isinstance(self.config.model, models.LoRAConfig) else None
+        plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
+        plan = plan.with_experts(self.config.experts)
+        held = {
+            what: sum(
+                local_numel(leaf.shape, getattr(leaf, what), plan.sizes)
+                for leaf in plan.leaves.values()
+                if leaf.trained or what == "params"
+            )
+            for what in ("params", "grads", "opt")
+        }
+        return plan, held, part_numels(plan)

@@ -1,0 +1,186 @@
+"""Closed forms of a candidate's time: the seconds of its step, by cause.
+
+A pipeline's waiting is that of its schedule played over few micro-batches. Communication is exposed where it takes
+longer than what is computed beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fzero.comm.tables import SHARDS, links_of
+from fzero.core.autodiff import Remat
+from fzero.planner import experts
+from fzero.planner.candidates import Candidate
+from fzero.planner.closed_layer import TRACED_ROWS, Basis, stacked
+from fzero.planner.closed_rows import ROW, row_facts
+from fzero.planner.rates import collective_s, ways_of, wire_s
+from fzero.run.memory_check import part_layers
+from fzero.sharding.memory import Offload, Tier
+
+
+def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
+    """Estimate the seconds of a step, by cause."""
+    layer, remat, tiers = basis.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
+    plan, held, parts = basis.plan_of(c)
+    layers, policy = math.ceil(basis.config.model.n_layers / c.pp), basis.policy
+    held = {name: numels / c.pp for name, numels in held.items()}
+    micro = basis.config.train.batch // c.micro_batch // c.data
+    rows = TRACED_ROWS * layer.host + (1 - layer.host) * c.micro_batch / c.cp
+    forward, backward = rows * layer.forward_s, rows * layer.backward_s
+    again = forward if remat.every else (1 - remat.budget) * forward / 2
+    out = {
+        "computation": micro * (layers * (forward + backward) + rows * layer.ends_s),
+        "recomputation": micro * layers * again,
+        "communication on tp": micro * layers * rows * layer.tp_s * (1.5 if remat.every else 1.0),
+        "update": update_s(basis, 28 * held["opt"], tiers.opt, layers * (backward + again)) + layer.rest_s,
+    }
+    if c.pp > 1:
+        out["bubble"] = bubble_s(basis, c, micro, layers * forward, rows * layer.input_bytes)
+    if c.cp > 1:
+        out["communication on cp"] = cp_s(basis, c, micro, bool(remat.every))
+    if c.ep > 1:
+        out["communication on ep"] = ep_s(basis, c, micro, bool(remat.every))
+        fullest = (basis.device.loads.imbalance(c.ep) - 1.0) * experts.flop_part(plan, basis.config)
+        out["waiting for the fullest experts"] = fullest * (out["computation"] + out["recomputation"])
+    for axis, seconds in exposed_s(basis, c, micro, forward, backward + again, parts, held).items():
+        out[f"communication on {axis}"] = out.get(f"communication on {axis}", 0.0) + seconds
+    # Each micro-batch but the first adds to a sum that comes back to the device.
+    sums = policy.param if micro == 1 else policy.accumulate
+    # States that the host of a GPU updates in its memory stay there: sums of gradients come, and parameters go.
+    on_host = basis.device.kind == "cuda" and tiers.opt.memory == "host"
+    moved = (
+        (tiers.opt, held["opt"] * (sums.itemsize + policy.param.itemsize if on_host else 2 * basis.opt_bytes)),
+        (tiers.params, 3 * micro * held["params"] * policy.param.itemsize),
+        (tiers.grads, (2 * micro - 1) * held["grads"] * sums.itemsize),
+        (
+            tiers.acts,
+            2 * micro * c.micro_batch / c.cp * math.ceil(layers / max(1, remat.every)) * layer.input_bytes,
+        ),
+    )
+    for memory, rates, name, sharing in (
+        ("host", basis.device.host, "the host", 1),
+        ("nvme", basis.device.nvme, "the disk", basis.on_node),
+    ):
+        away = sum(amount * tier.fraction for tier, amount in moved if tier.memory == memory)
+        if away:
+            rate = min((rates.get(way, 0.0) for way in ("read", "write")), default=0.0) / sharing
+            rate *= basis.device.efficiency.get("host", 1.0) if memory == "host" else 1.0
+            hidden = 0.0 if tiers.opt.memory == memory else 0.8 * (out["computation"] + out["recomputation"])
+            out[f"transfers to {name}"] = max(0.0, away / rate - hidden) if rate else math.inf
+    return out
+
+
+def cp_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
+    """Estimate the seconds of a step in which a rank of cp waits for the messages of attention: all of them, but
+    those of a ring, beside which it computes."""
+    plan = basis.plan_of(c)[0]
+    if plan.context is None or plan.heads is None or plan.context.form == "ring":
+        return 0.0
+    context, itemsize = plan.context, basis.policy.compute.itemsize
+    elements = plan.heads.sent(context.form, c.cp, context.inner) * c.micro_batch * basis.config.data.seq_len
+    way = ways_of(basis.device, {"dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})["cp"]
+    message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
+    return micro * basis.config.model.n_layers * message * (3.0 if again else 2.0)
+
+
+def ep_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
+    """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
+    plan, tokens = basis.plan_of(c)[0], basis.config.data.seq_len * c.micro_batch / c.cp
+    ways = ways_of(basis.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+    there = experts.messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
+    return micro * math.ceil(experts.depth(plan) / c.pp) * there * (3.0 if again else 2.0)
+
+
+def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: float) -> float:
+    """Estimate the seconds of a step in which the longest rank of a pipeline waits for others and for messages.
+
+    forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
+    """
+    facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
+    way = ways_of(basis.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "tp": c.tp})["pp"]
+    wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
+    return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
+
+
+def update_s(basis: Basis, size: float, tier: Tier, backward: float = 0.0) -> float:
+    """Estimate the seconds of an optimizer's update that moves `size` bytes: on the device, and in its host's
+    memory as far as the state is there or on a disk.
+
+    backward: the seconds of the last micro-batch's backward pass, beside which the host updates where
+    train.update says so.
+    """
+    part = tier.fraction if tier.memory != "device" and basis.device.kind == "cuda" else 0.0
+    memory = basis.device.bandwidth_bytes_s * basis.device.efficiency.get("memory", 1.0)
+    there = (basis.device.host_memory_bytes_s or math.inf) * basis.device.efficiency.get("host", 1.0) / basis.on_node
+    beside = backward if basis.config.train.update != "end" else 0.0
+    return size * (1.0 - part) / memory + max(0.0, size * part / there - beside)
+
+
+def exposed_s(
+    basis: Basis,
+    c: Candidate,
+    micro: int,
+    forward: float,
+    backward: float,
+    parts: Mapping[str, int],
+    held: Mapping[str, float],
+) -> dict[str, float]:
+    """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
+    layers, size = math.ceil(basis.config.model.n_layers / c.pp), basis.policy.param.itemsize
+    sums = basis.policy.reduce.itemsize
+    ways = ways_of(basis.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+    # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
+    sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
+    links, own = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
+    plan = basis.plan_of(c)[0]
+    theirs = experts.numel(plan) / basis.config.model.n_layers  # of a layer, of a rank's experts
+    out: dict[str, float] = {}
+
+    def seconds(axis: str, what: str, elements: float, itemsize: int, experts: float = 0.0) -> float:
+        """experts: those of the elements that the ranks of `own` share."""
+        times, found = 2 if what == "psum" else 1, 0.0
+        for link, part in ((links[:1] if axis == "dp" else [axis], elements - experts), (own, experts)):
+            way = ways.get(link[0]) if link and part else None
+            if way is not None:
+                sent = int(times * part * itemsize * (way.size - 1) / way.size)
+                found += collective_s(way, what, sent).seconds
+        return found
+
+    depths = part_layers(plan)
+    whole = sum(depths[part] * size for part, size in parts.items())
+    ends = sum(size for part, size in parts.items() if not stacked(part))
+    block = (whole - ends) / basis.config.model.n_layers
+    whole = ends + layers * block
+    if links:
+        gather = seconds("dp", "all_gather", block, size, theirs)
+        scatter = seconds("dp", "psum_scatter", block, sums, theirs)
+        times = micro if c.zero >= 2 else 1  # below stage 2 sums are made once
+        outside = times * seconds("dp", "psum_scatter" if c.zero >= 2 else "psum", ends, sums)
+        if c.zero == 3:
+            # Where all stages of a rank stay whole between micro-batches, the first one gathers them.
+            stays = basis.config.resident >= c.chunks
+            gathers = 1 if stays else micro
+            outside += gathers * seconds("dp", "all_gather", ends, size)
+            # Of each K recomputed layers, all but the last are gathered once more.
+            again = (2.0 - 1.0 / (Remat.parse(c.remat).every or 1)) * gather
+            again = 0.0 if stays else again
+            out["dp"] = outside + layers * (
+                gathers * max(0.0, gather - forward) + micro * max(0.0, again + scatter - backward)
+            )
+        elif c.zero == 2:
+            out["dp"] = (
+                micro * layers * max(0.0, scatter - backward)
+                + outside
+                + seconds("dp", "all_gather", whole, size, layers * theirs)
+            )
+        else:
+            # With pp the sums go on until the row ends, and most of them have nothing left to hide behind.
+            beside = backward if c.pp == 1 else 0.0
+            what = "psum" if c.zero == 0 else "psum_scatter"
+            out["dp"] = layers * max(0.0, seconds("dp", what, block, sums, theirs) - beside) + outside
+            out["dp"] += seconds("dp", "all_gather", whole, size, layers * theirs) if c.zero else 0.0
+    out = {links[0]: out["dp"]} if links else {}
+    if c.rp > 1:
+        out["rp"] = seconds("rp", "psum", held["grads"], sums) * (micro if c.zero == 0 else 1)
+    return out
