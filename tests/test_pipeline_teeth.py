@@ -281,7 +281,7 @@ def last_one_early():
         seen = self.__dict__.setdefault("seen", {})
         key = group.name, group.layer, tuple(names)
         seen[key] = seen.get(key, 0) + 1
-        return real(self, group, names, grads, last=last or seen[key] == self.parts - 1, again=again)
+        return real(self, group, names, grads, last=last or seen[key] == self.rest.parts - 1, again=again)
 
     return mock.patch.object(GradientReducer, "put", wrong)
 

@@ -15,7 +15,7 @@ from fzero import models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import buffer_pool
 from fzero.offload.activation_stack import DiskActivations
-from fzero.sharding import prefetch, reduce
+from fzero.sharding import prefetch, sums_at_rest
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
 from fzero.train.update import in_backward, offloaded
@@ -24,9 +24,8 @@ MLP = models.MLPConfig(vocab_size=32, max_len=8, d_model=8, n_layers=2, d_ff=16)
 GPT2 = models.GPT2Config(vocab_size=32, max_len=8, d_model=8, n_layers=2, n_heads=1, d_ff=16)
 
 # Where the launching thread waits, and for what.
-REDUCE = (
-    "sharding/reduce.py"  # once, for the sums of gradients that rest in host memory: whoever has them may read them
-)
+# Once, for the sums of gradients that rest in host memory: whoever has them may read them
+REDUCE = "sharding/sums_at_rest.py"
 # Once, for whether to skip the step and the clip factor, and once for the one that is guessed; once for parameters that
 # the GPU updates and the host keeps: whoever has the state may read them
 UPDATE = "train/update/offloaded.py"
@@ -181,7 +180,7 @@ def copies_of(monkeypatch, small, offload, **options):
         gpu_copies.copy_in_parts,
     )
     with pretend() as seen, monkeypatch.context() as patch:
-        for owner in (copy_buckets, reduce, in_backward, offloaded):
+        for owner in (copy_buckets, sums_at_rest, in_backward, offloaded):
             patch.setattr(owner, "SMALL_COPY", small)
         for owner in (copy_buckets, in_backward):
             patch.setattr(owner, "copy_out", lambda x, **room: out.append(x.nbytes) or copy_out(x, **room))
@@ -235,9 +234,9 @@ def test_a_bucket_that_is_not_waited_for_is_found(monkeypatch):
         return lambda *args, **ways: [one._replace(event=None) for one in together(*args, **ways)]
 
     for owner, name, offload, micro_batches in (
-        (reduce, "copy_out_together", "grads=host", 1),
+        (sums_at_rest, "copy_out_together", "grads=host", 1),
         (copy_buckets, "copy_out_together", "opt=host", 1),
-        (reduce, "copy_in_together", "grads=host", 2),
+        (sums_at_rest, "copy_in_together", "grads=host", 2),
         (offloaded, "copy_in_together", "opt=host", 1),
     ):
         with pretend() as seen, monkeypatch.context() as patch:
@@ -349,7 +348,7 @@ def early(tensors, device, *, after):
     "offload, owner, name, plant",
     [
         # The sum so far comes back to the GPU before it has left.
-        ("grads=host,opt=host", reduce, "copy_in_together", early),
+        ("grads=host,opt=host", sums_at_rest, "copy_in_together", early),
         # The host reads sums, or rows, that are still on their way.
         ("grads=host,opt=host", gpu_copies.Copied, "finish", nothing),
         ("opt=host", gpu_copies.Copied, "finish", nothing),

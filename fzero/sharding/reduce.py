@@ -11,18 +11,12 @@ same for every R that is a power of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scatter
-from fzero.core import pytree
-from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, copy_out_together, rooms_beside
-from fzero.core.device import kind_of
-from fzero.core.future import Future
-from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
@@ -30,60 +24,22 @@ from fzero.sharding.coded_sums import is_coded, sum_coded
 from fzero.sharding.moves import Moves, moves, reduce_dtype, without_pp
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
-from fzero.sharding.slices import is_stacked, local_shape
-
-
-class LayerSums(NamedTuple):
-    """Who hears of a layer's final sums during the backward pass."""
-
-    # (leaf, layer, sum, the copy of it that is under way or None); of a leaf on a disk the sum of all its layers
-    take: Callable[[str, int, Any, Copied | None], None]
-    keep: bool = False  # whether the sums are in `GradientReducer.sums` too, at rest where the plan says
+from fzero.sharding.sums_at_rest import Key, SumsAtRest
 
 
 class GradientReducer:
-    """Sums the gradients of a step, group by group, in the layout of plan.opt.
+    """Sums the gradients of a step, group by group, in the layout of plan.opt, into the sums at rest.
 
-    dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. `parts`
-    micro-batches. At most one part's gradients travel while the next one's are computed; but with pp the sums over data
-    ranks that are made once, of whole gradients, are waited for behind the row of a rank: the stage before waits for
-    the gradient of its last micro-batch, and would otherwise wait for these sums of every stage behind it.
-    away: (leaf, stream, depth) -> the sum of a leaf that rests on a disk (see ScratchTensor), with `add(layer, value)`
-    and `plus(another)`. early: is handed the sums of each layer as soon as they are final, so that nothing of
-    layers is left for the end unless it keeps them. rooms: the memory of sums that rest in the host's memory, for the
-    next step too.
-    narrow: with one micro-batch the sums keep its dtype at the end.
-    squares_of: (a leaf, or a layer of one) -> what the norm is made of; of a sum that leaves the GPU or is handed to
-    `early` it is taken before that, and is in `squared`, so that nobody reads the sum again.
+    dtypes: policy.reduce while they travel, policy.accumulate while they are summed and at the end. At most one
+    micro-batch's gradients travel while the next one's are computed; but with pp the sums over data ranks that are made
+    once, of whole gradients, are waited for behind the row of a rank: the stage before waits for the gradient of its
+    last micro-batch, and would otherwise wait for these sums of every stage behind it.
     coder: of the leaves of plan.coded_grads.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        parts: int,
-        away: Callable[..., Any] | None = None,
-        early: LayerSums | None = None,
-        rooms: dict[Any, Tensor] | None = None,
-        narrow: bool = False,
-        squares_of: Callable[[Tensor], list[Any]] | None = None,
-        coder: Coder | None = None,
-    ):
-        self.mesh, self.accumulate, self.parts, self.away, self.early = (
-            plan.mesh,
-            plan.policy.accumulate,
-            parts,
-            away,
-            early,
-        )
-        self.rooms, self.narrow, self.squares_of = {} if rooms is None else rooms, narrow, squares_of
-        self.last = False  # whether the micro-batch under way is the last one
-        self.homes = {name: leaf.grads.memory for name, leaf in plan.leaves.items()}
-        # What is owed over pp stays on the device until its sum over the stages is made.
-        self.memory = {
-            name: home if plan.stages is None or is_stacked(name) else "device" for name, home in self.homes.items()
-        }
+    def __init__(self, plan: Plan, rest: SumsAtRest, coder: Coder | None = None):
+        self.mesh, self.accumulate, self.rest = plan.mesh, plan.policy.accumulate, rest
         self.canonical = plan.reduce == "canonical"
         self.reduce, self.coder = reduce_dtype(plan), coder
         self.coded = plan.coded_grads
@@ -91,21 +47,11 @@ class GradientReducer:
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
             for name, leaf in plan.leaves.items()
         }
-        shapes = {name: local_shape(leaf.shape, leaf.opt, plan.mesh) for name, leaf in plan.leaves.items()}
-        self.depth = {name: shape[0] for name, shape in shapes.items() if is_stacked(name)}
-        self.final: dict[tuple[str, str], Any] = {}  # (stream, leaf) -> its sum, stacked: a tensor, or what `away` made
-        self.begun: set[tuple[str, str, int | None]] = set()  # the keys whose part of `final` holds a sum already
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
-        self.owed: dict[tuple[str, str, int | None], Any] = {}
+        self.owed: dict[Key, Any] = {}
         self.flying: list[Iterator[Any]] = []
         self.long = plan.stages is not None  # whether sums that are made once travel until the end
         self.ending: list[Iterator[Any]] = []  # those
-        # On a GPU, what is added to sums that rest elsewhere; and the same once such a sum is on its way to the GPU.
-        self.late: list[tuple[tuple[str, str, int | None], Tensor]] = []
-        self.coming: list[tuple[tuple[str, str, int | None], Tensor, Future[Tensor]]] = []
-        self.left: dict[tuple[str, str, int | None], Copied] = {}  # the last copy of each sum to the host's memory
-        self.small: list[tuple[tuple[str, str, int | None], Tensor]] = []  # sums that wait to leave by one copy
-        self.squared: dict[tuple[str, str], dict[int, list[Any]]] = {}  # (stream, leaf) -> layer -> its `squares_of`
 
     def put(
         self,
@@ -123,7 +69,7 @@ class GradientReducer:
         """
         self.finish()
         self.mesh.ledger.holds("grads", grads)
-        self.last = last
+        self.rest.last = last
         kinds = [(self.moves[name], name in again, name in self.coded) for name in names]
         for bucket in bucket_groups(grads, kinds):
             chosen, tensors = [names[i] for i in bucket], [grads[i] for i in bucket]
@@ -133,16 +79,16 @@ class GradientReducer:
             if next(job, None) is not None:
                 long = ends and self.ends_long(chosen, kinds[bucket[0]][0])
                 (self.ending if long else self.flying).append(job)
-        self.bring_late()
-        if not self.flying and not self.coming:
-            self.leave_small()
+        self.rest.bring_late()
+        if not self.flying and not self.rest.coming:
+            self.rest.leave_small()
         grads.clear()
 
     def ends_long(self, names: Sequence[str], both: tuple[Moves, Moves]) -> bool:
         """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""
         now, end = both
         whole = bool(end) and all(op != "scatter" for op, _ in now)
-        return self.long and whole and all(self.memory[name] == "device" for name in names)
+        return self.long and whole and all(self.rest.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
         """Wait for the collectives under way, and add their results."""
@@ -150,11 +96,7 @@ class GradientReducer:
             for _ in job:
                 pass
         self.flying.clear()
-        self.bring_late()
-        while self.coming:
-            key, value, total = self.coming.pop(0)
-            self.leave(key, total.wait().add_(value))
-        self.leave_small()
+        self.rest.finish()
 
     def job(
         self, group: Group, names: Sequence[str], grads: list[Tensor], both: tuple[Moves, Moves], ends: bool
@@ -176,7 +118,7 @@ class GradientReducer:
                 yield names  # begun behind the row, one after the other: each has memory beside what it sums
             values = yield from self.travel(names, values, end)
             for key, value in zip(keys, values):
-                self.place(key, value)
+                self.rest.place(key, value)
 
     def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves) -> Iterator[Any]:
         """The tensors after the collectives of `path`; the list `tensors` is emptied."""
@@ -199,16 +141,16 @@ class GradientReducer:
             del bundle, pending
         return list(tensors)
 
-    def add(self, key: tuple[str, str, int | None], value: Tensor, more: bool, ends: bool) -> Tensor | None:
+    def add(self, key: Key, value: Tensor, more: bool, ends: bool) -> Tensor | None:
         """Add a micro-batch's value to the sum of `key`.
 
         Returns the sum if the value is the last one (`ends`) and the sum must still be sent (`more`), else None.
         """
         if not more and not self.canonical:
-            self.place(key, value)
+            self.rest.place(key, value)
             return None
-        if self.parts == 1 and ends and key not in self.owed:
-            return value if more else self.place(key, value)
+        if self.rest.parts == 1 and ends and key not in self.owed:
+            return value if more else self.rest.place(key, value)
         own = value.to(self.accumulate, copy=True) if value.dtype == self.accumulate else value.to(self.accumulate)
         if self.canonical:
             self.owed.setdefault(key, TreeSum()).add(own)
@@ -216,225 +158,13 @@ class GradientReducer:
         else:
             self.owed[key] = self.owed[key].add_(own) if key in self.owed else own
             total = self.owed.pop(key) if ends else None
-        return self.place(key, total) if total is not None and not more else total
-
-    def place(self, key: tuple[str, str, int | None], value: Tensor) -> None:
-        """Write a value into the stacked sums, or add it to them."""
-        stream, name, layer = key
-        if self.memory[name] != "device" and kind_of(value) == "cuda":
-            # The GPU adds, for which nobody waits; for the host to add, it would wait for the value.
-            if key in self.begun:
-                self.late.append((key, value))
-            else:
-                self.leave(key, self.wide(value))
-            return
-        if self.ends_early(layer):
-            self.hand_early(key, self.ended(key, value))
-            return
-        if self.memory[name] == "nvme":
-            self.on_disk(key).add(layer or 0, self.wide(value))
-            self.show_early(key)
-            return
-        whole = self.final.get((stream, name))
-        if whole is None:
-            value = self.wide(value)
-            if layer is None and self.parts == 1 and value.is_contiguous() and self.memory[name] == "device":
-                whole = self.final[stream, name] = value
-                self.begun.add(key)
-                return
-            whole = self.final[stream, name] = self.room(key, value)
-        slot = whole if layer is None else whole[layer]
-        if key in self.begun:
-            slot.add_(value)
-        else:
-            slot.copy_(value)
-            self.begun.add(key)
-        self.show_early(key)
-
-    def ends_early(self, layer: int | None) -> bool:
-        """Whether a value of this micro-batch ends its sum, which then goes to `early` and nowhere else."""
-        return self.early is not None and not self.early.keep and self.last and layer is not None
-
-    def hand_early(self, key: tuple[str, str, int | None], total: Tensor) -> None:
-        """Hand a layer's final sum to `early`."""
-        _, name, layer = key
-        assert self.early is not None and layer is not None  # `ends_early` asks
-        self.note_squares(key, total)
-        self.early.take(name, layer, total, None)
-
-    def show_early(self, key: tuple[str, str, int | None], copied: Copied | None = None) -> None:
-        """Show `early` a layer's final sum where it is kept; `copied`: it is on its way there."""
-        stream, name, layer = key
-        if self.early is not None and self.early.keep and self.last and layer is not None:
-            whole = self.final[stream, name]
-            self.early.take(name, layer, whole if self.memory[name] == "nvme" else whole[layer], copied)
-
-    def on_disk(self, key: tuple[str, str, int | None]) -> Any:
-        """The sums of a leaf that rest on a disk."""
-        stream, name, _ = key
-        assert self.away is not None  # given if a leaf rests on a disk
-        return self.final.setdefault((stream, name), self.away(name, stream, self.depth.get(name)))
-
-    def bring_late(self) -> None:
-        """Start to copy the sums so far that something is added to from where they rest to the GPU: the small ones of a
-        layer in the host's memory by one copy.
-        """
-        late, self.late = self.late, []
-        held = [key for key, _ in late if self.memory[key[1]] == "host"]
-        coming: dict[Any, Future[Tensor]] = {}
-        if held:
-            wholes = [(self.final[stream, name], layer) for stream, name, layer in held]
-            sums = [whole if layer is None else whole[layer] for whole, layer in wholes]
-            after = [self.left[key].event for key in held]
-            copies = copy_in_together(sums, late[0][1].device, after=after)
-            coming = {key: Future(copied.use) for key, copied in zip(held, copies)}
-        for key, value in late:
-            stream, name, layer = key
-            on_disk = key not in coming
-            bring = self.final[stream, name].read(layer or 0).copy_to(value.device) if on_disk else coming[key]
-            self.coming.append((key, value, bring))
-
-    def leave(self, key: tuple[str, str, int | None], total: Tensor) -> None:
-        """Start to copy a sum from the GPU to where it rests, or hand it to `early`."""
-        _, name, layer = key
-        if self.ends_early(layer):
-            self.hand_early(key, total)
-            return
-        if self.last:
-            self.note_squares(key, total)
-        self.begun.add(key)
-        if self.memory[name] == "nvme":
-            self.on_disk(key).put(layer or 0, total)
-            self.show_early(key)
-            return
-        if total.nbytes < SMALL_COPY:
-            self.small.append((key, total))
-        else:
-            self.send([(key, total)])
-
-    def leave_small(self) -> None:
-        """Start to copy the small sums that wait for it to the host's memory: those of a layer by one copy."""
-        small, self.small = self.small, []
-        if small:
-            self.lay_rooms(small)
-            self.send(small)
-
-    def send(self, leaving: list[tuple[tuple[str, str, int | None], Tensor]]) -> None:
-        """Start to copy sums from the GPU to the host's memory."""
-        tensors, slots = [], []
-        for key, total in leaving:
-            stream, name, layer = key
-            whole = self.final.get((stream, name))
-            if whole is None:
-                whole = self.final[stream, name] = self.room(key, total)
-            tensors.append(total.to(whole.dtype))
-            slots.append(whole if layer is None else whole[layer])
-        for (key, _), copied in zip(leaving, copy_out_together(tensors, slots)):
-            self.left.pop(key, None)  # so that the last entry is the last copy
-            self.left[key] = copied
-            self.show_early(key, copied)
-
-    def lay_rooms(self, sums: list[tuple[tuple[str, str, int | None], Tensor]]) -> None:
-        """Make the memory of those that have none, side by side where they have as many layers."""
-        fresh: dict[int | None, list[tuple[tuple[str, str], Tensor]]] = {}
-        for (stream, name, layer), total in sums:
-            if (stream, name) not in self.rooms:
-                depth = None if layer is None else self.depth[name]
-                fresh.setdefault(depth, []).append(((stream, name), total))
-        for depth, found in fresh.items():
-            rooms = rooms_beside([total for _, total in found], depth, pinned=found[0][1].is_cuda)
-            self.rooms |= {key: room for (key, _), room in zip(found, rooms)}
-
-    def bring_home(self, name: str, piece: Tensor) -> Any:
-        """This rank's part of a sum over the stages, on its way to where such sums rest."""
-        key, on_gpu = ("", name, None), kind_of(piece) == "cuda"
-        if not piece.numel() or self.homes[name] == "device" or (self.homes[name] == "host" and not on_gpu):
-            return piece
-        if on_gpu:
-            self.note_squares(key, piece)
-        if self.homes[name] == "nvme":
-            assert self.away is not None  # given if a leaf rests on a disk
-            sums = self.away(name, "", None)
-            sums.put(0, piece)
-            return sums
-        room = self.kept_room(("", name), piece.shape, piece)
-        self.left[key] = copy_out(piece, out=room)
-        return room
-
-    def note_squares(self, key: tuple[str, str, int | None], total: Tensor) -> None:
-        """Keep the squares of a final sum."""
-        stream, name, layer = key
-        if self.squares_of is not None:
-            self.squared.setdefault((stream, name), {})[layer or 0] = self.squares_of(total)
-
-    def squares(self) -> dict[str, list[tuple[int, Any]]]:
-        """{leaf: (layer, one of its `squares_of`), in order}, of the leaves whose final sums went that way."""
-        streams = [name for _, name in self.squared]
-        return {
-            name: [(layer, square) for layer in sorted(layers) for square in layers[layer]]
-            for (_, name), layers in self.squared.items()
-            if streams.count(name) == 1  # the sum of two streams is made at the end
-        }
-
-    def ended(self, key: tuple[str, str, int | None], value: Tensor) -> Tensor:
-        """The final sum of a layer; `value` is its last term."""
-        stream, name, layer = key
-        so_far = self.final.get((stream, name))
-        if so_far is None:
-            return self.wide(value)
-        if self.memory[name] == "nvme":
-            reading = so_far.read(layer)
-            return reading.wait().add_(value)
-        return so_far[layer].add_(value)
-
-    def wide(self, value: Tensor) -> Tensor:
-        """A value in the dtype of its sum.
-
-        With a single micro-batch, in its own dtype until the activations are freed.
-        """
-        return value if self.parts == 1 else value.to(self.accumulate)
-
-    def room(self, key: tuple[str, str, int | None], value: Tensor) -> Tensor:
-        """Uninitialised memory for a leaf's sum, of which `value` is a part: the kept host buffer if it rests in host
-        memory."""
-        stream, name, layer = key
-        shape = value.shape if layer is None else (self.depth[name], *value.shape)
-        if self.memory[name] != "host":
-            return torch.empty(shape, dtype=value.dtype, device=value.device)
-        return self.kept_room((stream, name), shape, value)
-
-    def kept_room(self, place: tuple[str, str], shape: Sequence[int], value: Tensor) -> Tensor:
-        """Memory of the host for a sum of `value`'s dtype, kept from step to step."""
-        room = self.rooms.get(place)
-        if room is None or room.shape != torch.Size(shape) or room.dtype != value.dtype:
-            room = torch.empty(shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
-            self.rooms[place] = room
-        return room
+        return self.rest.place(key, total) if total is not None and not more else total
 
     def sums(
         self, like: Tree, over_pp: Callable[[dict[tuple[str, str], Any]], dict[str, Tensor]] | None = None
     ) -> Tree:
-        """The tree of all sums, in the structure of `like`. Call it once, after the last `put`.
-
-        over_pp: takes those that are owed over pp out of {(stream, leaf): sum}, and gives the others' parts.
-        """
+        """`SumsAtRest.take` of all sums. Call it once, after the last `put`."""
         self.flying, self.ending = [*self.flying, *self.ending], []
         self.finish()
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
-        out: dict[str, Any] = {}
-        if over_pp is not None:
-            out = {name: self.bring_home(name, piece) for name, piece in over_pp(self.final).items()}
-        if self.left:
-            *_, last = self.left.values()
-            last.finish()  # on one stream, so all are made: whoever has the sums may read them
-        wanted = set(pytree.names(like))
-        for stream, name in sorted(self.final):
-            value = self.final.pop((stream, name))
-            if name not in wanted:
-                continue
-            if self.memory[name] == "nvme":
-                out[name] = out[name].plus(value) if name in out else value
-                continue
-            value = value if self.narrow else value.to(self.accumulate)
-            out[name] = out[name].to(self.accumulate).add_(value) if name in out else value
-        return pytree.from_named(out, like)
+        return self.rest.take(like, over_pp)

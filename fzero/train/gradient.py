@@ -21,8 +21,9 @@ from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
 from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Coding, Group, Kept, ParamFetcher
-from fzero.sharding.reduce import GradientReducer, LayerSums
+from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
+from fzero.sharding.sums_at_rest import LayerSums, SumsAtRest
 from fzero.train.codes import grads_coder, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
@@ -90,7 +91,7 @@ class StepGradient:
     """The gradient of the summed total * seed over all parts of all ranks, in the layout of plan.opt, in
     policy.accumulate.
 
-    lasting: see GradientReducer, rooms and narrow.
+    lasting: see SumsAtRest, rooms and narrow.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class StepGradient:
     def turn(self, params: Tree, parts: int, device: torch.device, shown: LayerSums | None = None) -> Turn:
         """The turn of so many micro-batches at these parameters (at rest)."""
         coder = grads_coder(self.plan, self.kernels)
-        sink = GradientReducer(self.plan, parts, self.away, shown, *self.lasting, self.squares_of, coder)
+        rest = SumsAtRest(self.plan, parts, self.away, shown, *self.lasting, self.squares_of)
+        sink = GradientReducer(self.plan, rest, coder)
         kept: Kept | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
         return Turn(gather_over_pp(params, self.plan, self.users, device), sink, kept)
 
@@ -158,7 +160,7 @@ class StepGradient:
             {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()},
         )
         squares = {
-            name: Squared(found, shapes[name], plan.policy.accumulate) for name, found in reducer.squares().items()
+            name: Squared(found, shapes[name], plan.policy.accumulate) for name, found in reducer.rest.squares().items()
         }
         return sums, sum_losses(losses, plan.mesh), squares
 
