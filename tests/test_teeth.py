@@ -11,7 +11,7 @@ from moe_balance_cases import equals_written_out
 from fzero import models, optim
 from fzero.core import precision, prng, pytree, stack
 from fzero.kernels import attention, attention_blocked, attention_pattern, cross_entropy_rows, moe
-from fzero.models import base, layers
+from fzero.models import base, forward, layers
 from fzero.optim import leafwise, moment_storage
 from fzero.train import eval as evaluation
 from fzero.train import gradient, step
@@ -143,7 +143,7 @@ def division_by_positions_in_place_of_tokens(monkeypatch):
 def mask_forgotten_in_the_loss(monkeypatch):
     wrap(
         monkeypatch,
-        base,
+        forward,
         "linear_cross_entropy",
         lambda f: lambda x, w, t, mask, **o: f(x, w, t, torch.ones_like(mask), **o),
     )
