@@ -20,6 +20,8 @@ PATTERNS = {
     "local": Pattern("local", 40),
     "strided": Pattern("strided", 9),
     "fixed": Pattern("fixed", 16, 3),
+    "bigbird": Pattern("bigbird", 10, keep=1, near=2, random=3, seed=7),
+    "bigbird of single tokens": Pattern("bigbird", 1, keep=2, near=3, random=2),
 }
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 
@@ -37,17 +39,32 @@ def documents_of(b, t):
     )
 
 
+def mixed(x):
+    for _ in range(2):
+        x = ((x >> 16) ^ x) * 0x45D9F3B % 2**32
+    return (x >> 16) ^ x
+
+
+def random_blocks(pattern, block):
+    """Of the blocks that are neither among the first `keep` nor among the last `near` up to `block`."""
+    others = range(pattern.keep, block - pattern.near + 1)
+    salts = [mixed((pattern.seed + (i + 1) * 0x9E3779B9) % 2**32) for i in range(pattern.random)]
+    return {others[mixed(block ^ salt) % len(others)] for salt in salts} if others else set()
+
+
 def sees(pattern, t, s):
     """The definitions, position by position (distances and blocks as in the papers)."""
     if s > t:
         return False
-    same_block = pattern.size and t // pattern.size == s // pattern.size
+    own, block = (t // pattern.size, s // pattern.size) if pattern.size else (0, 0)
+    same_block = own == block
     return {
         "full": lambda: True,
         "window": lambda: s > t - pattern.size,
         "local": lambda: same_block,
         "strided": lambda: t - s < pattern.size or (t - s) % pattern.size == 0,
         "fixed": lambda: same_block or s % pattern.size in range(pattern.size - pattern.keep, pattern.size),
+        "bigbird": lambda: block < pattern.keep or own - block < pattern.near or block in random_blocks(pattern, own),
     }[pattern.kind]()
 
 
@@ -70,7 +87,11 @@ def by_hand(q, k, v, pattern, documents=None, scale=None, cap=None):
 
 @pytest.mark.parametrize(
     "pattern",
-    [FULL, *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed"))],
+    [
+        FULL,
+        *(Pattern(k, 3, 1 if k == "fixed" else 0) for k in ("window", "local", "strided", "fixed")),
+        Pattern("bigbird", 2, keep=1, near=1, random=1, seed=3),
+    ],
     ids=str,
 )
 def test_reference_is_the_definition(pattern):
@@ -259,23 +280,35 @@ def test_a_second_derivative_that_blocked_cannot_give_is_an_error():
 
 
 def test_pattern_texts():
-    assert [Pattern.parse(t) for t in ("full", "window:8", "local:4", "strided:2", "fixed:16:4")] == [
+    texts = ["full", "window:8", "local:4", "strided:2", "fixed:16:4", "bigbird:64:3:1:2:7", "bigbird:64:1:0:0"]
+    patterns = [Pattern.parse(text) for text in texts]
+    assert patterns == [
         FULL,
         Pattern("window", 8),
         Pattern("local", 4),
         Pattern("strided", 2),
         Pattern("fixed", 16, 4),
+        Pattern("bigbird", 64, keep=1, near=3, random=2, seed=7),
+        Pattern("bigbird", 64, keep=0, near=1, random=0),
     ]
+    assert [str(pattern) for pattern in patterns] == texts
+    assert [Pattern.of_numbers(pattern.numbers) for pattern in patterns] == patterns
 
 
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("sparse", "attention pattern 'sparse' is unknown; use full, window, local, strided or fixed"),
+        ("sparse", "attention pattern 'sparse' is unknown; use full, window, local, strided, fixed or bigbird"),
         ("window", "attention pattern window: size is 0"),
         ("local:0", "attention pattern local: size is 0"),
         ("fixed:8", r"attention pattern fixed: keep is 0; it must be in \[1, size = 8\]"),
         ("fixed:8:9", "attention pattern fixed: keep is 9"),
+        ("window:8:1", "attention pattern 'window:8:1' is not of the form"),
+        ("bigbird:8", r"attention pattern bigbird: near is 0; it must be in \[1, 1,000,000,000\]"),
+        ("bigbird:0:1", "attention pattern bigbird: size is 0; it must be at least 1"),
+        ("bigbird:8:1:1:65", r"attention pattern bigbird: random is 65; it must be in \[0, 64\]"),
+        ("bigbird:8:1:1:1:2147483648", r"bigbird: seed is 2147483648; it must be in \[0, 2,147,483,647\]"),
+        ("bigbird:8:1:1:1:2:3", "attention pattern 'bigbird:8:1:1:1:2:3' is not of the form"),
         ("window:-3", "attention pattern 'window:-3' is not of the form"),
         ("", "attention pattern '' is not of the form"),
     ],
@@ -283,3 +316,22 @@ def test_pattern_texts():
 def test_pattern_refuses(text, said):
     with pytest.raises(ValueError, match=said):
         Pattern.parse(text)
+
+
+def test_a_number_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="attention pattern window: keep is 2; it is a number of fixed and bigbird"):
+        Pattern("window", 8, 2)
+    with pytest.raises(ValueError, match="attention pattern fixed: seed is 1; it is a number of bigbird alone"):
+        Pattern("fixed", 8, 2, seed=1)
+
+
+def test_random_blocks_are_spread_over_the_earlier_ones():
+    """Of 100,000 draws from 10 blocks, each has the tenth part of them within 5 standard deviations."""
+    pattern, own = Pattern("bigbird", 8, keep=1, near=2, random=2), torch.arange(12, 100_012)
+    for i in range(2):
+        others = own - 2  # neither the first block nor one of the last two
+        tenth = (pattern.random_block(own, i) - 1) * 10 // others
+        assert (torch.bincount(tenth, minlength=10) - 10_000).abs().max() < 5 * math.sqrt(100_000 * 0.1 * 0.9)
+    seeds = [Pattern("bigbird", 8, near=1, random=1, seed=seed) for seed in range(100_000)]
+    drawn = torch.tensor([int(one.random_block(10, 0)) for one in seeds])
+    assert (torch.bincount(drawn, minlength=10) - 10_000).abs().max() < 5 * math.sqrt(100_000 * 0.1 * 0.9)

@@ -12,7 +12,7 @@ from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, t
 from fzero.core.device import FakeDevice, Target
 from fzero.core.product_flops import flop_of
 from fzero.kernels import attention_library, chips
-from fzero.kernels.attention import Pattern, attention
+from fzero.kernels.attention import FULL, Pattern, attention
 from fzero.kernels.attention_library import LIBRARIES, library_attention
 from fzero.kernels.chips import Speed
 from fzero.kernels.flops import pairs
@@ -114,7 +114,7 @@ def test_a_plan_takes_what_it_is_asked_for_and_counts_its_pairs():
         given = (q, k, v, "cudnn", 0.25)
         out = torch.ops.fzero.library_forward(*given)
         grads = torch.ops.fzero.library_backward(q, q, k, v, *out, "cudnn", 0.25)
-        product = 2 * 2 * 4 * 16 * pairs("full", 0, 0, 45, 45)
+        product = 2 * 2 * 4 * 16 * pairs(FULL, 45, 45)
         assert flop_of(torch.ops.fzero.library_forward.default, given, {}, out) == 2 * product
         assert flop_of(torch.ops.fzero.library_backward.default, (q, *given), {}, grads) == 5 * product
     for name in LIBRARIES:

@@ -9,7 +9,13 @@ from fzero.sharding.balance import balanced, blocks_of, imbalance, in_blocks
 from fzero.sharding.context import contiguous, expect_pieces, zigzag
 
 TOKENS = 65536
-PATTERNS = (FULL, Pattern("window", 9), Pattern("local", 8), Pattern("strided", 7), Pattern("fixed", 8, 3))
+PATTERNS = (
+    *(FULL, Pattern("window", 9), Pattern("local", 8), Pattern("strided", 7), Pattern("fixed", 8, 3)),
+    Pattern("bigbird", 4, keep=1, near=2, random=3, seed=1),  # some of whose random blocks are the same
+    Pattern("bigbird", 7, keep=0, near=1, random=1),
+    Pattern("bigbird", 1, keep=2, near=1, random=4),
+    Pattern("bigbird", 50, keep=2, near=2, random=1),
+)
 
 
 def documents_of(lengths):

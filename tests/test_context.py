@@ -52,6 +52,8 @@ CASES = {
     "local": {"sizes": {"pattern": "local:3"}, "batches": packed_batch_for},
     "strided": {"sizes": {"pattern": "strided:2"}},
     "fixed": {"sizes": {"pattern": "fixed:3:1"}},
+    "bigbird": {"sizes": {"pattern": "bigbird:1:2:1:1:3"}},
+    "bigbird and documents": {"sizes": {"pattern": "bigbird:2:1:0:1:3"}, "batches": packed_batch_for},
     "no token of a rank": {"batches": masked_batch_for},
 }
 

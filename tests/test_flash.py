@@ -21,7 +21,14 @@ PATTERNS = {
     "strided": Pattern("strided", 9),
     "wide stride": Pattern("strided", 40),
     "fixed": Pattern("fixed", 40, 5),
+    "bigbird": Pattern("bigbird", 8, keep=1, near=1, random=1, seed=2**31 - 1),
 }
+BIGBIRDS = (
+    Pattern("bigbird", 1, keep=2, near=3, random=2),
+    Pattern("bigbird", 5, keep=0, near=1, random=2, seed=9),
+    Pattern("bigbird", 20, keep=1, near=1, random=1, seed=1),
+    Pattern("bigbird", 6, keep=0, near=2, random=0),
+)
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
 CONFIGS = (attention_flash.CONFIGS, attention_flash_backward.QUERY_CONFIGS, attention_flash_backward.KEY_CONFIGS)
 SHIPPED = [dict(configs) for configs in CONFIGS]
@@ -200,7 +207,8 @@ SPARSE = {"documents": FULL} | PATTERNS | {"window and documents": PATTERNS["win
 
 @pytest.mark.skipif(not laws.INTERPRETED, reason="counts in the interpreter")
 @pytest.mark.parametrize(
-    "name", [name if name in ("strided", "fixed", "window and documents") else later((name,)) for name in SPARSE]
+    "name",
+    [name if name in ("strided", "fixed", "bigbird", "window and documents") else later((name,)) for name in SPARSE],
 )
 def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
     """Each visit makes its products. The masked tiles for dk and dv are of half as many queries."""
@@ -225,26 +233,31 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
 
 
 @triton.jit
-def _sees_some(FIRST, KEY, OUT, size, keep, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr):
-    at = tl.arange(0, COUNT)
-    first, key = tl.load(FIRST + at), tl.load(KEY + at)
-    tl.store(
-        OUT + at, attention_tiles.may_see(first, first + ROWS - 1, key, key + ROWS - 1, size, keep, KIND).to(tl.int32)
-    )
+def _sees_some(
+    FIRST, KEY, OUT, size, keep, near, random, seed, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr
+):
+    at = tl.program_id(0) * COUNT + (0 if COUNT == 1 else tl.arange(0, COUNT))
+    first, key, pattern = tl.load(FIRST + at), tl.load(KEY + at), (size, keep, near, random, seed)
+    seen = attention_tiles.may_see(first, first + ROWS - 1, key, key + ROWS - 1, pattern, KIND)
+    tl.store(OUT + at, seen.to(tl.int32))
 
 
 @pytest.mark.parametrize(
     "pattern",
-    (*(Pattern("strided", n) for n in (5, 11, 20)), Pattern("fixed", 20, 1), Pattern("fixed", 18, 9)),
+    (*(Pattern("strided", n) for n in (5, 11, 20)), Pattern("fixed", 20, 1), Pattern("fixed", 18, 9), *BIGBIRDS),
     ids=str,
 )
 def test_a_tile_is_asked_exactly(pattern):
-    """Each tile of 8 queries and 8 keys, wherever they begin, that is not wholly in the future."""
-    first, key = (x.flatten().int() for x in torch.meshgrid(torch.arange(64), torch.arange(64), indexing="ij"))
+    """Each tile of 8 queries and 8 keys, wherever they begin, that is not wholly in the future; of bigbird, which is
+    asked of one tile at a time, some of them.
+    """
+    step, at_once = (5, 1) if pattern.kind == "bigbird" else (1, 4096)
+    first, key = (x.flatten().int() for x in torch.meshgrid(*[torch.arange(0, 64, step)] * 2, indexing="ij"))
     rows = torch.arange(8)
     expected = pattern.sees((first[:, None] + rows)[:, :, None], (key[:, None] + rows)[:, None, :]).any(-1).any(-1)
     first, key, out = (x.to(laws.DEVICE) for x in (first, key, torch.empty_like(first)))
-    _sees_some[(1,)](first, key, out, pattern.size, pattern.keep, ROWS=8, KIND=pattern.kind, COUNT=4096)
+    grid = (len(out) // at_once,)
+    _sees_some[grid](first, key, out, *pattern.sizes, ROWS=8, KIND=pattern.kind, COUNT=at_once)
     assert_same((out.cpu() == 1)[key.cpu() <= first.cpu() + 7], expected[key.cpu() <= first.cpu() + 7])
 
 
@@ -340,7 +353,9 @@ def test_all_keys_are_seen_where_they_are_past():
 # ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", (*PATTERNS.values(), Pattern("fixed", 6, 6), Pattern("strided", 1)), ids=str)
+@pytest.mark.parametrize(
+    "pattern", (*PATTERNS.values(), Pattern("fixed", 6, 6), Pattern("strided", 1), *BIGBIRDS), ids=str
+)
 def test_flops_count_the_pairs(pattern):
     q, k, v = inputs(2, 30, 4, 2, 8, s=50)
     at = torch.arange(50)

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fzero.core.device import CPU, FakeDevice
 from fzero.core.product_flops import FORMULAS, flop_of
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.flops import pairs
 from fzero.planner import devices, rates
 from fzero.planner.devices import Device, Level, Rates
@@ -508,14 +509,13 @@ def test_a_compiled_block_is_one_call():
 
 
 @pytest.mark.parametrize(
-    "kind", [("full", 0, 0), ("window", 3, 0), ("local", 4, 0), ("strided", 3, 0), ("fixed", 4, 2)]
+    "text", ["full", "window:3", "local:4", "strided:3", "fixed:4:2", "bigbird:2:1:1:2:5", "bigbird:1:2:0:1"]
 )
 @pytest.mark.parametrize(("queries", "keys", "first"), [(5, 5, 0), (3, 9, 6), (9, 5, 0), (4, 2, 3), (1, 7, 6)])
-def test_pairs_are_those_of_the_mask(kind, queries, keys, first):
-    from fzero.kernels.attention_pattern import Pattern
-
-    mask = Pattern(*kind).sees((torch.arange(queries) + first)[:, None], torch.arange(keys)[None])
-    assert pairs(*kind, queries, keys, first) == int(mask.sum())
+def test_pairs_are_those_of_the_mask(text, queries, keys, first):
+    pattern = Pattern.parse(text)
+    mask = pattern.sees((torch.arange(queries) + first)[:, None], torch.arange(keys)[None])
+    assert pairs(pattern, queries, keys, first) == int(mask.sum())
 
 
 def count_flop(f, *args):
@@ -533,7 +533,7 @@ def test_the_counter_knows_every_form_of_attention(impl):
     q, k, v = (torch.randn(2, 96, heads, 16, requires_grad=True) for heads in (4, 2, 2))
     flop = count_flop(lambda: attention(q, k, v, impl=impl).sum().backward())
     unit = 2 * 2 * 4 * 16  # of one product, for one pair of positions
-    whole, half = unit * 96 * 96, unit * pairs("full", 0, 0, 96, 96)
+    whole, half = unit * 96 * 96, unit * pairs(FULL, 96, 96)
     if impl == "blocked":  # blocks on the diagonal are whole, and scores are recomputed
         assert 5 * half <= flop <= 7 * whole
     else:

@@ -17,6 +17,7 @@ F64 = torch.float64
 H, G, K = 8, 4, 6
 PATTERNS = {str(p): p for p in (FULL, Pattern("window", 11), Pattern("local", 8), Pattern("strided", 5))}
 PATTERNS["fixed"] = Pattern("fixed", 8, 2)
+PATTERNS["bigbird"] = Pattern("bigbird", 4, keep=1, near=1, random=2, seed=3)
 
 
 def tensors_of(tokens, dtype=F64, rows=2, seed=0):

@@ -12,7 +12,7 @@ from fzero.run.generate import Sampling, draw, forward, generate, make_caches
 GPT2 = models.GPT2Config(vocab_size=61, max_len=24, d_model=16, n_layers=2, n_heads=2, d_ff=32, init_std=0.3)
 LLAMA = models.LlamaConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3)
 MOE = models.MoEConfig(61, 24, 16, 2, 4, 2, 24, init_std=0.3, n_experts=4, top_k=2)
-PATTERNS = ("window:4", "local:4", "strided:3", "fixed:4:1")
+PATTERNS = ("window:4", "local:4", "strided:3", "fixed:4:1", "bigbird:2:1:1:1:3")
 CONFIGS = {
     "gpt2": GPT2,
     "llama": LLAMA,

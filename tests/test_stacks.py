@@ -176,7 +176,10 @@ def test_a_model_whose_parts_do_not_fit_is_refused(change, message):
         parts_of(change(model), plan)
 
 
-@pytest.mark.parametrize("text", ["full", "window:8", "3*full,full@0", "5*window:512@10000,full", "fixed:16:4@0.5"])
+@pytest.mark.parametrize(
+    "text",
+    ["full", "window:8", "3*full,full@0", "5*window:512@10000,full", "fixed:16:4@0.5", "2*bigbird:64:3:1:2:5,full"],
+)
 def test_kinds_of_layers_are_read_and_written(text):
     assert layers_text(parse_layers(text)) == text
     assert layers_text([*parse_layers(text), *parse_layers(text)]) == text  # a period is written once

@@ -135,7 +135,7 @@ def _flash(
     results: int,
 ) -> Any:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    where = (pattern.kind, pattern.size, pattern.keep, scale, query_start, key_start)
+    where = (pattern.numbers, scale, query_start, key_start)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
         return flash_forward(q, k, v, *(documents or (None, None)), *where)

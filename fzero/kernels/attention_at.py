@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.kernels import attention_flash, attention_tiled
 from fzero.kernels.attention_flash import flash_forward_at
 from fzero.kernels.attention_flash_backward import flash_backward_at
-from fzero.kernels.attention_pattern import FULL, KINDS, Pattern
+from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.op_function import Fused, on_cuda, triton_runs
@@ -75,12 +75,12 @@ class How(NamedTuple):
     @property
     def numbers(self) -> list[int]:
         """The pattern in numbers, for operators."""
-        return [KINDS.index(self.pattern.kind), self.pattern.size, self.pattern.keep]
+        return self.pattern.numbers
 
     @classmethod
     def of_numbers(cls, pattern: list[int], scale: float, cap: float) -> How:
         """The value whose `numbers` are `pattern`."""
-        return cls(Pattern(KINDS[pattern[0]], *pattern[1:]), scale, cap)
+        return cls(Pattern.of_numbers(pattern), scale, cap)
 
 
 def given(
@@ -183,16 +183,13 @@ def _tiled_backward(
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
-    one = how.pattern
-    return flash_forward_at(q, k, v, *where.rows(q.shape[0]), one.kind, one.size, one.keep, how.scale)
+    return flash_forward_at(q, k, v, *where.rows(q.shape[0]), how.numbers, how.scale)
 
 
 def _flash_backward(
     q: Tensor, k: Tensor, v: Tensor, where: Where, out: Tensor, lse: Tensor, g: Tensor, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:
-    one = how.pattern
-    rest = *where.rows(q.shape[0]), one.kind, one.size, one.keep, how.scale
-    return flash_backward_at(g, q, k, v, out, lse, *rest)
+    return flash_backward_at(g, q, k, v, out, lse, *where.rows(q.shape[0]), how.numbers, how.scale)
 
 
 # ---- the operation --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ has out 0 and lse -inf.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fzero.kernels import flops
 from fzero.kernels.aot import Build
+from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
     LN_2,
@@ -65,7 +66,11 @@ def _forward_tiles(
     """
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
-        if AT or (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
+        if (
+            AT
+            or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
+            or needs_tile(j, keys, queries, pattern, KIND, N)
+        ):
             x = dot(q, tl.trans(tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             if MASKED:
                 x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, AT, N), x, float("-inf"))
@@ -83,7 +88,8 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_forward(
-    Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
+    Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, near, random,
+    seed, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +108,7 @@ def _flash_forward(
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
     mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
     queries = (load_positions(query_start, rows, t, AT), span, mine)
-    pattern = (size, keep)
+    pattern = (size, keep, near, random, seed)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     if AT:
@@ -117,7 +123,7 @@ def _flash_forward(
                 o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
             )
             j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
-    elif KIND == "strided" or KIND == "fixed":
+    elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
         )
@@ -157,7 +163,7 @@ def _wide_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 DOCUMENTS = "Tensor? query_documents, Tensor? key_documents"
-PATTERN = "str kind, int size, int keep, float scale"
+PATTERN = "int[] pattern, float scale"
 
 
 @operator(
@@ -172,18 +178,16 @@ def flash_forward(
     v: Tensor,
     query_documents: Tensor | None,
     key_documents: Tensor | None,
-    kind: str,
-    size: int,
-    keep: int,
+    pattern: list[int],
     scale: float,
     query_start: int,
     key_start: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse); pattern fields and positions as at the top of the file; documents int [B, T] and [B, S], or
-    None.
+    """Return (out, lse); pattern: its `numbers`; positions as at the top of the file; documents int [B, T] and [B, S],
+    or None.
     """
     places = Places(query_start, key_start, query_documents, key_documents)
-    return _forward(q, k, v, places, (kind, size, keep, scale), q.dtype)
+    return _forward(q, k, v, places, pattern, scale, q.dtype)
 
 
 @operator(
@@ -200,31 +204,29 @@ def flash_forward_at(
     key: Tensor,
     query_documents: Tensor | None,
     key_documents: Tensor | None,
-    kind: str,
-    size: int,
-    keep: int,
+    pattern: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse), both float32, of queries at the positions `query` on keys at `key`, int [B, T] and [B, S]
     below 2^30; documents likewise, or None.
     """
     places = Places(query, key, query_documents, key_documents).small()
-    return _forward(q, k, v, places, (kind, size, keep, scale), torch.float32)
+    return _forward(q, k, v, places, pattern, scale, torch.float32)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, given: tuple[str, int, int, float], dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, places: Places, pattern: Sequence[int], scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    (b, t, h, dim), s, (kind, size, keep, scale) = q.shape, k.shape[1], given
+    (b, t, h, dim), s, given = q.shape, k.shape[1], Pattern.of_numbers(pattern)
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((b, h, t), dtype=torch.float32, device=q.device)
     if b * t * h == 0:
         return out, lse
     q, k, v = compact_rows(q), compact_rows(k), compact_rows(v)
-    width, blocks = config("_flash_forward", CONFIGS, q, kind, places.options["AT"])
+    width, blocks = config("_flash_forward", CONFIGS, q, given.kind, places.options["AT"])
     _flash_forward[(triton.cdiv(t, blocks["M"]) * b * h,)](
-        q, k, v, out, lse, *places.of_queries(blocks, q), t, s, h, h // k.shape[2], *places.starts, size, keep,
-        scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=kind, DIM=dim, WIDTH=width,
+        q, k, v, out, lse, *places.of_queries(blocks, q), t, s, h, h // k.shape[2], *places.starts, *given.sizes,
+        scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], KIND=given.kind, DIM=dim, WIDTH=width,
         UPCAST=INTERPRETED, **places.options, **blocks,
     )  # fmt: skip
     return out, lse

@@ -14,7 +14,7 @@ arXiv:2307.08691, algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from fzero.kernels import flops
 from fzero.kernels.aot import Build
 from fzero.kernels.attention_flash import DOCUMENTS, PATTERN
+from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
     FAR,
@@ -65,7 +66,11 @@ def _dq_tiles(
     """dq / scale after the tiles of keys from `lo` to `hi`."""
     k, kt, v, vt, s, _key_start, _docs = keys
     for j in range(lo, hi, N):
-        if AT or (KIND != "strided" and KIND != "fixed") or needs_tile(j, keys, queries, pattern, KIND, N):
+        if (
+            AT
+            or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
+            or needs_tile(j, keys, queries, pattern, KIND, N)
+        ):
             key = tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)
             x = dot(q, tl.trans(key), UPCAST)
             if MASKED:
@@ -79,7 +84,7 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dq(
     Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
-    scale,
+    near, random, seed, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
     OF_LSE: tl.constexpr,
@@ -96,7 +101,7 @@ def _flash_dq(
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
     mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
     queries = (load_positions(query_start, rows, t, AT), span, mine)
-    pattern = (size, keep)
+    pattern = (size, keep, near, random, seed)
 
     # G, OUT and DQ are contiguous [B, T, H, K]: this head begins at `begin`, and its rows are heads * DIM apart.
     begin = (b * t * heads + h) * DIM
@@ -125,7 +130,7 @@ def _flash_dq(
                 UPCAST,
             )  # fmt: skip
             j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
-    elif KIND == "strided" or KIND == "fixed":
+    elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
         )
@@ -195,14 +200,13 @@ def _dkv_tiles(
     """
     q, qt, qh, g, gt, lse, delta, t, query_start, docs, share = queries
     key, span, end, theirs = keys
-    size, keep = pattern
     for step in range(0, count * share):  # step = head * count + tile
         h, i = tl.cast(step // count, tl.int64), lo + step % count * M
         i = tl.where(i < skip[0], i, i + skip[1])
         if (
             AT
-            or (KIND != "strided" and KIND != "fixed")
-            or may_see(i + query_start, i + query_start + M - 1, span[0], span[1], size, keep, KIND)
+            or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
+            or may_see(i + query_start, i + query_start + M - 1, span[0], span[1], pattern, KIND)
         ):
             at = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
@@ -216,8 +220,7 @@ def _dkv_tiles(
                     mine[None, :],
                     theirs[:, None],
                     end,
-                    size,
-                    keep,
+                    pattern,
                     KIND,
                     DOCUMENTS,
                 )
@@ -234,7 +237,8 @@ def _dkv_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dkv(
-    Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, scale,
+    Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
+    near, random, seed, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
@@ -253,7 +257,7 @@ def _flash_dkv(
     span = span_of(key_start, KDOCS + b * s, rows, s, AT, DOCUMENTS)
     theirs = load_documents(KDOCS + b * s, rows, s, DOCUMENTS)
     keys = (load_positions(key_start, rows, s, AT), span, FAR if AT else s + key_start, theirs)
-    pattern = (size, keep)
+    pattern = (size, keep, near, random, seed)
     h = group * share
     level = (b * heads + h) * t
     queries = (
@@ -282,7 +286,7 @@ def _flash_dkv(
             span[0], span[1], t, query_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, M // 2
         )
         whole = (z - a) // M
-        if KIND == "strided" or KIND == "fixed":
+        if KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
             whole = 0
         # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
         count = tl.cdiv(hi - lo, M // 2) - whole * 2
@@ -290,7 +294,7 @@ def _flash_dkv(
             dk, dv, k, v, lo, count, (a, whole * M), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH,
             M // 2, True, UPCAST,
         )  # fmt: skip
-        if KIND != "strided" and KIND != "fixed":
+        if KIND != "strided" and KIND != "fixed" and KIND != "bigbird":
             dk, dv = _dkv_tiles(
                 dk, dv, k, v, a, whole, (hi, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, M,
                 False, UPCAST,
@@ -325,9 +329,7 @@ def flash_backward(
     lse: Tensor,
     query_documents: Tensor | None,
     key_documents: Tensor | None,
-    kind: str,
-    size: int,
-    keep: int,
+    pattern: list[int],
     scale: float,
     query_start: int,
     key_start: int,
@@ -337,7 +339,7 @@ def flash_backward(
     """
     places = Places(query_start, key_start, query_documents, key_documents)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return _backward(g, h, (q, k, v), (out, lse), places, (kind, size, keep, scale), grads)
+    return _backward(g, h, (q, k, v), (out, lse), places, pattern, scale, grads)
 
 
 @operator(
@@ -357,9 +359,7 @@ def flash_backward_at(
     key: Tensor,
     query_documents: Tensor | None,
     key_documents: Tensor | None,
-    kind: str,
-    size: int,
-    keep: int,
+    pattern: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) in float32 for the gradient g of out; out and lse are those over all keys, of which k and v
@@ -367,7 +367,7 @@ def flash_backward_at(
     """
     places = Places(query, key, query_documents, key_documents).small()
     grads = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    return _backward(g, None, (q, k, v), (out, lse), places, (kind, size, keep, scale), grads)
+    return _backward(g, None, (q, k, v), (out, lse), places, pattern, scale, grads)
 
 
 Three = tuple[Tensor, ...]
@@ -379,25 +379,26 @@ def _backward(
     inputs: Three,
     outputs: tuple[Tensor, Tensor],
     places: Places,
-    given: tuple[str, int, int, float],
+    pattern: Sequence[int],
+    scale: float,
     grads: Three,
 ) -> Any:
-    (q, k, v), (out, lse), (dq, dk, dv), (kind, size, keep, scale) = inputs, outputs, grads, given
+    (q, k, v), (out, lse), (dq, dk, dv), given = inputs, outputs, grads, Pattern.of_numbers(pattern)
     (b, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
     if b * t * s * heads == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, g, out = compact_rows(q), compact_rows(k), compact_rows(v), g.contiguous(), out.contiguous()
     delta = torch.empty_like(lse)
-    sizes = (t, s, heads, heads // groups, *places.starts, size, keep, scale * LOG2_E)
+    sizes = (t, s, heads, heads // groups, *places.starts, *given.sizes, scale * LOG2_E)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    options = {"KIND": kind, **places.options, "DIM": dim, "UPCAST": INTERPRETED}
+    options = {"KIND": given.kind, **places.options, "DIM": dim, "UPCAST": INTERPRETED}
 
-    width, blocks = config("_flash_dq", QUERY_CONFIGS, q, kind, places.options["AT"])
+    width, blocks = config("_flash_dq", QUERY_CONFIGS, q, given.kind, places.options["AT"])
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
         q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *places.of_queries(blocks, q), *sizes,
         *strides, **options, WIDTH=width, OF_LSE=h is not None, **blocks,
     )  # fmt: skip
-    width, blocks = config("_flash_dkv", KEY_CONFIGS, q, kind, places.options["AT"])
+    width, blocks = config("_flash_dkv", KEY_CONFIGS, q, given.kind, places.options["AT"])
     _flash_dkv[(triton.cdiv(s, blocks["N"]) * b * groups,)](
         q, k, v, lse, g, delta, dk, dv, *places.of_keys(blocks, q), *sizes, *strides, **options, WIDTH=width, **blocks
     )

@@ -3,50 +3,111 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
 
 LONGEST = 10**9  # tokens
-KINDS = ("full", "window", "local", "strided", "fixed")  # in the order of attention_tiled.cpp
+MOST_RANDOM = 64  # blocks
+KINDS = {  # and the numbers of their texts; in the order of attention_tiled.cpp
+    "full": (),
+    "window": ("size",),
+    "local": ("size",),
+    "strided": ("size",),
+    "fixed": ("size", "keep"),
+    "bigbird": ("size", "near", "keep", "random", "seed"),
+}
+NUMBERS = tuple(KINDS)
+FIELDS = ("size", "keep", "near", "random", "seed")  # of a pattern, in the order in which operators take them
+Places = TypeVar("Places", Tensor, np.ndarray, int)
+_WORD = 2**32 - 1
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """An attention pattern: which earlier positions a query sees. "full": all; the others have `size` and `keep` in
-    tokens.
+    """An attention pattern: which earlier positions a query sees. "full": all; the others have `size`, in tokens.
 
     window: the last `size`, itself among them (Beltagy et al. 2020). local: those in its own block of `size`. strided:
-    the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` of every
-    block (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
+    the last `size`, and each `size`-th before. fixed: those in its own block of `size`, and the last `keep` tokens of
+    every block (Child et al. 2019, "Generating long sequences with sparse transformers", section 4.2-4.3).
+
+    bigbird: by blocks of `size`, those in the last `near` blocks, its own among them, in the first `keep` blocks of the
+    sequence, and in `random` others of the blocks before (Zaheer et al. 2020, "Big Bird", arXiv:2007.14062, section 2;
+    here causal, so that the first blocks too see what is before them alone). See `random_block`.
     """
 
     kind: str = "full"
     size: int = 0
     keep: int = 0
+    near: int = 0
+    random: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"attention pattern {self.kind!r} is unknown; use full, window, local, strided or fixed")
+            *others, last = KINDS
+            raise ValueError(f"attention pattern {self.kind!r} is unknown; use {', '.join(others)} or {last}")
+        for name, value in zip(FIELDS, self.sizes):
+            if name not in KINDS[self.kind] and value:
+                owners = " and ".join(kind for kind, names in KINDS.items() if name in names)
+                raise ValueError(f"attention pattern {self.kind}: {name} is {value}; it is a number of {owners} alone")
         if self.kind != "full" and self.size < 1:
             raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at least 1")
         if self.size > LONGEST:
             raise ValueError(f"attention pattern {self.kind}: size is {self.size}; it must be at most {LONGEST:,}")
         if self.kind == "fixed" and not 1 <= self.keep <= self.size:
             raise ValueError(f"attention pattern fixed: keep is {self.keep}; it must be in [1, size = {self.size}]")
+        if self.kind == "bigbird":
+            ranges = {"near": (1, LONGEST), "keep": (0, LONGEST), "random": (0, MOST_RANDOM), "seed": (0, 2**31 - 1)}
+            for name, (least, most) in ranges.items():
+                if not least <= (value := getattr(self, name)) <= most:
+                    raise ValueError(f"attention pattern bigbird: {name} is {value}; it must be in [{least}, {most:,}]")
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
-        """The pattern of a text: "full", "window:SIZE", "local:SIZE", "strided:SIZE" or "fixed:SIZE:KEEP"."""
-        form = re.fullmatch(r"(\w+)(?::(\d+))?(?::(\d+))?", text)
-        if form is None:
-            raise ValueError(f"attention pattern {text!r} is not of the form full, window:SIZE or fixed:SIZE:KEEP")
-        return cls(form[1], int(form[2] or 0), int(form[3] or 0))
+        """The pattern of a text: "full", "window:SIZE", "local:SIZE", "strided:SIZE", "fixed:SIZE:KEEP" or
+        "bigbird:SIZE:NEAR:KEEP:RANDOM:SEED", without SEED of 0.
+        """
+        kind, *given = text.split(":")
+        names = KINDS.get(kind, FIELDS)
+        if not re.fullmatch(r"\w+(:\d+)*", text) or len(given) > len(names):
+            raise ValueError(
+                f"attention pattern {text!r} is not of the form full, window:SIZE, fixed:SIZE:KEEP or "
+                "bigbird:SIZE:NEAR:KEEP:RANDOM:SEED"
+            )
+        return cls(kind, **dict(zip(names, map(int, given))))
 
     def __str__(self) -> str:
         """The text that `parse` takes."""
-        return ":".join(str(part) for part in (self.kind, self.size, self.keep) if part)
+        shown = [str(getattr(self, name)) for name in KINDS[self.kind]]
+        return ":".join((self.kind, *(shown if self.seed or self.kind != "bigbird" else shown[:-1])))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Its numbers in the order of FIELDS, those that its kind has not 0."""
+        return [self.size, self.keep, self.near, self.random, self.seed]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The pattern in numbers, for operators."""
+        return [NUMBERS.index(self.kind), *self.sizes]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Pattern:
+        """The pattern whose `numbers` these are."""
+        return cls(NUMBERS[numbers[0]], *numbers[1:])
+
+    def random_block(self, block: Places, i: int) -> Places:
+        """Of bigbird the i-th random block of the queries in each block of `block` (int64): keep + h % n for the
+        n = block - near + 1 - keep blocks that are neither first nor near, and a hash h of (seed, i, block) in 32 bits.
+        Two of them may be the same. Without such blocks it is one that a query there sees already, or not yet.
+        """
+        others = block - (self.near - 1 + self.keep)
+        others = others + (1 - others) * (others < 1)  # at least 1
+        return self.keep + _mix(block ^ _mix((self.seed + (i + 1) * 0x9E3779B9) & _WORD)) % others
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether the query at position `query` sees the key at position `key` (broadcast; causality included)."""
@@ -59,6 +120,12 @@ class Pattern:
             return causal & ((distance < self.size) | (distance % self.size == 0))
         if self.kind == "fixed":
             return causal & ((query // self.size == key // self.size) | (key % self.size >= self.size - self.keep))
+        if self.kind == "bigbird":
+            own, block = query // self.size, key // self.size
+            seen = (block < self.keep) | (own - block < self.near)
+            for i in range(self.random):
+                seen = seen | (block == self.random_block(own, i))
+            return causal & seen
         return causal
 
     def first_key(self, query: int) -> int:
@@ -74,6 +141,8 @@ class Pattern:
         end = np.minimum(end, query + 1)
         if self.kind == "full":
             return end
+        if self.kind == "bigbird":
+            return self._keys_of_blocks(query, end)
         size = self.size
         # Where the near keys begin.
         own = query // size * size if self.kind in ("local", "fixed") else np.maximum(0, query - size + 1)
@@ -83,6 +152,19 @@ class Pattern:
         if self.kind == "fixed":
             return near + earlier // size * self.keep + np.maximum(0, earlier % size - (size - self.keep))
         return near
+
+    def _keys_of_blocks(self, query: np.ndarray, end: np.ndarray) -> np.ndarray:
+        own, first = query // self.size, self.keep * self.size
+        seen = np.minimum(end, first) + np.maximum(0, end - np.maximum((own - self.near + 1) * self.size, first))
+        chosen: list[np.ndarray] = []
+        for i in range(self.random):
+            block = self.random_block(own, i)
+            new = block <= own - self.near
+            for other in chosen:
+                new = new & (block != other)
+            seen = seen + new * np.clip(end - block * self.size, 0, self.size)
+            chosen.append(block)
+        return seen
 
     def pairs(self, start: int, queries: int, end: int) -> int:
         """The number of pairs of a query at positions start to start + queries - 1 and a key before position `end` that
@@ -95,6 +177,13 @@ class Pattern:
 
 
 FULL = Pattern()
+
+
+def _mix(x: Places) -> Places:
+    # A hash of 32 bits, by Mueller 2012, stackoverflow.com/a/12996028. No product has more than 59 bits.
+    for _ in range(2):
+        x = ((x >> 16 ^ x) * 0x45D9F3B) & _WORD
+    return x >> 16 ^ x
 
 
 def pairs_by_query(pattern: Pattern, documents: np.ndarray) -> np.ndarray:

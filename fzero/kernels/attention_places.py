@@ -50,7 +50,7 @@ def look(
     other = SPANS + j // N * 4
     there = j < count
     first, last = tl.load(other, mask=there, other=0), tl.load(other + 1, mask=there, other=0)
-    size, keep = pattern
+    size, keep, near, _random, _seed = pattern
     query, last_query, key, last_key = one[0], one[1], first, last
     if OF_KEYS:
         query, last_query, key, last_key = first, last, one[0], one[1]
@@ -59,12 +59,14 @@ def look(
         some = some & (query - last_key < size)
     if KIND == "local":
         some = some & (query // size <= last_key // size)
-    if KIND == "strided" or KIND == "fixed":
-        some = some & may_see(query, last_query, key, last_key, size, keep, KIND)
+    if KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
+        some = some & may_see(query, last_query, key, last_key, pattern, KIND)
     if KIND == "window" or KIND == "strided":
         every = every & (last_query - key < size)
     if KIND == "local" or KIND == "fixed":
         every = every & (last_query // size == key // size)
+    if KIND == "bigbird":
+        every = every & ((last_query // size - key // size < near) | (last_key // size < keep))
     if DOCUMENTS:
         least, most = tl.load(other + 2, mask=there, other=0), tl.load(other + 3, mask=there, other=0)
         some = some & (least <= one[3]) & (one[2] <= most)

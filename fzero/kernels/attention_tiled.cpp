@@ -167,7 +167,7 @@ void sum_rows(int64_t n, int64_t k, const T* out, int64_t ld, const T* g, Wide<T
 
 struct Shape {
   int64_t b, t, s, h, g, k;
-  int64_t kind, size, keep;  // of the pattern
+  int64_t kind, size, keep, near, random, seed;  // of the pattern
   int64_t threads;
   int64_t wide;  // whether the results are in Wide<T>, to be joined with others, and not in T
   double scale;
@@ -183,7 +183,7 @@ void store(Wide<T> x, void* out, int64_t at, bool as_wide) {
   else narrow(x, static_cast<T*>(out)[at]);
 }
 
-enum Kind { FULL, WINDOW, LOCAL, STRIDED, FIXED };
+enum Kind { FULL, WINDOW, LOCAL, STRIDED, FIXED, BIGBIRD };
 enum Look { NONE, SOME, ALL };
 
 struct Span {
@@ -226,13 +226,21 @@ struct Row {
         key_documents(spans_of(at.key_documents, z.s, KEYS)) {}
 };
 
+// attention_pattern.py's `_mix`.
+uint32_t mix(uint32_t x) {
+  for (int i = 0; i < 2; i++) x = (x >> 16 ^ x) * 0x45d9f3bu;
+  return x >> 16 ^ x;
+}
+
 // The keys that queries see, as attention_pattern.py defines it.
 struct Sees {
-  int64_t kind, size, keep;
+  int64_t kind, size, keep, near, random, t;
+  std::vector<uint32_t> salts;  // of each random block, what its hash has of the seed
   std::vector<int64_t> line;  // positions of rows that are given none
   std::vector<uint8_t> at;    // at[KEYS + d]: whether a key at distance d may be seen, by its distance alone
 
-  Sees(const Shape& z, const Places& places) : kind(z.kind), size(z.size), keep(z.keep) {
+  Sees(const Shape& z, const Places& places) : kind(z.kind), size(z.size), keep(z.keep), near(z.near), random(z.random), t(z.t) {
+    for (int64_t i = 0; i < random; i++) salts.push_back(mix(uint32_t(z.seed) + uint32_t(i + 1) * 0x9e3779b9u));
     for (int64_t i = 0; i < z.s; i++) line.push_back(i);
     int64_t farthest = z.s;
     if (places.query)
@@ -240,6 +248,26 @@ struct Sees {
     at.assign(farthest + KEYS + QUERIES, 0);
     for (int64_t d = 0; d < farthest; d++)
       at[KEYS + d] = kind == WINDOW ? d < size : kind == STRIDED ? d < size || d % size == 0 : 1;
+  }
+
+  // attention_pattern.py's `random_block`.
+  int64_t random_block(int64_t block, int64_t i) const {
+    return keep + mix(uint32_t(block) ^ salts[i]) % std::max<int64_t>(1, block - (near - 1 + keep));
+  }
+
+  // Whether in a bigbird pattern a query of the tile from q0, of the span q, may see a key of the span s.
+  bool meets(const Row& row, int64_t q0, Span q, Span s) const {
+    const int64_t first = s.low / size, last = s.high / size, n = std::min(QUERIES, t - q0);
+    if (first < keep || q.low / size - last < near) return true;
+    for (int64_t x = 0, before = -1; x < n; x++) {
+      const int64_t own = row.at.query[q0 + x] / size;
+      for (int64_t i = 0; own != before && i < random; i++) {
+        const int64_t block = random_block(own, i);
+        if (first <= block && block <= last) return true;
+      }
+      before = own;
+    }
+    return false;
   }
 
   // How many keys of a tile [s0, s0 + m) there are up to the last that is not after all queries of the tile from q0.
@@ -255,11 +283,13 @@ struct Sees {
   Look look(const Row& row, int64_t q0, int64_t s0, int64_t m, bool whole) const {
     const Span q = row.queries[q0 / QUERIES], s = whole ? row.keys[s0 / KEYS] : span_of(row.at.key + s0, m);
     const int64_t nearest = q.low - s.high, farthest = q.high - s.low;
-    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && q.low / size > s.high / size))
+    if (farthest < 0 || (kind == WINDOW && nearest >= size) || (kind == LOCAL && q.low / size > s.high / size) ||
+        (kind == BIGBIRD && !meets(row, q0, q, s)))
       return NONE;
     bool all = nearest >= 0;
     if (kind == WINDOW || kind == STRIDED) all = all && farthest < size;
     if (kind == LOCAL || kind == FIXED) all = all && s.low / size == q.high / size;
+    if (kind == BIGBIRD) all = all && (q.high / size - s.low / size < near || s.high / size < keep);
     if (row.at.query_documents) {
       const Span mine = row.query_documents[q0 / QUERIES];
       const Span theirs = whole ? row.key_documents[s0 / KEYS] : span_of(row.at.key_documents + s0, m);
@@ -275,11 +305,14 @@ struct Sees {
     const int64_t *query = row.at.query + q0, last = row.queries[q0 / QUERIES].high;
     const bool blocks = kind == LOCAL || kind == FIXED;
     bool straight = true;  // the queries are one after the other
-    int64_t block[QUERIES];
-    uint8_t gathered[QUERIES];
+    int64_t block[QUERIES], of = -1;
+    uint8_t gathered[QUERIES], in_block[QUERIES];  // in_block: of a bigbird pattern, which queries see the block `of`
+    std::vector<int64_t> chosen(random * QUERIES);
     for (int64_t x = 0; x < n; x++) {
       straight = straight && query[x] == query[0] + x;
-      if (blocks) block[x] = query[x] / size;
+      if (blocks || kind == BIGBIRD) block[x] = query[x] / size;
+      for (int64_t i = 0; i < random; i++)
+        chosen[i * QUERIES + x] = x && block[x] == block[x - 1] ? chosen[i * QUERIES + x - 1] : random_block(block[x], i);
     }
     for (int64_t j = s0; j < s0 + m; j++, s += QUERIES) {
       const int64_t key = row.at.key[j];
@@ -287,15 +320,25 @@ struct Sees {
         std::fill(s, s + n, low);
         continue;
       }
-      const uint8_t* near = straight ? &at[KEYS + query[0] - key] : gathered;
+      const uint8_t* there = straight ? &at[KEYS + query[0] - key] : gathered;
       if (!straight)
         for (int64_t x = 0; x < n; x++) gathered[x] = query[x] >= key && at[KEYS + query[x] - key];
 #pragma omp simd
-      for (int64_t x = 0; x < n; x++) s[x] = near[x] ? s[x] : low;
+      for (int64_t x = 0; x < n; x++) s[x] = there[x] ? s[x] : low;
       if (blocks && !(kind == FIXED && key % size >= size - keep)) {
         const int64_t own = key / size;
 #pragma omp simd
         for (int64_t x = 0; x < n; x++) s[x] = block[x] == own ? s[x] : low;
+      }
+      if (kind == BIGBIRD) {
+        if (key / size != of) {
+          of = key / size;
+          for (int64_t x = 0; x < n; x++) in_block[x] = of < keep || block[x] - of < near;
+          for (int64_t i = 0; i < random; i++)
+            for (int64_t x = 0; x < n; x++) in_block[x] |= chosen[i * QUERIES + x] == of;
+        }
+#pragma omp simd
+        for (int64_t x = 0; x < n; x++) s[x] = in_block[x] ? s[x] : low;
       }
       if (row.at.query_documents) {
         const int64_t *mine = row.at.query_documents + q0, theirs = row.at.key_documents[j];

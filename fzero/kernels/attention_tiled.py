@@ -18,7 +18,7 @@ from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
-from fzero.kernels.attention_pattern import FULL, KINDS, Pattern
+from fzero.kernels.attention_pattern import FIELDS, FULL, Pattern
 from fzero.kernels.op_function import Fused, operator
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
@@ -27,7 +27,8 @@ SHORT = 64  # queries below which plain products are as fast
 
 class _Shape(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("b", "t", "s", "h", "g", "k", "kind", "size", "keep", "threads", "wide")),
+        *((name, ctypes.c_int64) for name in ("b", "t", "s", "h", "g", "k")),
+        *((name, ctypes.c_int64) for name in ("kind", *FIELDS, "threads", "wide")),
         ("scale", ctypes.c_double),
         ("cap", ctypes.c_double),
     ]
@@ -110,7 +111,7 @@ def tiled_forward(
     wider). A query that sees no key has 0 and -inf.
 
     query, key: positions int64 [B, T] and [B, S], or None: the queries are the last T of S positions. Documents
-    likewise; without positions those of the keys are enough. pattern: (number of its kind, size, keep); cap: of the
+    likewise; without positions those of the keys are enough. pattern: its `numbers`; cap: of the
     scores, 0 for none; wide: whether out is to be joined with others.
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -177,7 +178,7 @@ def tiled_attention(
     The bits do not depend on the number of threads; at most B G threads have work.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kind = [KINDS.index(pattern.kind), pattern.size, pattern.keep]
+    kind = pattern.numbers
     rest = () if documents is None else (documents.to(torch.int64).contiguous(),)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 the configuration and builds of such a kernel.
 
 Tiles of keys that no query of a tile sees are skipped; tiles that all its queries see completely need no mask. For
-full, window and local patterns both bounds follow from positions, for documents from `document_bounds`. In strided and
-fixed patterns the visible keys are scattered, so the loop tests each tile (`may_see`). Where queries and keys are in
-any order (AT), see attention_places.
+full, window and local patterns both bounds follow from positions, for documents from `document_bounds`. In strided,
+fixed and bigbird patterns the visible keys are scattered, so the loop tests each tile (`may_see`). Where queries and
+keys are in any order (AT), see attention_places.
 Names and shapes are those of attention_flash.
 """
 
@@ -19,13 +19,15 @@ from torch import Tensor
 
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
+from fzero.kernels.attention_pattern import FIELDS
 from fzero.kernels.optional_triton import tl, triton
 
 LOG2_E, LN_2 = math.log2(math.e), tl.constexpr(math.log(2.0))
 FAR = tl.constexpr(2**31 - 1)  # larger than every position
+BLOCKS = tl.constexpr(128)  # of queries in a tile, of which a bigbird pattern's random blocks are looked at
 # Triton specialises a kernel for integer arguments equal to 1 or divisible by 16; for these that would only multiply
 # compilations.
-SIZES = ["t", "s", "heads", "share", "query_start", "key_start", "size", "keep"]
+SIZES = ["t", "s", "heads", "share", "query_start", "key_start", *FIELDS]
 
 
 @triton.jit
@@ -55,10 +57,28 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def visible_pairs(query, key, mine, theirs, end, size, keep, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):
+def mix(x):
+    """attention_pattern's `_mix`, of uint32."""
+    x = ((x >> 16) ^ x) * 0x45D9F3B
+    x = ((x >> 16) ^ x) * 0x45D9F3B
+    return (x >> 16) ^ x
+
+
+@triton.jit
+def random_block(block, i, pattern):
+    """`Pattern.random_block` of int32."""
+    _size, keep, near, _random, seed = pattern
+    salt = mix(tl.cast(seed, tl.uint32) + tl.cast(i + 1, tl.uint32) * 0x9E3779B9)
+    others = tl.maximum(block - (near - 1 + keep), 1)
+    return keep + (mix(block.to(tl.uint32) ^ salt) % others.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def visible_pairs(query, key, mine, theirs, end, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):
     """The mask of `attention_pattern.visible_mask` for positions; documents `mine` of queries, `theirs` of keys; keys
-    before position `end`.
+    before position `end`. pattern: its `sizes`.
     """
+    size, keep, near, random, _seed = pattern
     mask = key <= tl.minimum(query, end - 1)
     if KIND == "window":
         mask = mask & (key > query - size)
@@ -68,6 +88,12 @@ def visible_pairs(query, key, mine, theirs, end, size, keep, KIND: tl.constexpr,
         mask = mask & ((key > query - size) | (key % size == query % size))
     if KIND == "fixed":
         mask = mask & ((key >= query // size * size) | (key % size >= size - keep))
+    if KIND == "bigbird":
+        own, block = query // size, key // size
+        seen = (block < keep) | (own - block < near)
+        for i in range(0, random):
+            seen = seen | (block == random_block(own, i, pattern))
+        mask = mask & seen
     if DOCUMENTS:
         mask = mask & (mine == theirs)
     return mask
@@ -86,10 +112,22 @@ def load_documents(DOCS, at, count, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def may_see(query, last_query, key, last_key, size, keep, KIND: tl.constexpr):
-    """Whether any query in [query, last_query] may see any key in [key, last_key], in a strided or fixed pattern."""
+def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr):
+    """Whether any query in [query, last_query] may see any key in [key, last_key], in a strided, fixed or bigbird
+    pattern. Of bigbird True if the queries are in more than BLOCKS blocks, which a tile of theirs in order is not.
+    """
+    size, keep, near, random, _seed = pattern
     if KIND == "strided":  # a distance in [query - last_key, last_query - key] is below `size`, or a multiple of it
         return (query - last_key < size) | ((last_query - key) // size * size >= query - last_key)
+    if KIND == "bigbird":
+        first, own, last_own = key // size, query // size, last_query // size
+        met = (first < keep) | (own - last_key // size < near) | (last_own - own >= BLOCKS)
+        blocks = own + tl.arange(0, BLOCKS)
+        hits = blocks < 0
+        for i in range(0, random):
+            block = random_block(blocks, i, pattern)
+            hits = hits | ((block >= first) & (block <= last_key // size))
+        return met | (tl.max((hits & (blocks <= last_own)).to(tl.int32), 0) > 0)
     kept = tl.where(key % size >= size - keep, key, key // size * size + size - keep)  # the first from `key` on
     return (last_key >= query // size * size) | (kept <= last_key)
 
@@ -142,7 +180,6 @@ def mask_of_keys(
     """
     _k, _kt, _v, _vt, s, key_start, docs = keys
     query, _span, mine = queries
-    size, keep = pattern
     at = j + tl.arange(0, N)
     theirs = load_documents(docs, at, s, DOCUMENTS)
     return visible_pairs(
@@ -151,8 +188,7 @@ def mask_of_keys(
         mine[:, None],
         theirs[None, :],
         FAR if AT else s + key_start,
-        size,
-        keep,
+        pattern,
         KIND,
         DOCUMENTS,
     )
@@ -160,9 +196,9 @@ def mask_of_keys(
 
 @triton.jit
 def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
-    """Whether a tile of queries may see any of the keys [j, j + N), in a strided or fixed pattern."""
+    """Whether a tile of queries may see any of the keys [j, j + N), in a strided, fixed or bigbird pattern."""
     span, key = queries[1], j + keys[5]
-    return may_see(span[0], span[1], key, key + N - 1, pattern[0], pattern[1], KIND)
+    return may_see(span[0], span[1], key, key + N - 1, pattern, KIND)
 
 
 def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
@@ -257,9 +293,15 @@ def each_build(
         for blocks in rows(dim):
             yield build(dim, blocks)
     yield build(96, rows(128)[0])
-    for kind, documents in (("full", True), ("window", False), ("fixed", True)):
+    for kind, documents in (("full", True), ("window", False), ("fixed", True), ("bigbird", True)):
         yield build(128, rows(128)[0], kind=kind, documents=documents)
     yield build(128, rows(torch.float32)[0], dtype="fp32")
-    for dim, kind, documents in ((64, "full", True), (128, "full", False), (128, "fixed", True), (256, "window", True)):
+    for dim, kind, documents in (
+        (64, "full", True),
+        (128, "full", False),
+        (128, "fixed", True),
+        (128, "bigbird", True),
+        (256, "window", True),
+    ):
         yield build(dim, rows(dim, True)[0], kind=kind, documents=documents, at=True)
     yield build(128, rows(torch.float32, True)[0], dtype="fp32", documents=True, at=True)

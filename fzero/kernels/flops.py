@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels.attention_pattern import KINDS, Pattern
+from fzero.kernels.attention_pattern import FULL, Pattern
 
 # Products of [queries, K] by [K, keys], or of the same size, that a kernel makes of each pair of positions.
 FORWARD_PRODUCTS = 2  # q k^T, p v
@@ -22,16 +22,21 @@ SPLIT_PRODUCTS = 7  # in two kernels, one for dq and one for dk and dv: q k^T an
 
 
 @functools.lru_cache(maxsize=1024)
-def pairs(kind: str, size: int, keep: int, queries: int, keys: int, first: int = 0) -> int:
+def pairs(pattern: Pattern, queries: int, keys: int, first: int = 0) -> int:
     """How many (query, key) pairs a pattern leaves; query i is at position first + i, key j at j.
 
-    >>> pairs("full", 0, 0, 4, 4)
+    >>> pairs(FULL, 4, 4)
     10
     """
-    if kind == "full":  # sum of min(keys, position + 1)
+    if pattern == FULL:  # sum of min(keys, position + 1)
         whole = min(max(0, keys - first), queries)  # queries that see up to themselves
         return whole * first + whole * (whole + 1) // 2 + (queries - whole) * keys
-    return Pattern(kind, size, keep).pairs(first, queries, keys)
+    return pattern.pairs(first, queries, keys)
+
+
+def _pattern_of(given: Sequence[Any]) -> Pattern:
+    """That of an operator's arguments, which are its numbers."""
+    return Pattern.of_numbers(next(x for x in given if isinstance(x, list | tuple)))
 
 
 def of_pairs(products: int, q: Tensor, count: int) -> int:
@@ -46,28 +51,27 @@ def tiled(products: int) -> Callable[..., int]:
     def formula(
         q: Tensor, k: Tensor, v: Tensor, query: Tensor | None, *rest: Any, out_val: Any = None, **kwargs: Any
     ) -> int:
-        number, size, keep = next(x for x in (*rest, *kwargs.values()) if isinstance(x, list | tuple))
-        kind, t, s = KINDS[number], q.shape[1], k.shape[1]
+        pattern, t, s = _pattern_of((*rest, *kwargs.values())), q.shape[1], k.shape[1]
         if query is None:
-            return of_pairs(products, q, pairs(kind, size, keep, t, s, s - t))
-        return spread(products, q, k, kind, size, keep)
+            return of_pairs(products, q, pairs(pattern, t, s, s - t))
+        return spread(products, q, k, pattern)
 
     return formula
 
 
-def spread(products: int, q: Tensor, k: Tensor, kind: str, size: int, keep: int) -> int:
+def spread(products: int, q: Tensor, k: Tensor, pattern: Pattern) -> int:
     """Of queries that are spread evenly over the positions of the keys."""
-    return of_pairs(products, q, pairs(kind, size, keep, k.shape[1], k.shape[1]) * q.shape[1] // k.shape[1])
+    return of_pairs(products, q, pairs(pattern, k.shape[1], k.shape[1]) * q.shape[1] // k.shape[1])
 
 
 def flash_forward_at(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of `flash_forward_at`."""
-    return spread(FORWARD_PRODUCTS, q, k, *rest[4:7])
+    return spread(FORWARD_PRODUCTS, q, k, _pattern_of(rest))
 
 
 def flash_backward_at(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of `flash_backward_at`."""
-    return spread(SPLIT_PRODUCTS, q, k, *rest[6:9])
+    return spread(SPLIT_PRODUCTS, q, k, _pattern_of(rest))
 
 
 def ring(products: int) -> Callable[..., int]:
@@ -75,43 +79,40 @@ def ring(products: int) -> Callable[..., int]:
 
     def formula(q: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
         given = (*rest, *kwargs.values())
-        number, size, keep = next(x for x in given if isinstance(x, list | tuple))
         positions = next(x for x in given if isinstance(x, Tensor) and x.dim() == 2 and x.dtype == torch.int64)
         tokens = positions.numel()
-        visible = pairs(KINDS[number], size, keep, tokens, tokens)
+        visible = pairs(_pattern_of(given), tokens, tokens)
         return of_pairs(products, q, visible // positions.shape[0])
 
     return formula
 
 
-def seen(q: Tensor, k: Tensor, kind: str, size: int, keep: int, query_start: int, key_start: int) -> int:
+def seen(q: Tensor, k: Tensor, pattern: Pattern, query_start: int, key_start: int) -> int:
     """How many pairs of queries from query_start on and keys from key_start on a pattern leaves."""
-    if kind == "full":
-        return pairs(kind, size, keep, q.shape[1], k.shape[1], query_start - key_start)
-    upto = pairs(kind, size, keep, q.shape[1], key_start + k.shape[1], query_start)
-    return upto - pairs(kind, size, keep, q.shape[1], key_start, query_start)
+    if pattern == FULL:
+        return pairs(pattern, q.shape[1], k.shape[1], query_start - key_start)
+    upto = pairs(pattern, q.shape[1], key_start + k.shape[1], query_start)
+    return upto - pairs(pattern, q.shape[1], key_start, query_start)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of `flash_forward`."""
-    kind, size, keep, _, *starts = rest[2:]
-    return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
+    return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
 
 
 def flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of `flash_backward`."""
-    kind, size, keep, _, *starts = rest[4:]
-    return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, kind, size, keep, *starts))
+    return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
 
 
 def library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of causal attention by a library."""
-    return of_pairs(FORWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
+    return of_pairs(FORWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))
 
 
 def library_backward(g: Tensor, q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of its backward pass."""
-    return of_pairs(BACKWARD_PRODUCTS, q, pairs("full", 0, 0, q.shape[1], k.shape[1]))
+    return of_pairs(BACKWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))
 
 
 def grouped(x: Tensor, w: Tensor, *rest: Any, out_val: Any = None) -> int:
