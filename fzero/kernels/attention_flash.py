@@ -58,8 +58,9 @@ CONFIGS = tables("_flash_forward")
 
 @triton.jit
 def _forward_tiles(
-    o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
+    o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, RANDOM: tl.constexpr,
+    DOCUMENTS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return (o, m, l) after the tiles of keys from `lo` to `hi`. m is in units of log 2, because the hardware computes
     exp2.
@@ -69,11 +70,11 @@ def _forward_tiles(
         if (
             AT
             or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
-            or needs_tile(j, keys, queries, pattern, KIND, N)
+            or needs_tile(j, keys, queries, pattern, KIND, RANDOM, N)
         ):
             x = dot(q, tl.trans(tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             if MASKED:
-                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, AT, N), x, float("-inf"))
+                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, RANDOM, DOCUMENTS, AT, N), x, float("-inf"))
             higher = tl.maximum(m, tl.max(x, 1) * scale)
             # For a row that has seen no key yet m is -inf, and -inf - -inf would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
@@ -88,8 +89,8 @@ def _forward_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_forward(
-    Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, near, random,
-    seed, scale,
+    Q, K, V, OUT, LSE, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep, near,
+    seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -108,39 +109,42 @@ def _flash_forward(
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
     mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
     queries = (load_positions(query_start, rows, t, AT), span, mine)
-    pattern = (size, keep, near, random, seed)
+    pattern = (size, keep, near, seed)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     if AT:
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
-            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False)
+            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             o, m, l = _forward_tiles(
-                o, m, l, q, j, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
-            )
-            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, DOCUMENTS, N, False)
+                o, m, l, q, j, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, False,
+                UPCAST,
+            )  # fmt: skip
+            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             o, m, l = _forward_tiles(
-                o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
-            )
-            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
+                o, m, l, q, a, z, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True,
+                UPCAST,
+            )  # fmt: skip
+            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
     elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
         )
         o, m, l = _forward_tiles(
-            o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
+            o, m, l, q, lo, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
     else:
         lo, a, z, hi = key_tiles(span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
         if KIND != "full" or DOCUMENTS:
             o, m, l = _forward_tiles(
-                o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
-            )
+                o, m, l, q, lo, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True,
+                UPCAST,
+            )  # fmt: skip
         o, m, l = _forward_tiles(
-            o, m, l, q, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
+            o, m, l, q, a, z, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
         )
         o, m, l = _forward_tiles(
-            o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
+            o, m, l, q, z, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
         )
 
     o = o / tl.where(l == 0.0, 1.0, l)[:, None]  # a query that sees no key has l = 0: out 0, lse -inf

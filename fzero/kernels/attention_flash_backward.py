@@ -59,8 +59,8 @@ OLD = tl.constexpr(INSTALLED and VERSION < (3, 7))
 
 @triton.jit
 def _dq_tiles(
-    dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
-    AT: tl.constexpr, DIM: tl.constexpr,
+    dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND: tl.constexpr, RANDOM: tl.constexpr,
+    DOCUMENTS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """dq / scale after the tiles of keys from `lo` to `hi`."""
@@ -69,12 +69,12 @@ def _dq_tiles(
         if (
             AT
             or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
-            or needs_tile(j, keys, queries, pattern, KIND, N)
+            or needs_tile(j, keys, queries, pattern, KIND, RANDOM, N)
         ):
             key = tile(k, j, kt, s, DIM, WIDTH, N, not MASKED)
             x = dot(q, tl.trans(key), UPCAST)
             if MASKED:
-                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, DOCUMENTS, AT, N), x, float("-inf"))
+                x = tl.where(mask_of_keys(j, keys, queries, pattern, KIND, RANDOM, DOCUMENTS, AT, N), x, float("-inf"))
             p = tl.exp2(x * scale - lse[:, None])
             dp = dot(g, tl.trans(tile(v, j, vt, s, DIM, WIDTH, N, not MASKED)), UPCAST)
             dq += dot((p * (dp - delta[:, None])).to(key.dtype), key, UPCAST)
@@ -84,7 +84,7 @@ def _dq_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dq(
     Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
-    near, random, seed, scale,
+    near, seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
     OF_LSE: tl.constexpr,
@@ -101,7 +101,7 @@ def _flash_dq(
     span = span_of(query_start, QDOCS + b * t, rows, t, AT, DOCUMENTS)
     mine = load_documents(QDOCS + b * t, rows, t, DOCUMENTS)
     queries = (load_positions(query_start, rows, t, AT), span, mine)
-    pattern = (size, keep, near, random, seed)
+    pattern = (size, keep, near, seed)
 
     # G, OUT and DQ are contiguous [B, T, H, K]: this head begins at `begin`, and its rows are heads * DIM apart.
     begin = (b * t * heads + h) * DIM
@@ -119,38 +119,40 @@ def _flash_dq(
     if AT:
         SPANS, j = REACH + b * tl.cdiv(s, N) * 4, tl.minimum(i, 0)
         while j < s:
-            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, DOCUMENTS, N, False)
+            a = run_of(ALL, SPANS, j, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             dq = _dq_tiles(
-                dq, q, g, lse, delta, j, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False,
-                UPCAST,
+                dq, q, g, lse, delta, j, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
+                False, UPCAST,
             )  # fmt: skip
-            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, DOCUMENTS, N, False)
+            z = run_of(SOME, SPANS, a, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
             dq = _dq_tiles(
-                dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
-                UPCAST,
+                dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
+                True, UPCAST,
             )  # fmt: skip
-            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, DOCUMENTS, N, False)
+            j = run_of(NONE, SPANS, z, s, span, pattern, KIND, RANDOM, DOCUMENTS, N, False)
     elif KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
         lo, _a, _z, hi = key_tiles(
             span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N
         )
         dq = _dq_tiles(
-            dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
-            UPCAST,
+            dq, q, g, lse, delta, lo, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
+            True, UPCAST,
         )  # fmt: skip
     else:
         lo, a, z, hi = key_tiles(span[0], span[1], s, key_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, N)
         if KIND != "full" or DOCUMENTS:
             dq = _dq_tiles(
-                dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True,
-                UPCAST,
+                dq, q, g, lse, delta, lo, a, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
+                True, UPCAST,
             )  # fmt: skip
         dq = _dq_tiles(
-            dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, False, UPCAST
-        )
+            dq, q, g, lse, delta, a, z, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
+            False, UPCAST,
+        )  # fmt: skip
         dq = _dq_tiles(
-            dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, N, True, UPCAST
-        )
+            dq, q, g, lse, delta, z, hi, keys, queries, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, N,
+            True, UPCAST,
+        )  # fmt: skip
     to = DQ + begin + (i.to(tl.int64) * heads * DIM) + (tl.arange(0, M)[:, None] * heads * DIM + columns[None, :])
     # `scale` includes the factor log2(e) of exp2; LN_2 takes it out again.
     tl.store(to, (dq * (scale * LN_2)).to(DQ.dtype.element_ty), mask=(rows < t)[:, None] & (columns < DIM)[None, :])
@@ -189,8 +191,8 @@ def load_values(base, at, count, WHOLE: tl.constexpr):
 
 @triton.jit
 def _dkv_tiles(
-    dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, DOCUMENTS: tl.constexpr,
-    AT: tl.constexpr, DIM: tl.constexpr,
+    dk, dv, k, v, lo, count, skip, queries, keys, pattern, scale, KIND: tl.constexpr, RANDOM: tl.constexpr,
+    DOCUMENTS: tl.constexpr, AT: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return (dk / scale, dv) after `count` tiles of queries of each of the `share` heads, beginning at `lo`.
@@ -206,7 +208,7 @@ def _dkv_tiles(
         if (
             AT
             or (KIND != "strided" and KIND != "fixed" and KIND != "bigbird")
-            or may_see(i + query_start, i + query_start + M - 1, span[0], span[1], pattern, KIND)
+            or may_see(i + query_start, i + query_start + M - 1, span[0], span[1], pattern, KIND, RANDOM)
         ):
             at = i + tl.arange(0, M)
             query = tile(q + h * qh, i, qt, t, DIM, WIDTH, M, not MASKED)
@@ -222,6 +224,7 @@ def _dkv_tiles(
                     end,
                     pattern,
                     KIND,
+                    RANDOM,
                     DOCUMENTS,
                 )
                 x = tl.where(mask, x, float("-inf"))
@@ -238,7 +241,7 @@ def _dkv_tiles(
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dkv(
     Q, K, V, LSE, G, DELTA, DK, DV, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
-    near, random, seed, scale,
+    near, seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
@@ -257,7 +260,7 @@ def _flash_dkv(
     span = span_of(key_start, KDOCS + b * s, rows, s, AT, DOCUMENTS)
     theirs = load_documents(KDOCS + b * s, rows, s, DOCUMENTS)
     keys = (load_positions(key_start, rows, s, AT), span, FAR if AT else s + key_start, theirs)
-    pattern = (size, keep, near, random, seed)
+    pattern = (size, keep, near, seed)
     h = group * share
     level = (b * heads + h) * t
     queries = (
@@ -270,17 +273,17 @@ def _flash_dkv(
     if AT:
         SPANS, i = REACH + b * tl.cdiv(t, M) * 4, tl.minimum(j, 0)
         while i < t:
-            a = run_of(ALL, SPANS, i, t, span, pattern, KIND, DOCUMENTS, M, True)
+            a = run_of(ALL, SPANS, i, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
             dk, dv = _dkv_tiles(
-                dk, dv, k, v, i, (a - i) // M, (a, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH,
-                M, False, UPCAST,
+                dk, dv, k, v, i, (a - i) // M, (a, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
+                WIDTH, M, False, UPCAST,
             )  # fmt: skip
-            z = run_of(SOME, SPANS, a, t, span, pattern, KIND, DOCUMENTS, M, True)
+            z = run_of(SOME, SPANS, a, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
             dk, dv = _dkv_tiles(
                 dk, dv, k, v, a, tl.cdiv(tl.minimum(z, t) - tl.minimum(a, t), M // 2), (z, 0), queries, keys, pattern,
-                scale, KIND, DOCUMENTS, AT, DIM, WIDTH, M // 2, True, UPCAST,
+                scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH, M // 2, True, UPCAST,
             )  # fmt: skip
-            i = run_of(NONE, SPANS, z, t, span, pattern, KIND, DOCUMENTS, M, True)
+            i = run_of(NONE, SPANS, z, t, span, pattern, KIND, RANDOM, DOCUMENTS, M, True)
     else:
         lo, a, z, hi = query_tiles(
             span[0], span[1], t, query_start, size, REACH + (b * tiles + at) * 2, KIND, DOCUMENTS, M // 2
@@ -291,13 +294,13 @@ def _flash_dkv(
         # Masked tiles have M / 2 queries: a mask needs registers, and smaller tiles waste less work at the edges.
         count = tl.cdiv(hi - lo, M // 2) - whole * 2
         dk, dv = _dkv_tiles(
-            dk, dv, k, v, lo, count, (a, whole * M), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH,
-            M // 2, True, UPCAST,
+            dk, dv, k, v, lo, count, (a, whole * M), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM,
+            WIDTH, M // 2, True, UPCAST,
         )  # fmt: skip
         if KIND != "strided" and KIND != "fixed" and KIND != "bigbird":
             dk, dv = _dkv_tiles(
-                dk, dv, k, v, a, whole, (hi, 0), queries, keys, pattern, scale, KIND, DOCUMENTS, AT, DIM, WIDTH, M,
-                False, UPCAST,
+                dk, dv, k, v, a, whole, (hi, 0), queries, keys, pattern, scale, KIND, RANDOM, DOCUMENTS, AT, DIM, WIDTH,
+                M, False, UPCAST,
             )  # fmt: skip
     to = ((b * s + j) * groups + group) * DIM + (tl.arange(0, N)[:, None] * groups * DIM + columns[None, :])
     mask = (rows < s)[:, None] & (columns < DIM)[None, :]

@@ -21,7 +21,7 @@ KINDS = {  # and the numbers of their texts; in the order of attention_tiled.cpp
     "bigbird": ("size", "near", "keep", "random", "seed"),
 }
 NUMBERS = tuple(KINDS)
-FIELDS = ("size", "keep", "near", "random", "seed")  # of a pattern, in the order in which operators take them
+FIELDS = ("size", "keep", "near", "seed", "random")  # of a pattern, in the order in which operators take them
 Places = TypeVar("Places", Tensor, np.ndarray, int)
 _WORD = 2**32 - 1
 
@@ -88,7 +88,7 @@ class Pattern:
     @property
     def sizes(self) -> list[int]:
         """Its numbers in the order of FIELDS, those that its kind has not 0."""
-        return [self.size, self.keep, self.near, self.random, self.seed]
+        return [getattr(self, name) for name in FIELDS]
 
     @property
     def numbers(self) -> list[int]:
@@ -98,7 +98,7 @@ class Pattern:
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> Pattern:
         """The pattern whose `numbers` these are."""
-        return cls(NUMBERS[numbers[0]], *numbers[1:])
+        return cls(NUMBERS[numbers[0]], **dict(zip(FIELDS, numbers[1:])))
 
     def random_block(self, block: Places, i: int) -> Places:
         """Of bigbird the i-th random block of the queries in each block of `block` (int64): keep + h % n for the

@@ -42,7 +42,16 @@ def span_of(START, DOCS, rows, count, AT: tl.constexpr, DOCUMENTS: tl.constexpr)
 
 @triton.jit
 def look(
-    SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr
+    SPANS,
+    j,
+    count,
+    one,
+    pattern,
+    KIND: tl.constexpr,
+    RANDOM: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    N: tl.constexpr,
+    OF_KEYS: tl.constexpr,
 ):
     """How a tile with the span `one` meets the tile of rows [j, j + N): NONE of the pairs is seen, SOME may be, ALL
     are; -1: there is no such tile. OF_KEYS: `one` is of keys, and the rows are queries.
@@ -50,7 +59,7 @@ def look(
     other = SPANS + j // N * 4
     there = j < count
     first, last = tl.load(other, mask=there, other=0), tl.load(other + 1, mask=there, other=0)
-    size, keep, near, _random, _seed = pattern
+    size, keep, near, _seed = pattern
     query, last_query, key, last_key = one[0], one[1], first, last
     if OF_KEYS:
         query, last_query, key, last_key = first, last, one[0], one[1]
@@ -60,7 +69,7 @@ def look(
     if KIND == "local":
         some = some & (query // size <= last_key // size)
     if KIND == "strided" or KIND == "fixed" or KIND == "bigbird":
-        some = some & may_see(query, last_query, key, last_key, pattern, KIND)
+        some = some & may_see(query, last_query, key, last_key, pattern, KIND, RANDOM)
     if KIND == "window" or KIND == "strided":
         every = every & (last_query - key < size)
     if KIND == "local" or KIND == "fixed":
@@ -76,11 +85,11 @@ def look(
 
 @triton.jit
 def run_of(
-    what: tl.constexpr, SPANS, j, count, one, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, N: tl.constexpr,
-    OF_KEYS: tl.constexpr,
+    what: tl.constexpr, SPANS, j, count, one, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr,
+    DOCUMENTS: tl.constexpr, N: tl.constexpr, OF_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The end of the tiles from j on of which `look` says `what`; j if it does not of the first."""
-    while look(SPANS, j, count, one, pattern, KIND, DOCUMENTS, N, OF_KEYS) == what:
+    while look(SPANS, j, count, one, pattern, KIND, RANDOM, DOCUMENTS, N, OF_KEYS) == what:
         j += N
     return j
 

@@ -167,7 +167,7 @@ void sum_rows(int64_t n, int64_t k, const T* out, int64_t ld, const T* g, Wide<T
 
 struct Shape {
   int64_t b, t, s, h, g, k;
-  int64_t kind, size, keep, near, random, seed;  // of the pattern
+  int64_t kind, size, keep, near, seed, random;  // of the pattern
   int64_t threads;
   int64_t wide;  // whether the results are in Wide<T>, to be joined with others, and not in T
   double scale;

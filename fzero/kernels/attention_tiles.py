@@ -19,15 +19,15 @@ from torch import Tensor
 
 from fzero.kernels import chips, tuning
 from fzero.kernels.aot import Build
-from fzero.kernels.attention_pattern import FIELDS
+from fzero.kernels.attention_pattern import FIELDS, KINDS
 from fzero.kernels.optional_triton import tl, triton
 
 LOG2_E, LN_2 = math.log2(math.e), tl.constexpr(math.log(2.0))
 FAR = tl.constexpr(2**31 - 1)  # larger than every position
 BLOCKS = tl.constexpr(128)  # of queries in a tile, of which a bigbird pattern's random blocks are looked at
 # Triton specialises a kernel for integer arguments equal to 1 or divisible by 16; for these that would only multiply
-# compilations.
-SIZES = ["t", "s", "heads", "share", "query_start", "key_start", *FIELDS]
+# compilations. The number of random blocks is a constant: a loop over them would carry a mask in registers.
+SIZES = ["t", "s", "heads", "share", "query_start", "key_start", *(name for name in FIELDS if name != "random")]
 
 
 @triton.jit
@@ -67,18 +67,20 @@ def mix(x):
 @triton.jit
 def random_block(block, i, pattern):
     """`Pattern.random_block` of int32."""
-    _size, keep, near, _random, seed = pattern
+    _size, keep, near, seed = pattern
     salt = mix(tl.cast(seed, tl.uint32) + tl.cast(i + 1, tl.uint32) * 0x9E3779B9)
     others = tl.maximum(block - (near - 1 + keep), 1)
     return keep + (mix(block.to(tl.uint32) ^ salt) % others.to(tl.uint32)).to(tl.int32)
 
 
 @triton.jit
-def visible_pairs(query, key, mine, theirs, end, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr):
+def visible_pairs(
+    query, key, mine, theirs, end, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, DOCUMENTS: tl.constexpr
+):
     """The mask of `attention_pattern.visible_mask` for positions; documents `mine` of queries, `theirs` of keys; keys
-    before position `end`. pattern: its `sizes`.
+    before position `end`. pattern: (size, keep, near, seed) of it, RANDOM: the number of its random blocks.
     """
-    size, keep, near, random, _seed = pattern
+    size, keep, near, _seed = pattern
     mask = key <= tl.minimum(query, end - 1)
     if KIND == "window":
         mask = mask & (key > query - size)
@@ -91,7 +93,7 @@ def visible_pairs(query, key, mine, theirs, end, pattern, KIND: tl.constexpr, DO
     if KIND == "bigbird":
         own, block = query // size, key // size
         seen = (block < keep) | (own - block < near)
-        for i in range(0, random):
+        for i in tl.static_range(RANDOM):
             seen = seen | (block == random_block(own, i, pattern))
         mask = mask & seen
     if DOCUMENTS:
@@ -112,11 +114,11 @@ def load_documents(DOCS, at, count, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr):
+def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr):
     """Whether any query in [query, last_query] may see any key in [key, last_key], in a strided, fixed or bigbird
     pattern. Of bigbird True if the queries are in more than BLOCKS blocks, which a tile of theirs in order is not.
     """
-    size, keep, near, random, _seed = pattern
+    size, keep, near, _seed = pattern
     if KIND == "strided":  # a distance in [query - last_key, last_query - key] is below `size`, or a multiple of it
         return (query - last_key < size) | ((last_query - key) // size * size >= query - last_key)
     if KIND == "bigbird":
@@ -124,7 +126,7 @@ def may_see(query, last_query, key, last_key, pattern, KIND: tl.constexpr):
         met = (first < keep) | (own - last_key // size < near) | (last_own - own >= BLOCKS)
         blocks = own + tl.arange(0, BLOCKS)
         hits = blocks < 0
-        for i in range(0, random):
+        for i in tl.static_range(RANDOM):
             block = random_block(blocks, i, pattern)
             hits = hits | ((block >= first) & (block <= last_key // size))
         return met | (tl.max((hits & (blocks <= last_own)).to(tl.int32), 0) > 0)
@@ -173,7 +175,15 @@ def key_tiles(first, last, s, key_start, size, REACH, KIND: tl.constexpr, DOCUME
 
 @triton.jit
 def mask_of_keys(
-    j, keys, queries, pattern, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr, N: tl.constexpr
+    j,
+    keys,
+    queries,
+    pattern,
+    KIND: tl.constexpr,
+    RANDOM: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    AT: tl.constexpr,
+    N: tl.constexpr,
 ):
     """The mask [M, N] of the keys [j, j + N) that a tile of queries sees; tuples `keys`, `queries` and `pattern` as in
     `_flash_forward`.
@@ -190,27 +200,35 @@ def mask_of_keys(
         FAR if AT else s + key_start,
         pattern,
         KIND,
+        RANDOM,
         DOCUMENTS,
     )
 
 
 @triton.jit
-def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, N: tl.constexpr):
+def needs_tile(j, keys, queries, pattern, KIND: tl.constexpr, RANDOM: tl.constexpr, N: tl.constexpr):
     """Whether a tile of queries may see any of the keys [j, j + N), in a strided, fixed or bigbird pattern."""
     span, key = queries[1], j + keys[5]
-    return may_see(span[0], span[1], key, key + N - 1, pattern, KIND)
+    return may_see(span[0], span[1], key, key + N - 1, pattern, KIND, RANDOM)
 
 
 def tables(kernel: str) -> dict[Any, Sequence[tuning.Config]]:
     """The configurations of a kernel, by the head dim rounded up to a power of two, or by float32: tiles of M queries
-    and N keys; and by (that, "at") where AT has its own, as its bounds of tiles take registers through the loops.
+    and N keys; and by (that, name) where masks of that name, a pattern's kind or "at", take registers of their own.
     """
     found: dict[Any, Sequence[tuning.Config]] = {}
     for name, key in ((64, 64), (128, 128), (256, 256), ("float32", torch.float32)):
         found[key] = chips.Table(f"{kernel} {name}")
-        if (at := f"{kernel} {name} at") in chips.listed()[chips.DEFAULT]["blocks"]["rows"]:
-            found[key, "at"] = chips.Table(at)
+        for mask in ("at", *KINDS):
+            if (own := f"{kernel} {name} {mask}") in chips.listed()[chips.DEFAULT]["blocks"]["rows"]:
+                found[key, mask] = chips.Table(own)
     return found
+
+
+def table_of(configs: dict[Any, Sequence[tuning.Config]], width: Any, kind: str, at: bool) -> Sequence[tuning.Config]:
+    """Of the `tables` that of a head dim's width (or float32), with positions in memory (AT) or not."""
+    own = [(width, name) for name in ("at" * at, kind) if (width, name) in configs]
+    return configs[own[0] if own else width]
 
 
 def config(
@@ -221,7 +239,7 @@ def config(
     """
     width = max(16, triton.next_power_of_2(q.shape[-1]))
     key = torch.float32 if q.dtype == torch.float32 else max(64, width)
-    rows = tuning.rows(configs[(key, "at") if at and (key, "at") in configs else key], q.device)
+    rows = tuning.rows(table_of(configs, key, kind, at), q.device)
     return width, tuning.config(kernel, (width, q.dtype, kind, at), rows[0], q.device)
 
 
@@ -245,7 +263,7 @@ def signature(pointers: str, dtype: str, at: bool = False) -> dict[str, str]:
         {name: special.get(name, f"*{dtype}") for name in pointers.split()}
         | dict.fromkeys(SIZES, "i32")
         | starts
-        | {"scale": "fp32"}
+        | {"RANDOM": "constexpr", "scale": "fp32"}
         | dict.fromkeys(strides, "i32")
         | dict.fromkeys(constants.split(), "constexpr")
     )
@@ -264,8 +282,8 @@ def each_build(
     strides = tuple(x + y for x in "qkv" for y in "bth")
     configs = tables(kernel)
 
-    def rows(width: Any, at: bool = False) -> Sequence[tuning.Config]:
-        table = configs[(width, "at") if at and (width, "at") in configs else width]
+    def rows(width: Any, kind: str = "full", at: bool = False) -> Sequence[tuning.Config]:
+        table = table_of(configs, width, kind, at)
         return table.on(gpu) if isinstance(table, chips.Table) else table
 
     def build(
@@ -284,6 +302,7 @@ def each_build(
             "DIM": dim,
             "WIDTH": triton.next_power_of_2(dim),
             "UPCAST": False,
+            "RANDOM": 3 * (kind == "bigbird"),
         } | extra
         types = signature(pointers, dtype, at) | dict.fromkeys(extra, "constexpr")
         wide = not documents and not at
@@ -293,15 +312,17 @@ def each_build(
         for blocks in rows(dim):
             yield build(dim, blocks)
     yield build(96, rows(128)[0])
-    for kind, documents in (("full", True), ("window", False), ("fixed", True), ("bigbird", True)):
-        yield build(128, rows(128)[0], kind=kind, documents=documents)
+    for kind, documents in (("full", True), ("window", False), ("fixed", True)):
+        yield build(128, rows(128, kind)[0], kind=kind, documents=documents)
+    for dim in (64, 128):
+        for at in (False, True):
+            yield build(dim, rows(dim, "bigbird", at)[0], kind="bigbird", documents=True, at=at)
     yield build(128, rows(torch.float32)[0], dtype="fp32")
     for dim, kind, documents in (
         (64, "full", True),
         (128, "full", False),
         (128, "fixed", True),
-        (128, "bigbird", True),
         (256, "window", True),
     ):
-        yield build(dim, rows(dim, True)[0], kind=kind, documents=documents, at=True)
-    yield build(128, rows(torch.float32, True)[0], dtype="fp32", documents=True, at=True)
+        yield build(dim, rows(dim, kind, True)[0], kind=kind, documents=documents, at=True)
+    yield build(128, rows(torch.float32, at=True)[0], dtype="fp32", documents=True, at=True)
