@@ -234,11 +234,21 @@ def test_tiles_that_see_nothing_are_not_visited(monkeypatch, name):
 
 @triton.jit
 def _sees_some(
-    FIRST, KEY, OUT, size, keep, near, random, seed, ROWS: tl.constexpr, KIND: tl.constexpr, COUNT: tl.constexpr
+    FIRST,
+    KEY,
+    OUT,
+    size,
+    keep,
+    near,
+    seed,
+    RANDOM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     at = tl.program_id(0) * COUNT + (0 if COUNT == 1 else tl.arange(0, COUNT))
-    first, key, pattern = tl.load(FIRST + at), tl.load(KEY + at), (size, keep, near, random, seed)
-    seen = attention_tiles.may_see(first, first + ROWS - 1, key, key + ROWS - 1, pattern, KIND)
+    first, key, pattern = tl.load(FIRST + at), tl.load(KEY + at), (size, keep, near, seed)
+    seen = attention_tiles.may_see(first, first + ROWS - 1, key, key + ROWS - 1, pattern, KIND, RANDOM)
     tl.store(OUT + at, seen.to(tl.int32))
 
 
