@@ -122,17 +122,35 @@ CASES |= {
     "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True, "router_aux_loss_coef": 0.5}),
     "qwen3-moe-shares": ("Qwen3Moe", {**QWEN3_MOE, "tie_word_embeddings": True, "rope_theta": 1e6}),
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GPT_OSS = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "sliding_window": 5,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.5,
+    "rope_parameters": {**YARN, "beta_fast": 8.0, "beta_slow": 1.0, "truncate": False, "rope_theta": 150.0},
+}
+CASES |= {
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-full": ("GptOss", {**GPT_OSS, "layer_types": ["full_attention"] * 3, "num_experts_per_tok": 3}),
+    "llama-yarn": ("Llama", {**SMALL, "rope_scaling": YARN, "rope_theta": 1000.0}),
+}
 LLAMAS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Phi3", "Olmo2", "Gemma2", "Gemma3")
 # Variations of cases that are not marked so.
 SLOW = {"qwen3-moe-shares", "qwen3-window", "mistral", "smollm3", "phi3", "olmo2", "gemma3", "gemma3-linear"}
+SLOW |= {"gpt-oss-full", "llama-yarn"}
 CLASS = {
     "GPT2": "GPT2LMHeadModel",
-    **{kind: f"{kind}ForCausalLM" for kind in (*LLAMAS, "Mixtral", "Qwen3Moe", "DeepseekV3")},
+    **{kind: f"{kind}ForCausalLM" for kind in (*LLAMAS, "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")},
 }
 OURS = {
     "GPT2": GPT2Config,
     "Mixtral": MoEConfig,
     "Qwen3Moe": MoEConfig,
+    "GptOss": MoEConfig,
     "DeepseekV3": DeepSeekConfig,
     **dict.fromkeys(LLAMAS, LlamaConfig),
 }

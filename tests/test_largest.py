@@ -30,9 +30,9 @@ def calls(shape, dtype, layer=False):
     yield norm_triton.add_norm_forward, (x, r, w, bias, 1e-5)
     for total in (None, h):
         yield norm_triton.norm_backward, (g, total, x, w, stats)
-    for gelu in (False, True):
-        yield glu.glu_forward, (x, r, gelu)
-        yield glu.glu_backward, (x, r, g, gelu)
+    for kind in range(len(glu.KINDS)):
+        yield glu.glu_forward, (x, r, kind)
+        yield glu.glu_backward, (x, r, g, kind)
 
 
 def known(tensors):

@@ -3,7 +3,8 @@
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t may see
 
 With a cap c the score y = scale q[t] . k[s] becomes c tanh(y / c) (Gemma Team 2024, "Gemma 2", arXiv:2408.00118,
-section 2.1).
+section 2.1). With a sink, a logit of each query head, the softmax has one more share, of no value: see
+attention_sinks.py.
 
 A query sees the keys at positions up to its own that are in its document and that the pattern allows. `reference`
 defines this.
@@ -26,6 +27,7 @@ from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_atten
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
+from fzero.kernels.attention_sinks import attend_by, softmax
 from fzero.kernels.cross_entropy_rows import cap_logits
 from fzero.kernels.op_function import Fused, on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
@@ -43,14 +45,15 @@ def reference(
     documents: Tensor | None = None,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
-    the file; documents int [B, S]; cap: of the scores, 0 for none.
+    the file; documents int [B, S]; cap: of the scores, 0 for none; sinks [H].
     """
     t, s = q.shape[1], k.shape[1]
     key = torch.arange(s, device=q.device)
     scores = _scores(q, k, visible_mask(pattern, key[s - t :], key, documents), scale, cap)
-    out = torch.einsum("bgrts,bsgk->btgrk", torch.softmax(scores, -1).to(v.dtype), v)
+    out = torch.einsum("bgrts,bsgk->btgrk", softmax(scores, sinks).to(v.dtype), v)
     return rearrange(out, "b t g r k -> b t (g r) k")
 
 
@@ -133,6 +136,7 @@ def _flash(
     query_start: int,
     key_start: int,
     results: int,
+    sinks: Tensor | None = None,
 ) -> Any:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     where = (pattern.numbers, scale, query_start, key_start)
@@ -145,6 +149,8 @@ def _flash(
         g, h = grads if results == 2 else (grads[0], None)
         return flash_backward(g, h, q, k, v, out, lse, *(documents or (None, None)), *where)
 
+    if results == 1:
+        return attend_by("flash attention", forward, backward, (q, k, v, *documents), sinks)
     run = Fused("flash attention", forward, backward, results, keep=lambda tensors, outputs: (*tensors, *outputs))
     return run(q, k, v, *documents)
 
@@ -157,11 +163,12 @@ def flash_attention(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference` by the kernels of attention_flash.py."""
     offset = k.shape[1] - q.shape[1]
     both = () if documents is None else (documents[:, offset:], documents)
-    return _flash(q, k, v, both, pattern, scale, offset, 0, results=1)
+    return _flash(q, k, v, both, pattern, scale, offset, 0, results=1, sinks=sinks)
 
 
 def flash_attention_with_lse(
@@ -232,8 +239,11 @@ def _fused_serves(
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> str:
+    if sinks is not None:
+        return "it has no sinks"
     if pattern != FULL or documents is not None:
         return "it has neither patterns nor documents"
     if q.shape[1] != k.shape[1]:

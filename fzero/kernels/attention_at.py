@@ -25,9 +25,10 @@ from fzero.kernels import attention_flash, attention_tiled
 from fzero.kernels.attention_flash import flash_forward_at
 from fzero.kernels.attention_flash_backward import flash_backward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
+from fzero.kernels.attention_sinks import attend_by, softmax
 from fzero.kernels.attention_tiled import tiled_backward, tiled_forward
 from fzero.kernels.cross_entropy_rows import cap_logits
-from fzero.kernels.op_function import Fused, on_cuda, triton_runs
+from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
 
 BLOCK = 128  # queries at a time
@@ -99,11 +100,15 @@ def given(
     return Where(query, key, query_documents, key_documents), how
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
-    """The definition: compute all scores, mask them, and take the softmax in float32 or wider. options: see `given`."""
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, *, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The definition: compute all scores, mask them, and take the softmax in float32 or wider, with sinks [H] as in
+    attention.py. options: see `given`.
+    """
     where, how = given(q, query, key, **options)
     scores, some = _scores(q, k, where, how)
-    p = torch.where(some, torch.softmax(torch.where(some, scores, 0.0), -1), 0.0).to(v.dtype)
+    p = torch.where(some, softmax(torch.where(some, scores, 0.0), sinks), 0.0).to(v.dtype)
     return rearrange(torch.einsum("bgrts,bsgk->btgrk", p, v), "b t g r k -> b t (g r) k")
 
 
@@ -221,7 +226,9 @@ def parts_of(impl: str, q: Tensor, k: Tensor, v: Tensor, where: Where, how: How)
 
 
 def _by(name: str) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, query: Tensor, key: Tensor, *, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
         (_, _, *documents), how = given(q, query, key, **options)
         parts = PARTS[name]
 
@@ -234,8 +241,8 @@ def _by(name: str) -> Callable[..., Tensor]:
             gradients = parts.backward(q, k, v, Where(*where), out, lse, *grads, how)
             return tuple(x.to(q.dtype) for x in gradients)
 
-        fused = Fused(f"{name} attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))
-        return fused(q, k, v, query, key, *(x for x in documents if x is not None))
+        tensors = q, k, v, query, key, *(x for x in documents if x is not None)
+        return attend_by(f"{name} attention", forward, backward, tensors, sinks)
 
     return run
 

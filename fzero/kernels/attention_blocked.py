@@ -31,6 +31,7 @@ def blocked_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`reference` by blocks of at least 128 queries, at most 8 of them up to T = 8192; at most as many queries as
     keys."""
@@ -38,7 +39,9 @@ def blocked_attention(
     groups = k.shape[2]
     q = rearrange(q, "b t (g r) k -> (b g) r t k", g=groups)
     k, v = (rearrange(x, "b s g k -> (b g) s k") for x in (k, v))
-    out, _ = _Blocked.apply(q, k, v, documents, pattern, scale, cap)
+    if sinks is not None:
+        sinks = sinks.reshape(groups, -1).repeat(k.shape[0] // groups, 1)
+    out, _ = _Blocked.apply(q, k, v, sinks, documents, pattern, scale, cap)
     return rearrange(out, "(b g) r t k -> b t (g r) k", g=groups)
 
 
@@ -81,15 +84,21 @@ def _scores(
 
 
 class _Blocked(torch.autograd.Function):
-    # q [N, R, T, K], k and v [N, S, K] with N = B G; returns out like q and the log-sum-exp [N, R, T].
+    # q [N, R, T, K], k and v [N, S, K] with N = B G, sinks [N, R] or None; returns out like q and the log-sum-exp
+    # [N, R, T], both with the sinks.
     @staticmethod
-    def forward(q, k, v, documents, pattern, scale, cap):
+    def forward(q, k, v, sinks, documents, pattern, scale, cap):
         outs, lses = [], []
         for block in _blocks(q.shape[2], k.shape[1], pattern):
             s = _scores(q, k, block, pattern, documents, scale, cap)
             m = s.amax(-1, keepdim=True)
+            if sinks is not None:
+                sink = sinks.to(m.dtype)[..., None, None]
+                m = torch.maximum(m, sink)
             p = torch.exp(s - m)
             total = p.sum(-1, keepdim=True)
+            if sinks is not None:
+                total = total + torch.exp(sink - m)
             out = torch.matmul(p.to(v.dtype).flatten(1, 2), v[:, block.keys]).view(*p.shape[:3], -1)
             outs.append((out / total).to(q.dtype))
             lses.append((m + torch.log(total)).squeeze(-1))
@@ -97,21 +106,23 @@ class _Blocked(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, documents, ctx.pattern, ctx.scale, ctx.cap = inputs
-        ctx.has_documents = documents is not None
+        q, k, v, *optional, ctx.pattern, ctx.scale, ctx.cap = inputs
+        ctx.has = [x is not None for x in optional]  # sinks, documents
         ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(q, k, v, output[1], *((documents,) if ctx.has_documents else ()))
+        ctx.save_for_backward(q, k, v, output[1], *(x for x in optional if x is not None))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
-        q, k, v, lse, *documents = ctx.saved_tensors
-        run = functools.partial(_blocked_backward, ctx.pattern, ctx.scale, ctx.cap)
-        grads = Backward.apply("blocked attention", run, q, k, v, lse, grad, *documents)
-        return *grads, None, None, None, None
+        q, k, v, lse, *optional = ctx.saved_tensors
+        run = functools.partial(_blocked_backward, ctx.pattern, ctx.scale, ctx.cap, ctx.has)
+        grads = Backward.apply("blocked attention", run, q, k, v, lse, grad, *optional)
+        return *grads, *([] if ctx.has[0] else [None]), None, None, None, None
 
 
-def _blocked_backward(pattern, scale, cap, q, k, v, lse, grad, documents=None):
-    dqs = []
+def _blocked_backward(pattern, scale, cap, has, q, k, v, lse, grad, *optional):
+    sinks = optional[0] if has[0] else None
+    documents = optional[-1] if has[1] else None
+    dqs, owed = [], []
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
     for block in _blocks(q.shape[2], k.shape[1], pattern):
         s, keys = _scores(q, k, block, pattern, documents, scale, cap), block.keys
@@ -120,11 +131,16 @@ def _blocked_backward(pattern, scale, cap, q, k, v, lse, grad, documents=None):
         dp = torch.matmul(g, v[:, keys].transpose(1, 2)).view(p.shape)
         # From dp itself, as rows are whole, and not from out: the gradient of a query with one key is then exactly 0.
         weighed = p * dp
-        ds = torch.addcmul(weighed, p, weighed.sum(-1, keepdim=True), value=-1.0) * scale
+        owed.append(weighed.sum(-1, keepdim=True))
+        ds = torch.addcmul(weighed, p, owed[-1], value=-1.0) * scale
         if cap:  # the derivative of the cap, 0 where nothing is seen
             ds = ds * torch.where(s == float("-inf"), 0.0, 1.0 - (s / cap).square())
         ds = ds.to(q.dtype).flatten(1, 2)
         dv[:, keys] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
         dk[:, keys] += torch.matmul(ds.transpose(1, 2), block.of(q))
         dqs.append(torch.matmul(ds, k[:, keys]).unflatten(1, (q.shape[1], -1)))
-    return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
+    grads = torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
+    if sinks is None:
+        return grads
+    share = torch.exp(sinks.to(lse.dtype)[..., None] - lse)
+    return *grads, -(share * torch.cat(owed, 2)[..., 0]).sum(-1).to(sinks.dtype)

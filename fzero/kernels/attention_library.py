@@ -191,12 +191,15 @@ def why_not(
     library: str,
     pattern: Pattern = FULL,
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> str:
     """The reason why a library does not serve a call; "" if it does."""
     (b, t, h, dim), groups, one = q.shape, k.shape[2], LIBRARIES[library]
     if documents is not None:
         return "it has no documents packed in a row; triton has them, and a run without data.within_documents has none"
+    if sinks is not None:
+        return "it has no sinks; triton has them"
     if pattern != FULL:
         return f"it has no patterns, such as {pattern.kind}; triton has them"
     if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:

@@ -43,7 +43,8 @@ from fzero.core.torch_private import FakeTensor
 from fzero.kernels import flops
 from fzero.kernels.attention_at import PARTS, How, Parts, Where, attention_at, parts_of
 from fzero.kernels.attention_pattern import FULL, Pattern
-from fzero.kernels.op_function import OPENED, Fused
+from fzero.kernels.attention_sinks import attend_by
+from fzero.kernels.op_function import OPENED
 
 
 class Ring:
@@ -208,6 +209,7 @@ def ring_attention(
     pattern: Pattern = FULL,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
     impl: str = "auto",
     leaf: str = "blocks/attn",
 ) -> Tensor:
@@ -215,8 +217,8 @@ def ring_attention(
 
     q [B, n, H, K], k and v [B, n, G, K]: of this rank's positions. positions: int64 [c, n], those of each rank,
     together each of a sequence's T = c n once, the same on all ranks. documents: int [B, T] of the whole sequences, or
-    None. inner: ranks of a group that exchange heads, see the top of the file; it divides c, H and G. impl: the form of
-    `attention_at`. Keys and values are passed on while the hop before is computed.
+    None. inner: ranks of a group that exchange heads, see the top of the file; it divides c, H and G. sinks: [H], see
+    attention_sinks. impl: the form of `attention_at`. Keys and values are passed on while the hop before is computed.
 
     Communicates: see the top of the file. Raises ValueError for shapes that do not fit, and under transforms that
     differentiate more than once or batch (vmap, jvp): form "gather" of context parallelism serves them.
@@ -226,7 +228,7 @@ def ring_attention(
     if axis.size == 1:
         mine = {} if documents is None else {"query_documents": documents[:, positions[0]]}
         mine |= {} if documents is None else {"key_documents": documents[:, positions[0]]}
-        return attention_at(q, k, v, positions[0], positions[0], impl=impl, **mine, **given)
+        return attention_at(q, k, v, positions[0], positions[0], impl=impl, sinks=sinks, **mine, **given)
     if not first_order():
         raise ValueError(
             "ring attention is differentiated once, and serves neither vmap nor jvp; use the form gather of context "
@@ -236,6 +238,7 @@ def ring_attention(
     if inner > 1:
         q = exchange_within(q, axis, inner, 2, 1, leaf=leaf)
         k, v = exchange_within(torch.cat((k, v), -1), axis, inner, 2, 1, leaf=leaf).chunk(2, -1)
+        sinks = None if sinks is None else sinks.chunk(inner)[axis.rank % inner]
     positions = positions.reshape(axis.size // inner, -1)
     how = How(pattern, q.shape[-1] ** -0.5 if scale is None else scale, cap)
     form = parts_of(impl, q, k, v, Where(positions[0], positions[0]), how)
@@ -250,8 +253,7 @@ def ring_attention(
         return ring_backward(q, k, v, out, lse, grads[0].contiguous(), *where, *rest)
 
     data = (positions,) if documents is None else (positions, documents)
-    fused = Fused("ring attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))
-    out = fused(q, k, v, *data)
+    out = attend_by("ring attention", forward, backward, (q, k, v, *data), sinks)
     return exchange_within(out, axis, inner, 1, 2, leaf=leaf) if inner > 1 else out
 
 

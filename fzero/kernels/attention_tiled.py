@@ -19,7 +19,8 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels import flops
 from fzero.kernels.attention_pattern import FIELDS, FULL, Pattern
-from fzero.kernels.op_function import Fused, operator
+from fzero.kernels.attention_sinks import attend_by
+from fzero.kernels.op_function import operator
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 SHORT = 64  # queries below which plain products are as fast
@@ -171,6 +172,7 @@ def tiled_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attention.reference` by tiles of 64 queries and 128 keys; at most as many queries as keys.
 
@@ -189,9 +191,7 @@ def tiled_attention(
         places = None, None, None, *(documents or (None,))
         return tiled_backward(q, k, v, *places, out, lse, *grads, kind, scale, cap, False)[:3]
 
-    return Fused("tiled attention", forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(
-        q, k, v, *rest
-    )
+    return attend_by("tiled attention", forward, backward, (q, k, v, *rest), sinks)
 
 
 def supports(

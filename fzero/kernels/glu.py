@@ -1,12 +1,14 @@
-"""Gated activations: SwiGLU and GeGLU of the two products a and b.
+"""Gated activations: SwiGLU, GeGLU and gpt-oss's clamped SwiGLU of the two products a and b.
 
     swiglu(a, b) = silu(a) b,   silu(a) = a s(a)
     geglu(a, b) = gelu(a) b,   gelu(a) = a s(2 c (a + 0.044715 a^3)),  c = sqrt(2 / pi)
+    clamped_swiglu(a, b) = a' s(1.702 a') (b' + 1),   a' = min(a, 7),  b' = min(max(b, -7), 7)
 
 with s the logistic function (the tanh form of GELU, as tanh(x) = 2 s(2x) - 1). The backward pass keeps only a and b,
 and recomputes the activation.
 Ref: Shazeer 2020, "GLU variants improve transformer", arXiv:2002.05202, equations 5 and
-6; Hendrycks & Gimpel 2016, arXiv:1606.08415.
+6; Hendrycks & Gimpel 2016, arXiv:1606.08415; OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", arXiv:2508.10925,
+section 2.2.
 
 Shapes: a and b of one shape and dtype, any strides; the arithmetic is in float32 or wider, the result in their dtype.
 """
@@ -32,6 +34,9 @@ from fzero.kernels.registry import Form, Op
 CONFIGS = chips.Table("_glu")
 GELU_SLOPE = tl.constexpr(2.0 * math.sqrt(2.0 / math.pi))
 GELU_CUBE = tl.constexpr(0.044715)
+CLAMPED_SLOPE = tl.constexpr(1.702)
+CLAMPED_LIMIT = tl.constexpr(7.0)
+KINDS = ("swiglu", "geglu", "clamped_swiglu")  # by their numbers in the kernels
 
 
 def swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -44,15 +49,34 @@ def geglu_reference(a: Tensor, b: Tensor) -> Tensor:
     return F.gelu(a, approximate="tanh") * b
 
 
+def clamped_swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
+    """a s(1.702 a) (b + 1) of a up to 7 and b in [-7, 7], clamped: the definition."""
+    a, b = a.clamp(max=CLAMPED_LIMIT.value), b.clamp(-CLAMPED_LIMIT.value, CLAMPED_LIMIT.value)
+    return a * torch.sigmoid(a * CLAMPED_SLOPE.value) * (b + 1.0)
+
+
 @triton.jit
-def _gate(a, GELU: tl.constexpr):
+def _gate(a, KIND: tl.constexpr):
     """(activation, its derivative) of float32 a."""
-    if GELU:
+    if KIND == 2:
+        low = tl.minimum(a, CLAMPED_LIMIT)
+        s = tl.sigmoid(low * CLAMPED_SLOPE)
+        return low * s, tl.where(a <= CLAMPED_LIMIT, s * (1.0 + low * CLAMPED_SLOPE * (1.0 - s)), 0.0)
+    if KIND == 1:
         # A constexpr to the left of a tensor is no tensor in the interpreter.
         s = tl.sigmoid((a + a * a * a * GELU_CUBE) * GELU_SLOPE)
         return a * s, s + a * s * (1.0 - s) * (1.0 + a * a * GELU_CUBE * 3.0) * GELU_SLOPE
     s = tl.sigmoid(a)
     return a * s, s * (1.0 + a * (1.0 - s))
+
+
+@triton.jit
+def _factor(b, KIND: tl.constexpr):
+    """(what the activation is multiplied by, its derivative) of float32 b."""
+    if KIND == 2:
+        inside = (b >= -CLAMPED_LIMIT) & (b <= CLAMPED_LIMIT)
+        return tl.minimum(tl.maximum(b, -CLAMPED_LIMIT), CLAMPED_LIMIT) + 1.0, tl.where(inside, 1.0, 0.0)
+    return b, 1.0
 
 
 @triton.jit
@@ -64,13 +88,14 @@ def _largest(MOST, x, n, PART: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _glu_forward(A, B, OUT, MOST, n, GELU: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+def _glu_forward(A, B, OUT, MOST, n, KIND: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
     # With PART, MOST is the largest magnitude of each PART numbers of OUT; n is a multiple of it.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
     b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
-    act, _ = _gate(a, GELU)
-    out = (act * b).to(OUT.dtype.element_ty)
+    act, _ = _gate(a, KIND)
+    times, _ = _factor(b, KIND)
+    out = (act * times).to(OUT.dtype.element_ty)
     tl.store(OUT + at, out, mask=at < n)
     if PART:
         _largest(MOST, out, n, PART, BLOCK)
@@ -78,15 +103,16 @@ def _glu_forward(A, B, OUT, MOST, n, GELU: tl.constexpr, PART: tl.constexpr, BLO
 
 @triton.jit
 def _glu_backward(
-    A, B, G, DA, DB, MOST_A, MOST_B, n, GELU: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
+    A, B, G, DA, DB, MOST_A, MOST_B, n, KIND: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     # With PART as in _glu_forward: MOST_A of DA, MOST_B of DB.
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(A + at, mask=at < n, other=0.0).to(tl.float32)
     b = tl.load(B + at, mask=at < n, other=0.0).to(tl.float32)
     g = tl.load(G + at, mask=at < n, other=0.0).to(tl.float32)
-    act, slope = _gate(a, GELU)
-    da, db = (g * b * slope).to(DA.dtype.element_ty), (g * act).to(DB.dtype.element_ty)
+    act, slope = _gate(a, KIND)
+    times, slope_b = _factor(b, KIND)
+    da, db = (g * times * slope).to(DA.dtype.element_ty), (g * act * slope_b).to(DB.dtype.element_ty)
     tl.store(DA + at, da, mask=at < n)
     tl.store(DB + at, db, mask=at < n)
     if PART:
@@ -98,72 +124,72 @@ def _grid(n: int, config: tuning.Config) -> tuple[int]:
     return (triton.cdiv(n, config["BLOCK"]),)
 
 
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gelu: bool, part: int = 0) -> None:
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], kind: int, part: int = 0) -> None:
     n = tensors[0].numel()
     if n:
-        grid, flags = functools.partial(_grid, n), {"GELU": gelu, "PART": part}
+        grid, flags = functools.partial(_grid, n), {"KIND": kind, "PART": part}
         tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=(n, tensors[0].dtype), **flags)
 
 
-@operator("glu_forward(Tensor a, Tensor b, bool gelu) -> Tensor", lambda a, b, gelu: a.new_empty(a.shape))
-def glu_forward(a: Tensor, b: Tensor, gelu: bool) -> Tensor:
+@operator("glu_forward(Tensor a, Tensor b, int kind) -> Tensor", lambda a, b, kind: a.new_empty(a.shape))
+def glu_forward(a: Tensor, b: Tensor, kind: int) -> Tensor:
     """The activation of a times b, in one pass over memory."""
     out = torch.empty(a.shape, dtype=a.dtype, device=a.device)
-    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, out), gelu)
+    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, out), kind)
     return out
 
 
 @operator(
-    "glu_forward_largest(Tensor a, Tensor b, bool gelu) -> (Tensor, Tensor)",
-    lambda a, b, gelu: (a.new_empty(a.shape), largest_like(a, part_of(a))),
+    "glu_forward_largest(Tensor a, Tensor b, int kind) -> (Tensor, Tensor)",
+    lambda a, b, kind: (a.new_empty(a.shape), largest_like(a, part_of(a))),
 )
-def glu_forward_largest(a: Tensor, b: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+def glu_forward_largest(a: Tensor, b: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """`glu_forward`, and the largest magnitudes [rows, parts] of the result."""
     out, part = torch.empty(a.shape, dtype=a.dtype, device=a.device), part_of(a)
     most = largest_like(a, part)
-    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, most), gelu, part)
+    _launch(_glu_forward, (a.contiguous(), b.contiguous(), out, most), kind, part)
     return out, most
 
 
 add_twin(glu_forward, glu_forward_largest, {0: 1})
 
 
-def _two_like(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+def _two_like(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape), a.new_empty(a.shape)
 
 
-@operator("glu_backward(Tensor a, Tensor b, Tensor g, bool gelu) -> (Tensor, Tensor)", _two_like)
-def glu_backward(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
+@operator("glu_backward(Tensor a, Tensor b, Tensor g, int kind) -> (Tensor, Tensor)", _two_like)
+def glu_backward(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor]:
     """The gradients by a and b for the gradient g of the result."""
     da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
-    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), da, db, da, db), gelu)
+    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), da, db, da, db), kind)
     return da, db
 
 
-def _four_like(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_two_like(a, b, g, gelu), largest_like(a, part_of(a)), largest_like(a, part_of(a))
+def _four_like(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_two_like(a, b, g, kind), largest_like(a, part_of(a)), largest_like(a, part_of(a))
 
 
 @operator(
-    "glu_backward_largest(Tensor a, Tensor b, Tensor g, bool gelu) -> (Tensor, Tensor, Tensor, Tensor)", _four_like
+    "glu_backward_largest(Tensor a, Tensor b, Tensor g, int kind) -> (Tensor, Tensor, Tensor, Tensor)", _four_like
 )
-def glu_backward_largest(a: Tensor, b: Tensor, g: Tensor, gelu: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def glu_backward_largest(a: Tensor, b: Tensor, g: Tensor, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`glu_backward`, and the largest magnitudes [rows, parts] of each gradient."""
     part = part_of(a)
     da, db = (torch.empty(a.shape, dtype=a.dtype, device=a.device) for _ in range(2))
     outs = da, db, largest_like(a, part), largest_like(a, part)
-    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), *outs), gelu, part)
+    _launch(_glu_backward, (a.contiguous(), b.contiguous(), g.contiguous(), *outs), kind, part)
     return outs
 
 
 add_twin(glu_backward, glu_backward_largest, {0: 2, 1: 3})
 
 
-def _fused(what: str, gelu: bool) -> Fused:
+def _fused(what: str, kind: int) -> Fused:
     return Fused(
         what,
-        forward=lambda a, b: (glu_forward(a, b, gelu),),
-        backward=lambda saved, grads: glu_backward(*saved, *grads, gelu),
+        forward=lambda a, b: (glu_forward(a, b, kind),),
+        backward=lambda saved, grads: glu_backward(*saved, *grads, kind),
     )
 
 
@@ -177,28 +203,29 @@ def _supports(a: Tensor, b: Tensor) -> str:
     )
 
 
-def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], gelu: bool) -> Op:
+def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor]) -> Op:
     return Op(
         name,
         reference,
-        Form("triton", _fused(name, gelu), supports=_supports, prefers=on_cuda),
+        Form("triton", _fused(name, KINDS.index(name)), supports=_supports, prefers=on_cuda),
         flops=lambda a, b: 10 * a.numel(),
         bytes=lambda a, b: 3 * a.numel() * a.element_size(),
     )
 
 
-swiglu = _op("swiglu", swiglu_reference, gelu=False)
-geglu = _op("geglu", geglu_reference, gelu=True)
+swiglu = _op("swiglu", swiglu_reference)
+geglu = _op("geglu", geglu_reference)
+clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference)
 
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
     for kernel, pointers in (("_glu_forward", "A B OUT MOST"), ("_glu_backward", "A B G DA DB MOST_A MOST_B")):
         for config in CONFIGS.on(gpu):
-            for gelu, part in ((False, 0), (True, 0), (False, PART)):
+            for kind, part in ((0, 0), (1, 0), (2, 0), (0, PART)):
                 signature = dict.fromkeys(pointers.split(), "*bf16") | {
                     "n": "i32",
-                    **dict.fromkeys(("GELU", "PART", "BLOCK"), "constexpr"),
+                    **dict.fromkeys(("KIND", "PART", "BLOCK"), "constexpr"),
                 }
-                label = f"{kernel} {'geglu' if gelu else 'swiglu'}{', largest,' * bool(part)} {config['BLOCK']}"
-                yield Build(label, kernel, signature, {"GELU": gelu, "PART": part}, config, aligned=("n",))
+                label = f"{kernel} {KINDS[kind]}{', largest,' * bool(part)} {config['BLOCK']}"
+                yield Build(label, kernel, signature, {"KIND": kind, "PART": part}, config, aligned=("n",))

@@ -1,4 +1,4 @@
-"""Mixture of experts: the experts' SwiGLU, dropless (every token is computed) or with a capacity per expert.
+"""Mixture of experts: the experts' gated MLPs, dropless (every token is computed) or with a capacity per expert.
 
     out[n] = sum_k weight[n, k] expert_{id[n, k]}(x[n])
     weight = the top-k of softmax(x w_router), divided by their sum
@@ -8,7 +8,8 @@ group by its expert's weights.
 Ref: Jiang et al. 2024, "Mixtral of experts", section 2.1; Gale et al. 2022, "MegaBlocks",
 arXiv:2211.15841, section 4 (no token is dropped); Lepikhin et al. 2020, "GShard", algorithm 1 (capacity).
 
-Shapes: x [B, T, D], ids int64 and weights [B, T, k], w_gate and w_up [E, D, F], w_down [E, F, D].
+Shapes: x [B, T, D], ids int64 and weights [B, T, k], w_gate and w_up [E, D, F], w_down [E, F, D]; where the products
+have biases b_gate and b_up [E, F], b_down [E, D].
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import torch_private
@@ -262,25 +264,48 @@ grouped_mm = Op(
 # ---- the experts -----------------------------------------------------------------------------------------------------
 
 
-def feed_forward(p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO, float8: bool = False) -> Tensor:
-    """The experts' SwiGLU of rows [M, D] that are grouped as `grouped_mm` says: [M, D]; in float8: see `moe_float8`."""
+def rows_of_bias(b: Tensor, rows: Tensor, ends: Tensor, impl: str = "auto") -> Tensor:
+    """The row b[e] of b [E, F] for each row of group e, in the dtype of `rows` [M, D]: [M, F]. Behind the last group as
+    `grouped_mm`, which it is, of a column of ones: so its gradient is a sum in a fixed order. torch's form takes
+    multiples of 8 columns.
+    """
+    ones = F.pad(rows.new_ones(rows.shape[0], 1), (0, 7))
+    return grouped_mm(ones, F.pad(b.to(rows.dtype)[:, None], (0, 0, 0, 7)), ends, impl=impl)
+
+
+def feed_forward(
+    p: Tree, rows: Tensor, ends: Tensor, kernels: Kernels = AUTO, float8: bool = False, gate: Op = swiglu
+) -> Tensor:
+    """The experts' gated MLPs of rows [M, D] that are grouped as `grouped_mm` says: [M, D]; in float8: see
+    `moe_float8`, biases in the dtype of the rows.
+    """
     op = float8_grouped_mm if float8 else grouped_mm
 
     def product(rows: Tensor, name: str) -> Tensor:
-        return op(rows, p[name].to(rows.dtype), ends, impl=kernels[op.name])
+        y = op(rows, p[f"w_{name}"].to(rows.dtype), ends, impl=kernels[op.name])
+        bias = p.get(f"b_{name}")
+        return y if bias is None else y + rows_of_bias(bias, rows, ends, kernels["grouped_mm"])
 
-    hidden = swiglu(product(rows, "w_gate"), product(rows, "w_up"), impl=kernels["swiglu"])
-    return product(hidden, "w_down")
+    hidden = gate(product(rows, "gate"), product(rows, "up"), impl=kernels[gate.name])
+    return product(hidden, "down")
 
 
-def dropless(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, kernels: Kernels = AUTO, float8: bool = False) -> Tensor:
+def dropless(
+    p: Tree,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    kernels: Kernels = AUTO,
+    float8: bool = False,
+    gate: Op = swiglu,
+) -> Tensor:
     """Compute every token by its k experts: group rows by expert, three grouped products, in float8 or not, sum each
     token's rows with its weights.
     """
     k, tokens = ids.shape[-1], x.reshape(-1, x.shape[-1])
     order, place, ends = group(ids, p["w_gate"].shape[0], impl=kernels["group"])
     rows = permute(tokens, order, place, impl=kernels["permute"])
-    y = feed_forward(p, rows, ends, kernels, float8)
+    y = feed_forward(p, rows, ends, kernels, float8, gate)
     return unpermute(y, weights.reshape(-1, k), order, place, impl=kernels["unpermute"]).reshape(x.shape)
 
 
@@ -297,6 +322,7 @@ def capacity(
     factor: float,
     kernels: Kernels = AUTO,
     own: tuple[int, int] | None = None,
+    gate: Op = swiglu,
 ) -> Tensor:
     """Compute at most C = ceil(factor T k / E) tokens of a sequence by each expert: first choices first, then in order
     of position.
@@ -318,10 +344,13 @@ def capacity(
     sent = x.repeat(1, k, 1)
     inbox = torch.zeros(b, experts * room + 1, d, dtype=x.dtype, device=x.device)
     inbox = inbox.scatter(1, slot[..., None].expand(b, k * t, d), sent)[:, :-1].reshape(b, experts, room, d)
-    w_gate, w_up, w_down = (p[n].to(x.dtype) for n in ("w_gate", "w_up", "w_down"))
-    gate, up = (torch.einsum("becd,edf->becf", inbox, w) for w in (w_gate, w_up))
-    hidden = swiglu(gate, up, impl=kernels["swiglu"])
-    y = torch.einsum("becf,efd->becd", hidden, w_down).reshape(b, experts * room, d)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        y, bias = torch.einsum("becd,edf->becf", x, p[f"w_{name}"].to(x.dtype)), p.get(f"b_{name}")
+        return y if bias is None else y + bias.to(x.dtype)[:, None]
+
+    hidden = gate(product(inbox, "gate"), product(inbox, "up"), impl=kernels[gate.name])
+    y = product(hidden, "down").reshape(b, experts * room, d)
     back = torch.gather(y, 1, slot.clamp(max=experts * room - 1)[..., None].expand(b, k * t, d))
     share = (weights.transpose(1, 2).reshape(b, k * t) * kept)[..., None].to(y.dtype)
     return (back * share).reshape(b, k, t, d).sum(1)

@@ -38,23 +38,30 @@ LAYOUTS = ("half", "interleaved")
 CONFIGS = chips.Table("_rope")
 
 
+SCALINGS = ("llama3", "yarn", "yarn_whole")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
-    """The settings of Llama 3's scaling of RoPE, which divides the frequencies of long wavelengths by `factor`.
+    """The settings of a scaling of RoPE, which divides the frequencies of long wavelengths by `factor`.
 
     Wavelengths above original_max_len / low_freq_factor are scaled, those below original_max_len / high_freq_factor are
-    not, with a linear transition between.
+    not, with a transition between. kind: "llama3", whose transition is linear in 1 / wavelength; "yarn", where it is
+    linear in the number of the pair, and attention's scores are multiplied by `score_factor`; "yarn_whole", the same
+    with both ends of the transition rounded outwards to whole pairs, as most models have it.
 
     >>> rope_frequencies(4, 10000.0, RopeScaling(factor=8.0))[0]  # a short wavelength keeps its frequency
     tensor(1.)
 
-    Ref: Grattafiori et al. 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.4.2.
+    Ref: Grattafiori et al. 2024, "The Llama 3 herd of models", arXiv:2407.21783, section 3.4.2; Peng et al. 2023,
+    "YaRN", arXiv:2309.00071, sections 3.2 and 3.4.
     """
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+    kind: str = "llama3"
 
     @classmethod
     def linear(cls, factor: float) -> RopeScaling:
@@ -63,8 +70,8 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, text: str) -> RopeScaling | None:
-        """The scaling of a text: linear:FACTOR, llama3:FACTOR:LENGTH with the length before it (original_max_len), or
-        llama3:FACTOR:LENGTH:LOW:HIGH; None for none. The inverse of str.
+        """The scaling of a text: linear:FACTOR, KIND:FACTOR:LENGTH with the length before it (original_max_len), or
+        KIND:FACTOR:LENGTH:LOW:HIGH, with KIND llama3, yarn or yarn_whole; None for none. The inverse of str.
 
         >>> str(RopeScaling.parse("linear:4")), str(RopeScaling.parse("llama3:8:8192"))
         ('linear:4', 'llama3:8:8192')
@@ -75,28 +82,38 @@ class RopeScaling:
                 return None
             if kind == "linear" and len(numbers) == 1:
                 return cls.linear(float(numbers[0]))
-            if kind == "llama3" and len(numbers) in (2, 4):
-                return cls(float(numbers[0]), *map(float, numbers[2:]), original_max_len=int(numbers[1]))
+            if kind in SCALINGS and len(numbers) in (2, 4):
+                ends = (float(x) for x in numbers[2:] or USUAL_ENDS[kind])
+                return cls(float(numbers[0]), *ends, int(numbers[1]), kind)
         except ValueError as error:
             raise ValueError(f"the scaling of RoPE is {text!r}: {error}") from None
         raise ValueError(
-            f"the scaling of RoPE is {text!r}; it must be linear:FACTOR, llama3:FACTOR:LENGTH with the length that the "
-            "model was trained with before, or none"
+            f"the scaling of RoPE is {text!r}; it must be linear:FACTOR, llama3:FACTOR:LENGTH or yarn:FACTOR:LENGTH "
+            "with the length that the model was trained with before, or none"
         )
 
     def __str__(self) -> str:
         factor, *ends = (repr(x).removesuffix(".0") for x in (self.factor, self.low_freq_factor, self.high_freq_factor))
         if self == RopeScaling.linear(self.factor):
             return f"linear:{factor}"
-        return ":".join(["llama3", factor, str(self.original_max_len), *(ends if ends != ["1", "4"] else [])])
+        return ":".join(
+            [self.kind, factor, str(self.original_max_len), *(ends if ends != USUAL_ENDS[self.kind] else [])]
+        )
 
     @property
     def is_linear(self) -> bool:
         """Whether it divides all frequencies."""
-        return 2.0 * math.pi * self.low_freq_factor > self.original_max_len
+        return self.kind == "llama3" and 2.0 * math.pi * self.low_freq_factor > self.original_max_len
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of attention's scores: of "yarn" that of equation 22, for queries and for keys; else 1."""
+        return 1.0 if self.kind == "llama3" else (0.1 * math.log(self.factor) + 1.0) ** 2
 
     def __post_init__(self) -> None:
         expect_fields(self)
+        if self.kind not in SCALINGS:
+            raise ValueError(f"kind is {self.kind!r}{nearest(self.kind, SCALINGS)}; it must be {' or '.join(SCALINGS)}")
         check_bounds("factor", self.factor, (1, True, 1e6))
         check_bounds("low_freq_factor", self.low_freq_factor, (0.0, False, 1e6))
         check_bounds("high_freq_factor", self.high_freq_factor, (0.0, False, 1e6))
@@ -108,16 +125,36 @@ class RopeScaling:
             )
 
 
+USUAL_ENDS = {"llama3": ["1", "4"], "yarn": ["1", "32"], "yarn_whole": ["1", "32"]}
+
+
+def _pairs_kept(half: int, theta: float, scaling: RopeScaling, device: torch.device | None) -> Tensor:
+    """The share of its own frequency that each of `half` pairs keeps, by YaRN: 1 of short wavelengths, 0 of long."""
+
+    def pair(turns: float) -> float:  # the pair that turns so often in the original length
+        return half * math.log(scaling.original_max_len / (turns * 2.0 * math.pi)) / math.log(theta)
+
+    low, high = pair(scaling.high_freq_factor), pair(scaling.low_freq_factor)
+    if scaling.kind == "yarn_whole":
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    number = torch.arange(half, dtype=torch.float32, device=device)
+    return 1.0 - ((number - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+
+
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
 ) -> Tensor:
     """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's
-    factor.
+    factor. With YaRN theta must be above 1.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
     frequency = 1.0 / (theta**exponent)
     if scaling is None:
         return frequency
+    if scaling.kind != "llama3":
+        kept = _pairs_kept(head_dim // 2, theta, scaling, frequency.device)
+        return frequency / scaling.factor * (1.0 - kept) + frequency * kept
     wavelength = 2.0 * math.pi / frequency
     smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor

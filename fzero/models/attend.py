@@ -32,12 +32,13 @@ from fzero.kernels.attention_at import attention_at
 from fzero.kernels.attention_ring import ring_attention
 from fzero.models.base import Ctx
 from fzero.sharding.context_cost import largest_inner
+from fzero.sharding.slices import narrow_part
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """Attention of q [B, T, H, K] on k and v [B, S, G, K] as [B, T, H, K]; over cp of this rank's T / cp tokens each.
 
-    scores: `scale` and `cap` of `kernels.attention`, where they are not its own.
+    scores: `scale`, `cap` and `sinks` (of this rank's heads) of `kernels.attention`, where they are not its own.
     Communicates over cp: the keys and values as its form says.
     """
     if isinstance(ctx.placed, Tensor):
@@ -46,13 +47,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores
     return whole_attention(q, k, v, pattern, ctx, **scores)
 
 
-def whole_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """`attend` on whole sequences."""
     documents = None if isinstance(ctx.documents, tuple) else ctx.documents
     return attention(q, k, v, pattern=pattern, documents=documents, impl=ctx.kernels["attention"], **scores)
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """`attend` over cp by the keys and values of all ranks.
 
     Communicates over cp: an all_gather of keys and values, (cp - 1) / cp 2 B T G K elements from each rank; in the
@@ -76,7 +77,7 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: C
     return torch.cat(out, 1) if len(out) > 1 else out[0]
 
 
-def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """`attend` over cp by heads: each rank has whole sequences of its share of them.
 
     Communicates over cp: an all_to_all of queries, keys and values and one of the results, (cp - 1) / cp B T / cp
@@ -93,13 +94,15 @@ def exchanged_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: 
     if not ctx.pieces.contiguous:
         whole = whole.index_select(1, ctx.pieces.order(tokens, device))
     q, k, v = whole.split(shares, 2)
+    if "sinks" in scores:
+        scores["sinks"] = narrow_part(scores["sinks"], cp.rank, cp.size, 0)
     out = whole_attention(q, k, v, pattern, ctx, **scores)
     if not ctx.pieces.contiguous:
         out = out.index_select(1, torch.cat([ctx.pieces.positions(rank, tokens, device) for rank in range(cp.size)]))
     return all_to_all(out, cp, 1, 2, leaf="blocks/attn/out")
 
 
-def placed_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+def placed_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """Attention of this rank's queries on the keys of all ranks, one rank's after the other's, by their positions."""
     assert isinstance(ctx.placed, Tensor)  # attend looks
     query, key = ctx.placed[ctx.mesh["cp"].rank], ctx.placed.flatten()
@@ -109,7 +112,7 @@ def placed_attention(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx
     return attention_at(q, k, v, query, key, **options)
 
 
-def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: float) -> Tensor:
+def ring_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, ctx: Ctx, **scores: Any) -> Tensor:
     """`attend` over cp by a ring, of groups of ranks in form "hierarchical".
 
     Communicates over cp: see `ring_attention`.

@@ -23,7 +23,7 @@ from fzero.models import mtp
 from fzero.models.attend import attend
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
-from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, enter_routing, mixture
+from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, Mixture, enter_routing, mixture
 from fzero.models.forward import token_loss
 from fzero.models.layers import (
     Split,
@@ -292,7 +292,7 @@ def deepseek(config: DeepSeekConfig) -> Model:
         counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = mixture(p["moe"], h, ids, weights, ctx, c.n_experts)
+        out = mixture(p["moe"], h, ids, weights, ctx, Mixture(c.n_experts))
         if c.n_shared:
             gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
             out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)

@@ -9,7 +9,9 @@ which no rank has room for more than slack n k. Shapes are the same whatever is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from fzero.comm.collectives import Axis, all_gather, psum, psum_scatter, pvary
 from fzero.comm.exchanges import exchange_rows
 from fzero.core.pytree import Tree
 from fzero.kernels import moe
+from fzero.kernels.registry import Op
 from fzero.models.base import Ctx
-from fzero.models.layers import enter, sequence_axis
+from fzero.models.layers import GATES, enter, sequence_axis
 from fzero.sharding.experts import Experts, shares
 
 MOE_RULES = (
@@ -28,31 +31,47 @@ MOE_RULES = (
     (r"/moe/w_down$", "[L/pp, E/ep, F/tp, D]"),
 )
 MOE_BIAS_RULE = (r"/moe/bias$", "[L/pp, E]")
+EXPERT_BIAS_RULES = (
+    (r"/moe/b_router$", "[L/pp, E]"),
+    (r"/moe/b_(gate|up)$", "[L/pp, E/ep, F/tp]"),
+    (r"/moe/b_down$", "[L/pp, E/ep, D] +tp"),
+)
+OF_EXPERTS = re.compile(r"/moe/[wb]_(gate|up|down)$")  # the leaves of which a token uses those of its experts
 
 
-def mixture(
-    p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, experts: int, capacity_factor: float = 0.0
-) -> Tensor:
+class Mixture(NamedTuple):
+    """What of a mixture is no tensor. capacity_factor: 0 for dropless; see `kernels.moe.capacity`."""
+
+    experts: int  # of all ranks
+    capacity_factor: float = 0.0
+    activation: str = "silu"  # of GATES
+
+
+def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mixture) -> Tensor:
     """Return sum_k weights_k expert_{ids_k}(x) of x [B, T, D], ids int64 and weights [B, T, k], inside the
     tensor-parallel region: under tp this rank's part of it.
 
-    p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them. experts: the number E of
-    all ranks. capacity_factor: 0 for dropless; see `kernels.moe.capacity`. Where ctx.matmul is float8, dropless experts
-    multiply as `kernels.moe_float8` says, with scales of rows under either recipe: one scale of all rows would depend
-    on which tokens share a rank.
+    p: the experts' w_gate, w_up [E, D, F] and w_down [E, F, D], or this rank's units of them; where they have biases
+    b_gate, b_up [E, F] and b_down [E, D], the last whole. Where ctx.matmul is float8, dropless experts multiply as
+    `kernels.moe_float8` says, with scales of rows under either recipe: one scale of all rows would depend on which
+    tokens share a rank.
     """
+    tp = ctx.mesh["tp"].size
+    if "b_down" in p and tp > 1:  # whose ranks add it once together
+        p = {**p, "b_down": p["b_down"] / tp}
     if ctx.mesh["ep"].size > 1:
-        return over_ep(p, x, ids, weights, ctx, experts, capacity_factor)
-    if capacity_factor:
-        return moe.capacity(p, x, ids, weights, capacity_factor, ctx.kernels)
-    return moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul))
+        return over_ep(p, x, ids, weights, ctx, how)
+    gate = GATES[how.activation]
+    if how.capacity_factor:
+        return moe.capacity(p, x, ids, weights, how.capacity_factor, ctx.kernels, gate=gate)
+    return moe.dropless(p, x, ids, weights, ctx.kernels, bool(ctx.matmul), gate)
 
 
 LEAF = "blocks/moe"
 
 
-def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, experts: int, capacity_factor: float) -> Tensor:
-    """`mixture` on a mesh with ep, p being this rank's of so many experts.
+def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mixture) -> Tensor:
+    """`mixture` on a mesh with ep, p being this rank's experts.
 
     Communicates: see `gathered` and `exchanged`. Raises ValueError for a ctx that does not say which.
     """
@@ -62,17 +81,17 @@ def over_ep(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, experts:
             f"ep={ep.size}: the ctx does not say how tokens come to experts; write Ctx(experts=plan.experts), or give "
             "loss the plan"
         )
-    counts = shares(experts, ep.size)
-    if capacity_factor:
+    counts, gate = shares(how.experts, ep.size), GATES[how.activation]
+    if how.capacity_factor:
         x, (ids, weights) = all_gather(x, ep, leaf=LEAF), gather_routing(ids, weights, ep)
-        own = sum(counts[: ep.rank]), experts
-        out = moe.capacity(p, x, ids, weights, capacity_factor, ctx.kernels, own)
+        own = sum(counts[: ep.rank]), how.experts
+        out = moe.capacity(p, x, ids, weights, how.capacity_factor, ctx.kernels, own, gate)
         return psum_scatter(out, ep, leaf=LEAF)
     k = ids.shape[-1]
     tokens = x.reshape(-1, x.shape[-1]), ids.reshape(-1, k), weights.reshape(-1, k)
     if ctx.experts.form == "gather":
-        return gathered(p, tokens, ctx, counts).reshape(x.shape)
-    return exchanged(p, tokens, ctx, counts, ctx.experts).reshape(x.shape)
+        return gathered(p, tokens, ctx, counts, gate).reshape(x.shape)
+    return exchanged(p, tokens, ctx, counts, ctx.experts, gate).reshape(x.shape)
 
 
 def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tensor]:
@@ -85,7 +104,7 @@ def gather_routing(ids: Tensor, weights: Tensor, ep: Axis) -> tuple[Tensor, Tens
 Tokens = tuple[Tensor, Tensor, Tensor]  # x [n, D], ids and weights [n, k]
 
 
-def gathered(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int]) -> Tensor:
+def gathered(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], gate: Op) -> Tensor:
     """The mixture of tokens, [n, D], where each rank computes its experts for the tokens of all.
 
     counts: the experts of each rank.
@@ -99,12 +118,12 @@ def gathered(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int]) -> Tensor
     # Rows for the experts of other ranks are a last group, behind those that are multiplied.
     order, place, ends = moe.group(torch.where(own, ids - first, count), count + 1, impl=kernels["group"])
     rows = moe.permute(x, order, place, impl=kernels["permute"])
-    y = feed_forward_before(p, rows, ends[:count], ctx)
+    y = feed_forward_before(p, rows, ends[:count], ctx, gate)
     out = moe.unpermute(y, torch.where(own, weights, 0.0), order, place, impl=kernels["unpermute"])
     return psum_scatter(out, ep, leaf=LEAF)
 
 
-def exchanged(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], how: Experts) -> Tensor:
+def exchanged(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], how: Experts, gate: Op) -> Tensor:
     """The mixture of tokens, [n, D], where each row of a token is sent to the rank of its expert, and its result back.
 
     counts: the experts of each rank.
@@ -127,17 +146,17 @@ def exchanged(p: Tree, tokens: Tokens, ctx: Ctx, counts: Sequence[int], how: Exp
     expert = torch.where(sender_expert < len(mine), sender_expert % count, count)
     order_here, place_here, ends = moe.group(expert[:, None], count + 1, impl=kernels["group"])
     rows = moe.permute(rows, order_here, place_here, impl=kernels["permute"])
-    y = feed_forward_before(p, rows, ends[:count], ctx)
+    y = feed_forward_before(p, rows, ends[:count], ctx, gate)
     y = moe.permute(y, place_here, order_here, impl=kernels["permute"])
     y = exchange_rows(y, to_ranks.t(), ep, n * k, leaf=LEAF)
     return moe.unpermute(y, weights, order, place, impl=kernels["unpermute"])
 
 
-def feed_forward_before(p: Tree, rows: Tensor, ends: Tensor, ctx: Ctx) -> Tensor:
+def feed_forward_before(p: Tree, rows: Tensor, ends: Tensor, ctx: Ctx, gate: Op) -> Tensor:
     """`moe.feed_forward` of the rows before the last of `ends`, and zeros behind them. What products leave there, in
     both passes, is thrown away."""
     used = (torch.arange(rows.shape[0], device=rows.device) < ends[-1])[:, None]
-    y = moe.feed_forward(p, torch.where(used, rows, 0.0), ends, ctx.kernels, bool(ctx.matmul))
+    y = moe.feed_forward(p, torch.where(used, rows, 0.0), ends, ctx.kernels, bool(ctx.matmul), gate)
     return torch.where(used, y, 0.0)
 
 

@@ -11,7 +11,7 @@ over tp; the code that gathers the leaf does that (`Spec.partial`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -243,7 +243,8 @@ class Attention(NamedTuple):
 
 def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
     """Return self-attention of x [B, T, D], including the positions in ctx.cache: projections p/w_q, w_k, w_v, w_o and
-    biases b_*; with p/norm_q and norm_k queries and keys are normalised before RoPE, each head or all together.
+    biases b_*; with p/norm_q and norm_k queries and keys are normalised before RoPE, each head or all together; p/sinks
+    [H]: see kernels.attention_sinks.
 
     With a cache the new keys and values are written into it, in place. Under tp w_q and w_o hold this rank's heads, w_k
     and w_v its key/value heads; if there are fewer key/value heads than ranks, w_k and w_v (and their biases) are
@@ -274,7 +275,8 @@ def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
         length, end = ctx.cache.length, ctx.cache.length + x.shape[1]
         ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
-    more = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
+    more: dict[str, Any] = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
+    more |= {"sinks": p["sinks"]} if "sinks" in p else {}
     out = attend(q, k, v, how.pattern, ctx, **more)
     return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
 
@@ -301,12 +303,12 @@ def leave_linear(y: Tensor, w: Tensor, ctx: Ctx, leaf: str, b: Tensor | None = N
     return y if b is None else y + b.to(y.dtype)  # added once, after the sum over ranks
 
 
-GATES = {"silu": glu.swiglu, "gelu": glu.geglu}  # by the activation of the gate
+GATES = {"silu": glu.swiglu, "gelu": glu.geglu, "clamped": glu.clamped_swiglu}  # by the activation of the gate
 
 
 def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int = 1, tokens: int = 0) -> Tensor:
     """Return (activation(x w_gate) * (x w_up)) w_down (Shazeer 2020, "GLU variants improve transformer", equation 6);
-    activation: "silu" or "gelu", in its tanh form. tiles, tokens: see models.tiled_linear.
+    activation: of GATES; "gelu" in its tanh form, "clamped" as in gpt-oss. tiles, tokens: see models.tiled_linear.
 
     Communicates over tp: see `enter` and `leave`, once each.
     """

@@ -77,11 +77,13 @@ class LlamaConfig:
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
     qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
+    out_bias: bool = False  # whether attention's output product has a bias, as in gpt-oss
+    sinks: bool = False  # whether a learned logit of each head takes part in attention's softmax, as in gpt-oss
     qk_norm: bool = False  # whether queries and keys are normalised before RoPE, each head by itself, as in Qwen3
     wide_qk_norm: bool = False  # whether that norm runs over all heads together, as in OLMo 2
     norms: str = "in"  # the norms of a block's halves: of what comes "in", of what comes "out", or "both", as in Gemma
     norm_offset: bool = False  # whether norms multiply by 1 + their leaf, as in Gemma
-    activation: str = "silu"  # of the feed-forward part's gate: "silu", or "gelu" in its tanh form
+    activation: str = "silu"  # of the feed-forward part's gate: "silu", "gelu" in its tanh form, or gpt-oss's "clamped"
     embed_scaled: bool = False  # whether embeddings are multiplied by the root of d_model, as in Gemma
     score_dim: int = 0  # attention's scores are divided by its root; 0: by that of a head's size
     score_cap: float = 0.0  # attention's scores are capped at it by tanh, as in Gemma 2; 0: not
@@ -100,6 +102,8 @@ class LlamaConfig:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         if self.wide_qk_norm and not self.qk_norm:
             raise ValueError("wide_qk_norm is true and qk_norm is not; set both, or neither")
+        if self.rope_scaling is not None and self.rope_scaling.kind != "llama3" and self.rope_theta <= 1.0:
+            raise ValueError(f"rope_theta is {self.rope_theta:g}; with {self.rope_scaling} it must be above 1")
         parse_layers(self.pattern)
 
     @property
@@ -131,6 +135,8 @@ SHARED_KV_RULES = (
 )  # fewer heads than ranks: each rank holds all of them and uses one
 BIAS_RULE = (r"/attn/b_[qkv]$", "[L/pp, H/tp]")
 SHARED_BIAS_RULE = (r"/attn/b_[kv]$", "[L/pp, G] +tp")
+OUT_BIAS_RULE = (r"/attn/b_o$", "[L/pp, D]")
+SINKS_RULE = (r"/attn/sinks$", "[L/pp, H/tp]")
 HEAD_NORM_RULE = (r"/attn/norm_[qk]/scale$", "[L/pp, K] +tp")  # whole on all ranks; each uses it for its own heads
 WIDE_NORM_RULE = (r"/attn/norm_[qk]/scale$", "[L/pp, H/tp]")
 SHARED_NORM_RULE = (r"/attn/norm_k/scale$", "[L/pp, G] +tp")
@@ -157,6 +163,10 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
     flagged: Tree = {}
     if c.qkv_bias:
         flagged |= {f"b_{n}": w(f"attn/b_{n}", size, std=0.0) for n, size in (("q", q), ("k", kv), ("v", kv))}
+    if c.out_bias:
+        flagged["b_o"] = w("attn/b_o", d, std=0.0)
+    if c.sinks:
+        flagged["sinks"] = w("attn/sinks", c.n_heads)
     if c.qk_norm:
         sizes = {"q": q, "k": kv} if c.wide_qk_norm else dict.fromkeys("qk", c.key_dim)
         flagged |= {f"norm_{n}": ones(f"blocks/attn/norm_{n}", layers, size) for n, size in sizes.items()}
@@ -190,6 +200,7 @@ def embed(c: EndSizes, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
 def attention_of(c: LlamaConfig, kind: LayerKind) -> Attention:
     """How a layer of this kind attends."""
     theta, scaling = (c.rope_theta, c.rope_scaling) if kind.theta is None else (kind.theta, None)
+    factor = scaling.score_factor if scaling is not None else 1.0
     return Attention(
         c.n_heads,
         c.n_kv_heads,
@@ -197,7 +208,7 @@ def attention_of(c: LlamaConfig, kind: LayerKind) -> Attention:
         (c.key_dim, theta, scaling) if theta else None,
         c.norm_eps,
         c.wide_qk_norm,
-        c.score_dim**-0.5 if c.score_dim else 0.0,
+        factor * (c.score_dim or c.key_dim) ** -0.5 if c.score_dim or factor != 1.0 else 0.0,
         c.score_cap,
     )
 
@@ -272,7 +283,8 @@ def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -
         *((SHARED_NORM_RULE,) if few and c.wide_qk_norm else ()),
     )
     of_norm = WIDE_NORM_RULE if c.wide_qk_norm else HEAD_NORM_RULE
-    flagged = (*((BIAS_RULE,) if c.qkv_bias else ()), *((of_norm,) if c.qk_norm else ()))
+    options = ((c.qkv_bias, BIAS_RULE), (c.out_bias, OUT_BIAS_RULE), (c.sinks, SINKS_RULE), (c.qk_norm, of_norm))
+    flagged = tuple(rule for has, rule in options if has)
     return (*feed_forward, *shared, *flagged, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
 
 

@@ -1,5 +1,6 @@
 """Mixtral: a Llama whose feed-forward part is a mixture of experts (Jiang et al. 2024, "Mixtral of experts", section
-2).
+2). With a few options the families that are variations of it: Qwen3-MoE, and gpt-oss (OpenAI 2025, "gpt-oss-120b &
+gpt-oss-20b model card", section 2).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fzero.kernels import moe as moe_kernels
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch
-from fzero.models.experts import MOE_BIAS_RULE, MOE_RULES, enter_routing, mixture
+from fzero.models.experts import EXPERT_BIAS_RULES, MOE_BIAS_RULE, MOE_RULES, Mixture, enter_routing, mixture
 from fzero.models.forward import token_loss
 from fzero.models.layers import Attention, Split, add, enter, leave, linear
 from fzero.models.llama import (
@@ -39,7 +40,8 @@ BALANCE = ("loss", "bias")
 
 @dataclass(frozen=True)
 class MoEConfig(LlamaConfig):
-    """The sizes of a Mixtral: a Llama with `n_experts` SwiGLUs of d_ff units each, of which a token uses `top_k`.
+    """The sizes of a Mixtral: a Llama with `n_experts` gated feed-forward parts of d_ff units each, of which a token
+    uses `top_k`.
 
     norm_top_k: whether the weights of a token's experts are divided by their sum; else they are their probabilities.
     balance: "loss" adds the balance loss, weighted by balance_coef, to the objective; "bias" does not, and a bias moves
@@ -66,6 +68,7 @@ class MoEConfig(LlamaConfig):
     balance: str = "loss"  # or "bias"
     bias_rate: float = 0.001
     norm_top_k: bool = True
+    expert_bias: bool = False  # whether the router and the experts' products have biases, as in gpt-oss
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +78,7 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"mlp_tiles is {self.mlp_tiles}; experts are not computed in tiles, so it must be 1")
         if self.mlp_tokens:
             raise ValueError(f"mlp_tokens is {self.mlp_tokens}; experts take all their tokens at once, so it must be 0")
-        for name, only in (("norms", "in"), ("norm_offset", False), ("activation", "silu"), ("embed_scaled", False)):
+        for name, only in (("norms", "in"), ("norm_offset", False), ("embed_scaled", False)):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {only!r} only")
         if self.balance not in BALANCE:
@@ -98,11 +101,13 @@ def mixtral(config: MoEConfig) -> Model:
     Ref: Jiang et al. 2024, "Mixtral of experts", arXiv:2401.04088, section 2.
     """
     c = config
-    by_bias = c.balance == "bias"
+    by_bias, how_mixed = c.balance == "bias", Mixture(c.n_experts, c.capacity_factor, c.activation)
 
     def moe(w: Callable[..., Any], out_std: float) -> Tree:
         e, d, f = c.n_experts, c.d_model, c.d_ff
         bias = {"bias": w("moe/bias", e, std=0.0)} if by_bias else {}
+        sizes = {"router": (e,), "gate": (e, f), "up": (e, f), "down": (e, d)} if c.expert_bias else {}
+        bias |= {f"b_{name}": w(f"moe/b_{name}", *shape, std=0.0) for name, shape in sizes.items()}
         into = {name: w(f"moe/{name}", e, d, f) for name in ("w_gate", "w_up")}
         return {
             "moe": {"router": w("moe/router", d, e), **bias, **into, "w_down": w("moe/w_down", e, f, d, std=out_std)}
@@ -115,14 +120,14 @@ def mixtral(config: MoEConfig) -> Model:
 
     def block(how: Attention, p: Tree, state: Tree, ctx: Ctx) -> Tree:
         x, h = attend(c, how, p, state["x"], ctx)
-        router = linear(h, p["moe"]["router"]).to(state["z"].dtype)
+        router = linear(h, p["moe"]["router"], p["moe"].get("b_router")).to(state["z"].dtype)
         bias = (p["moe"]["bias"],) if by_bias else ()
         ids, weights, probabilities = moe_kernels.route(router, c.top_k, *bias, impl=ctx.kernels["route"])
         weights = weights if c.norm_top_k else torch.gather(probabilities, -1, ids)
         z = torch.logsumexp(router, -1, keepdim=True) ** 2
         counts, (_, prob, z) = count(state, ids, probabilities, 0, ctx, z)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = mixture(p["moe"], h, ids, weights, ctx, c.n_experts, c.capacity_factor)
+        out = mixture(p["moe"], h, ids, weights, ctx, how_mixed)
         return {
             "x": add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx),
             **counts,
@@ -143,7 +148,7 @@ def mixtral(config: MoEConfig) -> Model:
         room = moe_kernels.room_of(c.capacity_factor, positions, c.top_k, c.n_experts) if c.capacity_factor else 0
         return Loss(total, num_tokens, extra, tables("blocks", state, room))
 
-    own_rules = (*MOE_RULES, *((MOE_BIAS_RULE,) if by_bias else ()))
+    own_rules = (*MOE_RULES, *((MOE_BIAS_RULE,) if by_bias else ()), *(EXPERT_BIAS_RULES if c.expert_bias else ()))
     return Model(
         config=c,
         init=lambda make: init(c, make, moe),

@@ -134,6 +134,20 @@ def _phi3_mini() -> LlamaConfig:
     return LlamaConfig(vocab_size=32064, d_model=3072, d_ff=8192, pattern="window:2047")
 
 
+def _gpt_oss(n_layers: int, n_experts: int, **sizes: Any) -> MoEConfig:
+    # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b model card", arXiv:2508.10925, section 2; the rest as released.
+    size: dict[str, Any] = {"vocab_size": 201088, "d_model": 2880, "n_heads": 64, "n_kv_heads": 8, "d_ff": 2880}
+    size |= {"head_dim": 64, "max_len": 131072, "pattern": "window:128,full", "n_experts": n_experts, "top_k": 4}
+    rope = {"rope_theta": 150000.0, "rope_scaling": RopeScaling(32.0, 1.0, 32.0, 4096, "yarn")}
+    options: dict[str, Any] = dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True)
+    return MoEConfig(n_layers=n_layers, **{**size, **rope, **sizes}, **options, activation="clamped")
+
+
+def _gpt_oss_tiny() -> MoEConfig:
+    sizes = {"vocab_size": 256, "max_len": 1024, "d_model": 192, "n_heads": 4, "n_kv_heads": 2, "d_ff": 192}
+    return _gpt_oss(4, 4, **sizes, head_dim=48, top_k=2, rope_scaling=None)
+
+
 def _deepseek_tiny() -> DeepSeekConfig:
     heads: dict[str, Any] = {"q_rank": 96, "kv_rank": 64, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
     experts: dict[str, Any] = {"n_experts": 8, "top_k": 2, "n_groups": 4, "top_groups": 2, "d_expert": 128}
@@ -183,6 +197,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "gemma3-27b": lambda: _gemma3(5376, 62, 32, 16, 21504, head_dim=128, score_dim=168),
     "mixtral-tiny": lambda: MoEConfig(256, 1024, 192, 4, 4, 2, 384, n_experts=4, top_k=2),
     "mixtral-8x7b": lambda: MoEConfig(32000, 32768, 4096, 32, 32, 8, 14336, rope_theta=1e6),
+    "gpt-oss-tiny": _gpt_oss_tiny,
+    "gpt-oss-20b": lambda: _gpt_oss(24, 32),
+    "gpt-oss-120b": lambda: _gpt_oss(36, 128),
     "deepseek-tiny": _deepseek_tiny,
     "deepseek-v3": lambda: DeepSeekConfig(),
     "mlp-tiny": lambda: MLPConfig(),

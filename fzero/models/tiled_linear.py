@@ -43,7 +43,7 @@ from fzero.core.autodiff import first_order, needs_grad
 from fzero.core.stack import Fetch, Put
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import flops
-from fzero.kernels.glu import geglu, swiglu
+from fzero.kernels.glu import clamped_swiglu, geglu, swiglu
 from fzero.kernels.op_function import Fused, operator
 
 
@@ -225,7 +225,7 @@ def tiled_linear(x: Tensor, w: Tensor, tiles: int, bias: Tensor | None = None, *
     return y if bias is None else y + bias.to(x.dtype)
 
 
-GATES = {"swiglu": swiglu, "geglu": geglu}
+GATES = {op.name: op for op in (swiglu, geglu, clamped_swiglu)}
 
 
 def tiled_mlp(
@@ -243,7 +243,7 @@ def tiled_mlp(
     the F units, and of `tokens` tokens at a time (0: all).
 
     Only one tile of the hidden activations of these tokens exists at a time, forward and backward; only x is kept
-    between. gate: "swiglu" or "geglu"; impl: the form of it. Differentiable once; under vmap, jvp and higher orders of
+    between. gate: a name in GATES; impl: the form of it. Differentiable once; under vmap, jvp and higher orders of
     torch.func it is the plain formula. Raises ValueError for shapes that do not fit and for tiles that would be empty.
     """
     d, f = x.shape[-1], w_gate.shape[-1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from fzero.core import pytree
+from fzero.models.experts import OF_EXPERTS
 from fzero.models.presets import body_of
 from fzero.planner.loads import Loads
 from fzero.planner.rates import Way, collective_s
@@ -78,7 +79,7 @@ def flop_part(plan: Plan, config: RunConfig) -> float:
     body, routed = body_of(config.model), plan.routed
     assert routed is not None  # a plan with ep
     mine = 6 * routed.top_k * routed.width * units(config)
-    shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and "/moe/w_" not in name]
+    shapes = [leaf.shape for name, leaf in plan.leaves.items() if is_stacked(name) and not OF_EXPERTS.search(name)]
     dense = 2 * sum(map(math.prod, shapes)) / body.n_layers
     heads = body.n_heads * getattr(body, "key_dim", body.d_model // body.n_heads)
     return mine / (mine + dense + 2 * config.data.seq_len * heads)

@@ -1,4 +1,4 @@
-"""The weights of GPT-2, Mixtral, DeepSeek-V3, Llama and its variations to and from folders that Hugging Face
+"""The weights of GPT-2, Mixtral, gpt-oss, DeepSeek-V3, Llama and its variations to and from folders that Hugging Face
 `transformers` reads and writes.
 
 The names are data, in huggingface_names.py; import and export read the same rows. One tensor is held at a time beside
@@ -135,8 +135,10 @@ def _tensors(family: Family, rows: list[Row], leaves: Leaves) -> dict[str, Entry
 def _tensor(leaves: Leaves, parts: list[tuple[Row, tuple[int, ...]]]) -> Tensor:
     """One tensor of transformers."""
     ours = [leaves.read(row.ours, index) for row, index in parts]
-    whole = torch.cat(ours, -1) if len(ours) > 1 else ours[0]
-    return whole.transpose(-1, -2) if parts[0][0].transposed else whole
+    row, whole = parts[0][0], ours[0]
+    if len(ours) > 1:
+        whole = torch.stack(ours, -1).flatten(-2) if row.in_turn else torch.cat(ours, -1)
+    return whole.transpose(-1, -2) if row.transposed else whole
 
 
 def _write_tensors(folder: Path, entries: dict[str, Entry], max_shard_bytes: int) -> None:

@@ -37,7 +37,10 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     """Convert the content of a config.json to our config; raises ValueError naming an entry that is missing or
     unsupported."""
     name = str(where)
-    for entry, choices in {**family.fixed, "quantization_config": (None,)}.items():
+    _expect_unquantized(hf, family, where)
+    if family.rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+        hf = {**hf, "rope_parameters": family.rope}
+    for entry, choices in family.fixed.items():
         value = hf.get(entry, choices[0])
         if value not in choices:
             raise ValueError(
@@ -87,6 +90,15 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
         sizes["z_coef"] = 0.0
     found = _build(family, sizes, where)
     return found if family in FAMILIES else read_labels(hf, found, where)
+
+
+def _expect_unquantized(hf: dict[str, Any], family: Family, where: Path) -> None:
+    how = hf.get("quantization_config")
+    if how is not None and not (
+        family.quantized and isinstance(how, dict) and how.get("quant_method") == family.quantized
+    ):
+        only = f"None or a quant_method of {family.quantized!r}" if family.quantized else "None"
+        raise ValueError(f"{where}: quantization_config is {short(how)}; fzero supports {only} only")
 
 
 def _build(family: Family, sizes: dict[str, Any], where: Path) -> Any:
@@ -148,24 +160,50 @@ def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; fzero reads that of Gemma 3 only")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"{where}: rope_type is {kind!r}; fzero supports 'default', 'linear' and 'llama3' only")
+    if kind not in ("default", "linear", "llama3", "yarn"):
+        raise ValueError(
+            f"{where}: rope_type is {kind!r}; fzero supports 'default', 'linear', 'llama3' and 'yarn' only"
+        )
     turned = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if turned != 1.0:
         raise ValueError(f"{where}: partial_rotary_factor is {turned}; fzero turns whole heads only")
     expect_entries(rope, {"rope_theta": float}, str(where))
     if kind == "default":
         return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": None}
-    wanted = {**dict.fromkeys(ROPE[:3], float), ROPE[3]: int} if kind == "llama3" else {"factor": float}
-    expect_entries(rope, wanted, f"{where}: the {kind} rope scaling")
+    what = f"{where}: the {kind} rope scaling"
+    wanted: dict[str, Any] = {
+        "linear": {"factor": float},
+        "llama3": {**dict.fromkeys(ROPE[:3], float), ROPE[3]: int},
+        "yarn": {"factor": float, ROPE[3]: int, **{f"{name}?": float | None for name in YARN_ENDS}, "truncate?": bool},
+    }
+    expect_entries(rope, wanted[kind], what)
     try:
-        scaling = (
-            RopeScaling(*(rope[name] for name in ROPE)) if kind == "llama3" else RopeScaling.linear(rope["factor"])
-        )
+        scaling = _scaling(kind, rope)
     except ValueError as error:
-        text = str(error).replace("original_max_len", ROPE[3])
-        raise ValueError(f"{where}: the {kind} rope scaling: {text}") from None
+        text = str(error)
+        for ours, theirs in (("original_max_len", ROPE[3]), *(zip(ROPE[1:3], YARN_ENDS) if kind == "yarn" else ())):
+            text = text.replace(ours, theirs)
+        raise ValueError(f"{what}: {text}") from None
     return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": scaling}
+
+
+YARN_ENDS = ("beta_slow", "beta_fast")  # our low_freq_factor and high_freq_factor
+
+
+def _scaling(kind: str, rope: dict[str, Any]) -> RopeScaling:
+    """The scaling of a table of its kind; raises ValueError for one that fzero does not compute."""
+    if kind == "linear":
+        return RopeScaling.linear(rope["factor"])
+    if kind == "llama3":
+        return RopeScaling(*(rope[name] for name in ROPE))
+    ends = rope.get("beta_slow") or 1.0, rope.get("beta_fast") or 32.0
+    found = RopeScaling(rope["factor"], *ends, rope[ROPE[3]], "yarn_whole" if rope.get("truncate", True) else "yarn")
+    usual = found.score_factor**0.5
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        value = rope.get(name)
+        if value is not None and not (name == "attention_factor" and value == usual):
+            raise ValueError(f"{name} is {short(value)}; fzero has an attention_factor of 0.1 ln factor + 1 only")
+    return found
 
 
 def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], Family]:
@@ -191,9 +229,7 @@ def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], F
         hf |= {"rope_theta": config.rope_theta, "rope_scaling": None, "rope_parameters": rope}
         return hf | {"num_nextn_predict_layers": 0}, family
     if family.config is MoEConfig and config.capacity_factor:
-        raise ValueError(
-            f"capacity_factor is {config.capacity_factor}; Mixtral in transformers is dropless: export with 0"
-        )
+        raise ValueError(f"capacity_factor is {config.capacity_factor}; in transformers it is dropless: export with 0")
     return hf | {"head_dim": config.key_dim} | layers | _write_rope(config, family), family
 
 
@@ -233,6 +269,10 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
     scaling, rope = config.rope_scaling, {"rope_type": "default"}
     if scaling is not None and scaling.is_linear:
         rope = {"rope_type": "linear", "factor": scaling.factor}
+    elif scaling is not None and scaling.kind != "llama3":
+        rope = {"rope_type": "yarn", "factor": scaling.factor, ROPE[3]: scaling.original_max_len}
+        rope |= dict(zip(YARN_ENDS, (scaling.low_freq_factor, scaling.high_freq_factor)))
+        rope["truncate"] = scaling.kind == "yarn_whole"
     elif scaling is not None:
         values = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_len)
         rope = {"rope_type": "llama3", **dict(zip(ROPE, values))}

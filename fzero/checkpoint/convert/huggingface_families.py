@@ -12,6 +12,7 @@ from fzero.checkpoint.convert.huggingface_names import (
     DEEPSEEK_ROWS,
     GEMMA_ROWS,
     GPT2_ROWS,
+    GPT_OSS_ROWS,
     HEAD_NORMS,
     LLAMA_ROWS,
     MIXTRAL_FUSED_ROWS,
@@ -56,6 +57,8 @@ class Family(NamedTuple):
     layers: str = ""  # what its layers may differ in, see huggingface_layers
     window: int | None = None  # the default of sliding_window
     theta: float = 1e4  # the default of RoPE's base
+    rope: dict[str, Any] = {}  # noqa: RUF012  (rope_parameters, where config.json has no scaling of RoPE)
+    quantized: str = ""  # the quant_method in which its weights are read, see mxfp4
 
 
 GPT2_FIELDS = (
@@ -129,6 +132,11 @@ QWEN3_MOE_FIELDS = (
     Field("norm_top_k", "norm_topk_prob", False),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
+GPT_OSS_FIELDS = (
+    Field("n_experts", "num_local_experts", 128, also="num_experts"),
+    Field("top_k", "num_experts_per_tok", 4),
+    Field("balance_coef", "router_aux_loss_coef", 0.001),
+)
 LLAMA_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "attention_dropout": (0.0,), "mlp_bias": (False,)}
 GPT2_FIXED = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -168,10 +176,27 @@ DEEPSEEK_FIXED = {
     "scoring_func": ("sigmoid",),
     "moe_layer_freq": (1,),
 }
+GPT_OSS_FIXED = {
+    "hidden_act": ("silu",),
+    "attention_bias": (True,),
+    "attention_dropout": (0.0,),
+    "swiglu_alpha": (1.702,),
+    "swiglu_limit": (7.0,),
+}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The options of a Llama, by which its variations differ.
 PLAIN: dict[str, Any] = {
     "qkv_bias": False,
+    "out_bias": False,
+    "sinks": False,
     "qk_norm": False,
     "wide_qk_norm": False,
     "norms": "in",
@@ -182,7 +207,8 @@ PLAIN: dict[str, Any] = {
     "score_cap": 0.0,
     "logit_cap": 0.0,
 }
-MOE_PLAIN = {**PLAIN, "balance": "loss", "norm_top_k": True}
+MOE_PLAIN = {**PLAIN, "balance": "loss", "norm_top_k": True, "expert_bias": False}
+GPT_OSS_FLAGS = {**MOE_PLAIN, "qkv_bias": True, "out_bias": True, "sinks": True, "expert_bias": True}
 _GEMMA2 = {**PLAIN, "norms": "both", "norm_offset": True, "activation": "gelu", "embed_scaled": True}
 GEMMA2_FLAGS = {name: _GEMMA2[name] for name in PLAIN if name not in ("score_dim", "score_cap", "logit_cap")}
 GEMMA3_FLAGS = {**GEMMA2_FLAGS, "qk_norm": True, "score_cap": 0.0}
@@ -337,7 +363,23 @@ FAMILIES = (
         QWEN3_MOE_FIELDS,
         QWEN3_MOE_FIXED,
         INV_FREQ,
-        {**PLAIN, "qk_norm": True, "balance": "loss"},
+        {**PLAIN, "qk_norm": True, "balance": "loss", "expert_bias": False},
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        MoEConfig,
+        "model.",
+        (GPT_OSS_ROWS,),
+        _llama_fields(131072, 1e-5, 8, 64) + GPT_OSS_FIELDS,
+        GPT_OSS_FIXED,
+        INV_FREQ,
+        {**GPT_OSS_FLAGS, "activation": "clamped"},
+        layers="gemma2",
+        window=128,
+        theta=150000.0,
+        rope=GPT_OSS_ROPE,
+        quantized="mxfp4",
     ),
     Family(
         "DeepseekV3ForCausalLM",

@@ -19,15 +19,16 @@ class Row(NamedTuple):
     transposed: bool = False  # whether theirs is [out, in]
     beside: tuple[str, ...] = ()  # the leaves of ours that `theirs` consists of, in their order
     after: str = ""  # a leaf of the stack before: its layers come first in the numbers of theirs
+    in_turn: bool = False  # whether the columns of those `beside` take turns, else one part follows the other
 
 
 def _dense(w: str, b: str, theirs: str) -> tuple[Row, Row]:
     return Row(w, f"{theirs}.weight"), Row(b, f"{theirs}.bias")
 
 
-def _fused(theirs: str, *ours: str, transposed: bool = True, after: str = "") -> tuple[Row, ...]:
+def _fused(theirs: str, *ours: str, transposed: bool = True, after: str = "", in_turn: bool = False) -> tuple[Row, ...]:
     """The rows of leaves of ours that lie in one tensor."""
-    return tuple(Row(name, theirs, transposed, ours, after) for name in ours)
+    return tuple(Row(name, theirs, transposed, ours, after, in_turn) for name in ours)
 
 
 QKV = [[f"blocks/attn/{kind}_{n}" for n in "qkv"] for kind in "wb"]
@@ -113,6 +114,21 @@ QWEN3_MOE_FUSED_ROWS = (
     *_fused("layers.{l}.mlp.experts.gate_up_proj", "blocks/moe/w_gate", "blocks/moe/w_up"),
     Row("blocks/moe/w_down", "layers.{l}.mlp.experts.down_proj", True),
 )
+EXPERTS = "layers.{l}.mlp.experts"
+IN_TURN = {"transposed": False, "in_turn": True}
+GPT_OSS_ROWS = (
+    *ATTENTION_ROWS,
+    *BIASES,
+    Row("blocks/attn/b_o", "layers.{l}.self_attn.o_proj.bias"),
+    Row("blocks/attn/sinks", "layers.{l}.self_attn.sinks"),
+    Row("blocks/moe/router", "layers.{l}.mlp.router.weight", True),
+    Row("blocks/moe/b_router", "layers.{l}.mlp.router.bias"),
+    *_fused(f"{EXPERTS}.gate_up_proj", "blocks/moe/w_gate", "blocks/moe/w_up", **IN_TURN),
+    *_fused(f"{EXPERTS}.gate_up_proj_bias", "blocks/moe/b_gate", "blocks/moe/b_up", **IN_TURN),
+    Row("blocks/moe/w_down", f"{EXPERTS}.down_proj"),
+    Row("blocks/moe/b_down", f"{EXPERTS}.down_proj_bias"),
+    *HEAD_ROWS,
+)
 DENSE = "blocks_dense/norm_1/scale"  # its layers come before those with experts
 
 
@@ -170,3 +186,9 @@ def columns(row: Row, leaves: Mapping[str, Any]) -> list[int]:
     """[0, the end of each part of a row's tensor along the last dim]. leaves: ours, by name."""
     sizes = (leaves[name].shape[-1] for name in row.beside or (row.ours,))
     return [0, *itertools.accumulate(sizes)]
+
+
+def part(row: Row, leaves: Mapping[str, Any]) -> slice:
+    """The columns of a row's leaf in its tensor. leaves: ours, by name."""
+    at, ends = row.beside.index(row.ours) if row.beside else 0, columns(row, leaves)
+    return slice(at, ends[-1], len(row.beside)) if row.in_turn else slice(ends[at], ends[at + 1])

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fzero.checkpoint.convert.huggingface_config import find_family, read_config
 from fzero.checkpoint.convert.huggingface_families import Family, full_name
-from fzero.checkpoint.convert.huggingface_names import OUTER, Row, columns, places, their_shape
+from fzero.checkpoint.convert.huggingface_names import OUTER, Row, part, places, their_shape
+from fzero.checkpoint.convert.mxfp4 import unpacked
 from fzero.checkpoint.convert.safetensors import Entry, memory_of, read_safetensors
 from fzero.core import pytree
 from fzero.core.foreign import read_json
@@ -104,6 +105,7 @@ def leaves_of(
     allowed. Raises ValueError naming `source` and the tensor that is missing, unexpected, or of another shape or dtype.
     """
     leaves = like(config)
+    tensors = unpacked(source, tensors) if family.quantized else tensors
     names = find_names(source, family, leaves, tensors, alone=alone)
     found = {name: tensors[there] for name, there in names.where.items()}
     for row in names.rows:
@@ -223,15 +225,14 @@ def _leaf(row: Row, leaves: dict[str, Tensor], found: dict[str, Entry], dtype: t
     if spots[0][1] == () and not row.transposed and len(row.beside) < 2 and dtype in (None, theirs.dtype):
         return Entry(theirs.dtype, shape, theirs.give)  # shares the memory
 
-    part, ends = row.beside.index(row.ours) if row.beside else 0, columns(row, leaves)
-    start, end = ends[part], ends[part + 1]
+    own = part(row, leaves)
 
     def give() -> Tensor:
         leaf = torch.empty(shape, dtype=dtype or theirs.dtype)
         for name, index in spots:
             tensor = found[name].give()
             ours = tensor.transpose(-1, -2) if row.transposed else tensor
-            leaf[index].copy_(ours[..., start:end])
+            leaf[index].copy_(ours[..., own])
             del tensor, ours
         return leaf
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from fzero.core.autodiff import Remat
 from fzero.models.base import leaf_shapes
+from fzero.models.experts import OF_EXPERTS
 from fzero.models.presets import without_adapters
 from fzero.models.score import head_of
 from fzero.run.build import Job
@@ -54,7 +55,7 @@ def token_flop(job: Job) -> TokenFlop:
     for name, shape in leaf_shapes(job.model).items():
         numel = math.prod(shape)
         looked_up = name == "embed/positions" or (name == "embed/tokens" and not tied)
-        share = c.top_k / c.n_experts if "/moe/w_" in name else 1.0
+        share = c.top_k / c.n_experts if OF_EXPERTS.search(name) else 1.0
         needed = 1.0 if name in trained else 2 / 3  # a frozen weight has no gradient of its own: 4 N
         active += 0.0 if looked_up else needed * share * numel
         layers += share * numel if is_stacked(name) else 0.0
