@@ -59,6 +59,12 @@ GEMMA = {
     "pattern": "2*window:3@100,full",
     "rope_scaling": models.RopeScaling.linear(4.0),
 }
+GPT_OSS = {
+    "pattern": "window:5,full",
+    "activation": "clamped",
+    "rope_scaling": models.RopeScaling(4.0, 1.0, 8.0, 16, "yarn"),
+    **dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True),
+}
 OLMO2 = {"norms": "out", "qk_norm": True, "wide_qk_norm": True}
 
 
@@ -82,6 +88,7 @@ def config_of(kind: str, *, dropout: float = 0.1, **changes: Any) -> Any:
             **{**sizes, "rope_scaling": models.RopeScaling(8.0, 1.0, 4.0, 16), "tied": True, **changes}
         )
     sizes |= {"n_experts": 3, "top_k": 2, "capacity_factor": 1.0 if kind == "moe capacity" else 0.0}
+    sizes |= GPT_OSS if kind == "gpt-oss" else {}
     return models.MoEConfig(**{**sizes, **changes})
 
 

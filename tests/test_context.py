@@ -89,6 +89,10 @@ FEW = {
         ("moe dropless", "adam", 2, 1, "causal", options_of("ulysses", "zigzag")),
         ("deepseek", "adam", 3, 1, "documents", options_of("ulysses")),
     ],
+    "cp2, sinks": [
+        ("gpt-oss", "adam", 3, 1, "documents", options_of()),
+        ("gpt-oss", "sgd", 0, 2, "causal", options_of("ulysses", "zigzag")),
+    ],
     "dp2 x cp2": [
         ("gpt2", "adam", 3, 2, "fixed", {**options_of(), "dropout": 0.1}),
         ("llama", "sgd", 2, 1, "local", options_of(reduce="once")),
@@ -106,6 +110,7 @@ FEW = {
 
 TIERS = {
     "cp2": [],
+    "cp2, sinks": [],
     "dp2 x cp2": pytest.mark.exhaustive,
     "cp4": pytest.mark.exhaustive,
     "cp2 x rp2": pytest.mark.exhaustive,

@@ -32,6 +32,7 @@ SIZES = {
     "moe dropless": {"n_experts": 4},
     "moe capacity": {"n_experts": 4},
     "deepseek": {"n_experts": 4, "n_groups": 2},
+    "gpt-oss": {},
 }
 
 
@@ -94,10 +95,17 @@ FEW = {
     ],
     "cp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:4"))],
     "rp2 x ep2": [("deepseek", "adam", 3, 2, options_of("gather"))],
+    # Biases of experts, of a product whose parts ranks of tp add too, and a sink for each head.
+    "ep2, gpt-oss": [("gpt-oss", "clipped adam", 3, 2, options_of("exchange:4"))],
+    "ep4, gpt-oss": [("gpt-oss", "adam", 2, 1, {**options_of("gather"), "of": 6})],
+    "dp2 x ep2, gpt-oss": [("gpt-oss", "clipped adam", 3, 2, {**options_of("exchange:4"), "remat": "full"})],
+    "ep2 x tp2, gpt-oss": [("gpt-oss", "adam", 3, 1, options_of("exchange:4", sequence=True))],
+    "pp2 x ep2, gpt-oss": [("gpt-oss", "adam", 1, 2, options_of("gather"))],
+    "cp2 x ep2, gpt-oss": [("gpt-oss", "adam", 3, 2, options_of("exchange:4"))],
 }
 
 
-TIER = {"ep2": (), "ep2 x tp2": pytest.mark.slow, "pp2 x ep2": pytest.mark.slow}
+TIER = {"ep2": (), "ep2, gpt-oss": (), "ep2 x tp2": pytest.mark.slow, "pp2 x ep2": pytest.mark.slow}
 
 
 @pytest.mark.parametrize("cases", [pytest.param(one, marks=TIER.get(one, pytest.mark.exhaustive)) for one in FEW])

@@ -15,7 +15,9 @@ FEW = {
         ("deepseek", "adam", 3, 1, "documents", options_of("hierarchical")),
         ("gpt2", "adam", 2, 1, "documents", {**options_of("gather", "balanced"), "dropout": 0.1}),
     ],
+    "cp2, sinks": [("gpt-oss", "adam", 1, 1, "documents", options_of("ring"))],
     "cp4": [
+        ("gpt-oss", "adam", 1, 1, "documents", options_of("hierarchical")),
         ("llama", "adam", 3, 2, "documents", options_of("hierarchical")),
         ("llama", "sgd", 0, 1, "window", options_of("ring", "contiguous")),
     ],

@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from law_cases import GEMMA, OLMO2
+from law_cases import GEMMA, GPT_OSS, OLMO2
 
 from fzero import models
 from fzero.comm.collectives import psum, pvary
@@ -38,11 +38,12 @@ CONFIGS = {
     "olmo2": models.LlamaConfig(**GQA, **OLMO2),
     "moe dropless": models.MoEConfig(**MOE),
     "moe capacity": models.MoEConfig(**MOE, capacity_factor=1.0),
+    "gpt-oss": models.MoEConfig(**MOE, **GPT_OSS),
     "mlp": models.MLPConfig(**SIZES),
 }
 
 
-VARIATIONS = ("gemma", "olmo2")
+VARIATIONS = ("gemma", "olmo2", "gpt-oss")
 
 
 def batch_of(*, documents=True, mask=True, t=T):
@@ -153,11 +154,20 @@ def test_loss_and_gradients_are_those_of_one_process(name, n, sequence):
     compare(name, n, batch_of(), sequence, checked=n == 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("n, sequence", [(2, False), (2, True), (4, False)])
-@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name == "gpt-oss" else pytest.mark.slow)
+        for name in VARIATIONS
+    ],
+)
 def test_of_variations_too(name, n, sequence):
     compare(name, n, batch_of(), sequence, checked=n == 2)
+
+
+def test_a_bias_after_a_product_that_ranks_sum_is_added_once():
+    compare("gpt-oss", 2, batch_of(), True, checked=True)
 
 
 @pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))

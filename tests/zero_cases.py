@@ -22,6 +22,7 @@ MODELS = {
     "llama": {"n_kv_heads": 2, "tied": False},
     "moe dropless": {"n_kv_heads": 2, "n_experts": 3},
     "moe capacity": {"n_kv_heads": 2},
+    "gpt-oss": {"n_kv_heads": 2, "n_experts": 4, "n_layers": 4},
     "gemma": {"n_kv_heads": 2, "n_layers": 4},
     "deepseek": {},
     "encoder and decoder": {},

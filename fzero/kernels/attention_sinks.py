@@ -70,11 +70,12 @@ def attend_by(
         return Fused(what, forward, backward, keep=lambda tensors, outputs: (*tensors, *outputs))(*tensors)
 
     def forward_with(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
-        return with_sinks(*forward(q, k, v, *more), sinks)
+        out, lse = forward(q, k, v, *more)
+        return with_sinks(out, lse, sinks)
 
     def backward_with(saved: Tensors, grads: Tensors) -> Tensors:
-        q, k, v, sinks, *rest = saved
-        return *backward((q, k, v, *rest), grads), gradient(*rest[-2:], grads[0], sinks)
+        q, k, v, sinks, *more, out, lse = saved
+        return *backward((q, k, v, *more, out, lse), grads), gradient(out, lse, grads[0], sinks)
 
     q, k, v, *more = tensors
     fused = Fused(what, forward_with, backward_with, keep=lambda tensors, outputs: (*tensors, *outputs))

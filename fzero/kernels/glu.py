@@ -127,8 +127,8 @@ def _grid(n: int, config: tuning.Config) -> tuple[int]:
 def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], kind: int, part: int = 0) -> None:
     n = tensors[0].numel()
     if n:
-        grid, flags = functools.partial(_grid, n), {"KIND": kind, "PART": part}
-        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=(n, tensors[0].dtype), **flags)
+        grid, shape = functools.partial(_grid, n), (n, tensors[0].dtype)
+        tuning.launch(kernel, grid, (*tensors, n), CONFIGS, shape=shape, KIND=kind, PART=part)
 
 
 @operator("glu_forward(Tensor a, Tensor b, int kind) -> Tensor", lambda a, b, kind: a.new_empty(a.shape))

@@ -83,8 +83,8 @@ class RopeScaling:
             if kind == "linear" and len(numbers) == 1:
                 return cls.linear(float(numbers[0]))
             if kind in SCALINGS and len(numbers) in (2, 4):
-                ends = (float(x) for x in numbers[2:] or USUAL_ENDS[kind])
-                return cls(float(numbers[0]), *ends, int(numbers[1]), kind)
+                low, high = (float(x) for x in numbers[2:] or USUAL_ENDS[kind])
+                return cls(float(numbers[0]), low, high, int(numbers[1]), kind)
         except ValueError as error:
             raise ValueError(f"the scaling of RoPE is {text!r}: {error}") from None
         raise ValueError(

@@ -56,9 +56,9 @@ def mixture(p: Tree, x: Tensor, ids: Tensor, weights: Tensor, ctx: Ctx, how: Mix
     `kernels.moe_float8` says, with scales of rows under either recipe: one scale of all rows would depend on which
     tokens share a rank.
     """
-    tp = ctx.mesh["tp"].size
-    if "b_down" in p and tp > 1:  # whose ranks add it once together
-        p = {**p, "b_down": p["b_down"] / tp}
+    tp = ctx.mesh["tp"]
+    if "b_down" in p and tp.size > 1:  # whose ranks add it once together
+        p = {**p, "b_down": p["b_down"] * float(tp.rank == 0)}
     if ctx.mesh["ep"].size > 1:
         return over_ep(p, x, ids, weights, ctx, how)
     gate = GATES[how.activation]
