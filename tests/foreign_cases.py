@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import reported
 import torch
+from law_cases import GPT_OSS
 
 import fzero
 from fzero.checkpoint import convert, offload_snapshot
@@ -84,6 +85,7 @@ MODELS = {
 # Of a Llama or a Mixtral, whose readers are the same.
 VARIATIONS = {
     "qwen3_moe": MoEConfig(61, 64, 16, 2, 2, 1, 24, head_dim=12, qk_norm=True, n_experts=2, top_k=1, z_coef=0.0),
+    "gpt_oss": MoEConfig(61, 64, 16, 2, 2, 1, 24, n_experts=2, top_k=1, z_coef=0.0, **GPT_OSS),
     "mistral": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8"),
     "smollm3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="full,full@0"),
     "phi3": LlamaConfig(61, 64, 16, 2, 2, 1, 24, pattern="window:8"),

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from hf_cases import CASES, CLASS, LLAMA3, OURS, SLOW, V, copy_of, hf, relative, save, theirs, tokens
+from hf_cases import CASES, CLASS, GPT_OSS, LLAMA3, OURS, SLOW, V, copy_of, hf, relative, save, theirs, tokens
 from safetensors.torch import load_file, save_file
 from zero_cases import whole
 
@@ -401,6 +401,22 @@ BAD_CONFIGS = {
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
         "the llama3 rope scaling: low_freq_factor",
     ),
+    "yarn incomplete": (
+        "llama-yarn",
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "the yarn rope scaling: original_max_position_embeddings",
+    ),
+    "yarn upside down": (
+        "gpt-oss",
+        {"rope_parameters": {**GPT_OSS["rope_parameters"], "beta_fast": 0.5}},
+        "the yarn rope scaling: beta_fast is 0.5; it must be above beta_slow=1",
+    ),
+    "factor of attention": (
+        "gpt-oss",
+        {"rope_parameters": {**GPT_OSS["rope_parameters"], "attention_factor": 2.0}},
+        "attention_factor is 2.0; fzero has an attention_factor of 0.1 ln factor + 1 only",
+    ),
+    "limit of the gate": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
     "partial rope": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "text for a size": ("llama", {"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
     "null for a size": ("llama", {"num_hidden_layers": None}, "num_hidden_layers is None"),

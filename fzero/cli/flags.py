@@ -100,7 +100,7 @@ VALUES = (
     click.option("--rope-theta", type=float, help="The base of the wavelengths of RoPE."),
     click.option(
         "--rope-scaling",
-        help="The scaling of RoPE: linear:FACTOR, llama3:FACTOR:LENGTH with the length before it, or none.",
+        help="The scaling of RoPE: linear:FACTOR, llama3 or yarn:FACTOR:LENGTH with the length before it, or none.",
     ),
     click.option("--lr", type=float, help="The peak learning rate."),
     click.option(

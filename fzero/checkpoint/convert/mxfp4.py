@@ -36,7 +36,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     w = torch.empty(e, 2 * BYTES * g, f, dtype=torch.bfloat16)
     for to, halves, scale in zip(w, blocks, scales):  # an expert at a time: the codes as indices take much memory
         codes = torch.stack((halves & 15, halves >> 4), -1).flatten(-2)
-        factor = torch.ldexp(torch.ones(()), scale.to(torch.int32) - BIAS).masked_fill(scale == NAN, torch.nan)
+        factor = torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - BIAS).masked_fill(scale == NAN, torch.nan)
         to.copy_((values[codes.to(torch.int32)] * factor[..., None]).flatten(1).t())
     return w
 
