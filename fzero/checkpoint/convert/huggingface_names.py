@@ -27,7 +27,7 @@ def _dense(w: str, b: str, theirs: str) -> tuple[Row, Row]:
 
 
 def _fused(theirs: str, *ours: str, transposed: bool = True, after: str = "", in_turn: bool = False) -> tuple[Row, ...]:
-    """The rows of leaves of ours that lie in one tensor."""
+    """The rows of leaves of ours that lie in one tensor, one after the other or their columns in turn."""
     return tuple(Row(name, theirs, transposed, ours, after, in_turn) for name in ours)
 
 
@@ -115,7 +115,7 @@ QWEN3_MOE_FUSED_ROWS = (
     Row("blocks/moe/w_down", "layers.{l}.mlp.experts.down_proj", True),
 )
 EXPERTS = "layers.{l}.mlp.experts"
-IN_TURN = {"transposed": False, "in_turn": True}
+IN_TURN: dict[str, Any] = {"transposed": False, "in_turn": True}
 GPT_OSS_ROWS = (
     *ATTENTION_ROWS,
     *BIASES,
