@@ -141,7 +141,7 @@ CASES |= {
 LLAMAS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Phi3", "Olmo2", "Gemma2", "Gemma3")
 # Variations of cases that are not marked so.
 SLOW = {"qwen3-moe-shares", "qwen3-window", "mistral", "smollm3", "phi3", "olmo2", "gemma3", "gemma3-linear"}
-SLOW |= {"gpt-oss-full", "llama-yarn"}
+EXHAUSTIVE = {"gpt-oss-full", "llama-yarn"}  # of the same
 CLASS = {
     "GPT2": "GPT2LMHeadModel",
     **{kind: f"{kind}ForCausalLM" for kind in (*LLAMAS, "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3")},

@@ -11,7 +11,22 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from hf_cases import CASES, CLASS, GPT_OSS, LLAMA3, OURS, SLOW, V, copy_of, hf, relative, save, theirs, tokens
+from hf_cases import (
+    CASES,
+    CLASS,
+    EXHAUSTIVE,
+    GPT_OSS,
+    LLAMA3,
+    OURS,
+    SLOW,
+    V,
+    copy_of,
+    hf,
+    relative,
+    save,
+    theirs,
+    tokens,
+)
 from safetensors.torch import load_file, save_file
 from zero_cases import whole
 
@@ -25,7 +40,11 @@ from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 
 every_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW) + [pytest.mark.exhaustive] * (case in EXHAUSTIVE))
+        for case in CASES
+    ],
 )
 
 
