@@ -199,7 +199,10 @@ def test_what_one_stage_leaves_the_next_one_reads_once_on_every_mesh(extended):
         (("--steps", 9), "--resume takes the run's own config; leave out --steps"),
         (("--seq-len", 0), "data.seq_len is 0; it must be at least 1"),
         (("--rope-scaling", "yarn:4"), "the scaling of RoPE is 'yarn:4'; it must be linear:FACTOR, llama3:FACTOR"),
-        (("--rope-scaling", "llama3:4"), "llama3:FACTOR:LENGTH with the length that the model was trained with before"),
+        (
+            ("--rope-scaling", "llama3:4"),
+            "llama3:FACTOR:LENGTH or yarn:FACTOR:LENGTH with the length that the model was trained with before",
+        ),
         (("--packing", "greedy"), "data.packing is 'greedy'; it must be one of stream, best-fit"),
         (("--batch", 4, "--micro-batch", 3), "train.micro_batch is 3 and does not divide train.batch=4"),
         (("--seq-len", 128), "is complete: it has made its 8 steps"),

@@ -274,7 +274,7 @@ def capacity_forgotten(monkeypatch):
         monkeypatch,
         moe,
         "capacity",
-        lambda f: lambda p, x, ids, weights, factor, kernels: f(p, x, ids, weights, 100.0, kernels),
+        lambda f: lambda p, x, ids, weights, factor, *rest, **options: f(p, x, ids, weights, 100.0, *rest, **options),
     )
 
 
