@@ -14,6 +14,7 @@ from kernel_cases import Case
 from torch import Tensor
 
 from fzero.kernels.attention import attention
+from fzero.kernels.attention_pattern import FULL
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 
 
@@ -58,7 +59,7 @@ def shoot_out(shape: Shape, where: Where) -> dict[str, Any]:
     """{form: its TFLOP/s, or why it does not serve}; all forms' FLOPs are those of causal pairs."""
     b, t, h, g, k = shape
     q, key, v = (torch.randn(b, t, heads, k, device=where.device, dtype=torch.bfloat16) for heads in (h, g, g))
-    products = 2.0 * b * h * k * pairs("full", 0, 0, t, t)
+    products = 2.0 * b * h * k * pairs(FULL, t, t)
     runs: dict[str, Callable[..., Any]] = {"SDPA": sdpa}
     row: dict[str, Any] = {"tflop_s": {}, "not here": {}}
     for form in attention.forms:

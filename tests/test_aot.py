@@ -74,7 +74,7 @@ def test_the_second_architecture_has_one_model_unless_it_is_chosen():
 
 @pytest.mark.slow
 def test_the_command_prints_a_line_for_each_build():
-    status, said = run("swiglu 1024", "--part", "kernels")
+    status, said = run("ward swiglu 1024", "--part", "kernels")
     assert status == 0 and "_glu_forward swiglu 1024" in said and "2 builds for sm_90, 0 wrong" in said, said
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from close import assert_same
 
-from fzero.kernels import attention_blocked, linear_cross_entropy, norm
+from fzero.kernels import attention_blocked, attention_tiled, linear_cross_entropy, norm
 from fzero.kernels.attention_pattern import FULL
 from fzero.planner import longest
 from fzero.planner.plan import config_for, device_for, resolve_for
@@ -31,6 +31,7 @@ class Born(NamedTuple):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """All that works on some tokens at a time takes so few that short sequences have many chunks."""
+    monkeypatch.setattr(attention_tiled, "has_small_products", lambda dtype: True)  # as on a CPU with AMX
     monkeypatch.setattr(norm, "LONG", 1)
     monkeypatch.setattr(norm, "CHUNK", CHUNK * 256)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", dict.fromkeys(("cpu", "cuda"), CHUNK * 256 * 2))

@@ -76,7 +76,7 @@ def _factor(b, KIND: tl.constexpr):
     if KIND == 2:
         inside = (b >= -CLAMPED_LIMIT) & (b <= CLAMPED_LIMIT)
         return tl.minimum(tl.maximum(b, -CLAMPED_LIMIT), CLAMPED_LIMIT) + 1.0, tl.where(inside, 1.0, 0.0)
-    return b, 1.0
+    return b, tl.full(b.shape, 1.0, tl.float32)  # of one type with the return above
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.kernels.attention import attention
+from fzero.kernels.attention_pattern import FULL
 from fzero.kernels.chips import Speed
 from fzero.kernels.flops import BACKWARD_PRODUCTS, FORWARD_PRODUCTS, pairs
 from fzero.planner.calibrate.timed import Case, time_cases
@@ -47,7 +48,7 @@ def measure_attention(
                     cases.append(Case((form.name, shape, dtype), _call(form.run, shape, dtype, device)))
     found = []
     for (name, shape, dtype), figure in time_cases(cases, seconds, threads=threads, device=device).items():
-        products = 2 * shape.batch * shape.heads * shape.dim * pairs("full", 0, 0, shape.queries, shape.queries)
+        products = 2 * shape.batch * shape.heads * shape.dim * pairs(FULL, shape.queries, shape.queries)
         rate = (FORWARD_PRODUCTS + BACKWARD_PRODUCTS) * products / figure.s
         found.append(Speed(name, str(dtype).removeprefix("torch."), shape.dim, shape.queries, round(rate / 1e12, 4)))
     return found
