@@ -182,3 +182,18 @@ def test_what_it_refuses():
         rope(x, positions, frequencies, layout="halve")
     with pytest.raises(ValueError, match="heads of size 6 have 3 pairs; there are 2 frequencies"):
         rope(x, positions, frequencies[:2])
+
+
+@pytest.mark.parametrize("kind", ("yarn", "yarn_whole"))
+@pytest.mark.parametrize("low, high, length", ((1.0, 32.0, 4096), (0.7, 5.0, 300), (1.0, 2000.0, 4096)))
+def test_yarn_s_frequencies_are_those_of_transformers(kind, low, high, length):
+    """Ends of the transition between pairs, which one kind rounds; in the last case the first is below pair 0."""
+    utils = pytest.importorskip("transformers.modeling_rope_utils")
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_slow": low, "beta_fast": high}
+    rope |= {"original_max_position_embeddings": length, "truncate": kind == "yarn_whole"}
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "head_dim": 64, "max_position_embeddings": 32 * length}
+    theirs, factor = utils.ROPE_INIT_FUNCTIONS["yarn"](transformers.LlamaConfig(rope_parameters=rope, **sizes), "cpu")
+    scaling = RopeScaling(32.0, low, high, length, kind)
+    assert_close(rope_frequencies(64, 150000.0, scaling), theirs, rtol=1e-6)
+    assert abs(scaling.score_factor - factor**2) < 1e-12
