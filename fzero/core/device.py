@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
+from fzero.core.fake_results import KERNELS, FakeResults
 from fzero.core.gpu import HOST as HOST
 from fzero.core.torch_private import FakeTensor, FakeTensorMode, get_unwrapped, is_functorch_wrapped_tensor
 
@@ -58,6 +59,7 @@ class FakeDevice(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.target, self.lower, self.tracing = target, lower, tracing
         self.device = HOST if target.kind == "cpu" else ELSEWHERE
+        self.results = FakeResults(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator as FakeTensorMode does, except that a tensor copied to the device loses its known constant
@@ -69,7 +71,7 @@ class FakeDevice(FakeTensorMode):
             and isinstance(args[0], FakeTensor)
         ):
             args[0].constant = None
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return self.results(super().__torch_dispatch__, func, types, args, kwargs or {})
 
 
 @functools.cache
@@ -114,6 +116,7 @@ def is_traced(x: Tensor) -> bool:
 _LIBRARY = torch.library.Library("fzero", "FRAGMENT")
 _LIBRARY.define("record_launch(str what, Tensor[] read, Tensor(a!)[] written) -> ()")
 torch.library.register_fake("fzero::record_launch", lambda what, read, written: None, lib=_LIBRARY)
+KERNELS.add("fzero::record_launch")
 
 
 def record_launch(what: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:

@@ -55,6 +55,7 @@ NAMES = {
     "get_interpreter_stack": "torch._C._functorch:get_interpreter_stack",
     "get_unwrapped": "torch._C._functorch:get_unwrapped",
     "grouped_mm": "torch:_grouped_mm",
+    "in_kernel_invocation": "torch._subclasses.fake_tensor:in_kernel_invocation_manager",
     "inductor_config": "torch._inductor.config",
     "inductor_scheduler": "torch._inductor.scheduler",
     "is_functorch_wrapped_tensor": "torch._C._functorch:is_functorch_wrapped_tensor",

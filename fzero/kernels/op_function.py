@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.core import gpu
 from fzero.core.autodiff import Backward
 from fzero.core.device import fake_device_of, kind_of
+from fzero.core.fake_results import KERNELS
 from fzero.core.product_flops import Formula, add_formula
 from fzero.kernels.optional_triton import INSTALLED, INTERPRETED, MISSING
 
@@ -57,6 +58,7 @@ def operator(
         _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         _LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fzero::{name}", fake, lib=_LIBRARY)
+        KERNELS.add(f"fzero::{name}")
         if batched is not None:
             torch.library.register_vmap(f"fzero::{name}", batched, lib=_LIBRARY)
         defined = getattr(torch.ops.fzero, name).default

@@ -39,6 +39,8 @@ class Pass(NamedTuple):
     norm: Tensor | None = None  # of all gradients, if known
     at: Mapping[str, Piece] | None = None  # by leaf name: where these tensors lie in this rank's shard
     host: bool = False  # whether "auto" may choose the form for states on the host
+    # What the passes of one update share: a transformation leaves there what it makes of the count alone.
+    shared: dict[Any, Any] | None = None
 
 
 class Piece(NamedTuple):

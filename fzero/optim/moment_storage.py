@@ -131,7 +131,10 @@ def with_kernel(
         for row in rows_of(grads, state[1:], params):
             leaf = Leaf(row.p, row.g, row.slots, info(row.name, row.p), copy=copies.get(row.name))
             found.append(_placed(kept, row.name, leaf, more.at) if kept.rounding == "stochastic" else [leaf])
-        return found, fixed._replace(scalars=scalars(state.count), count=state.count)
+        shared = {} if more.shared is None else more.shared
+        if scalars not in shared:
+            shared[scalars] = scalars(state.count)
+        return found, fixed._replace(scalars=shared[scalars], count=state.count)
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         found, rates = leaves(grads, state, params, Pass())

@@ -9,16 +9,14 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fzero.core.autodiff import Remat
 from fzero.models.presets import body_of
 from fzero.models.score import head_rows
 from fzero.planner import experts
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import Basis, stacked
+from fzero.planner.closed_layer import Basis, offload_of, remat_of, stacked
 from fzero.planner.closed_memory import Activations, Weights, loss_bytes, peak
 from fzero.planner.closed_rows import row_facts
 from fzero.planner.closed_time import step_time
-from fzero.sharding.memory import Offload
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.slices import local_numel
 
@@ -52,7 +50,7 @@ def sketch_candidate(basis: Basis, c: Candidate) -> Sketch:
 def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
     """Estimate (a rank's peak device memory in bytes by component, its bytes in the host's memory)."""
     _, held, parts = basis.plan_of(c)
-    layer, tiers, remat = basis.layer(c.tp), Offload.parse(c.offload), Remat.parse(c.remat)
+    layer, tiers, remat = basis.layer(c.tp), offload_of(c.offload), remat_of(c.remat)
     # A rank of cp has its share of the tokens of each row, of all but the keys and values of attention.
     rows, layers, policy = c.micro_batch / c.cp, basis.config.model.n_layers, basis.policy
     micro_batches = basis.config.train.batch // c.micro_batch // c.data
@@ -84,14 +82,14 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
 
 def activations(basis: Basis, c: Candidate, alive: float) -> Activations:
     """What activations take on a rank that keeps those of so many layers."""
-    layer, remat, compute = basis.layer(c.tp), Remat.parse(c.remat), basis.policy.compute
+    layer, remat, compute = basis.layer(c.tp), remat_of(c.remat), basis.policy.compute
     rows = c.micro_batch / c.cp
     plan = basis.plan_of(c)[0]
     spare = experts.spare_bytes(plan, basis.config, compute.itemsize)
     each = (rows * (layer.kept_bytes + spare) + cp_bytes(basis, c, "kept")) * remat.budget
     kept, again, last = alive * each, 0.0, min(2, alive) * each
     if remat.every:
-        away = Offload.parse(c.offload).acts.memory != "device"
+        away = offload_of(c.offload).acts.memory != "device"
         inputs = 2 if away else math.ceil(alive / remat.every)
         kept, again = inputs * rows * layer.input_bytes, remat.every * each
         last = 0.0 if away else min(2 // remat.every, inputs) * rows * layer.input_bytes
@@ -109,7 +107,7 @@ def activations(basis: Basis, c: Candidate, alive: float) -> Activations:
 def weights(basis: Basis, c: Candidate, micro_batches: int, sums: float) -> Weights:
     """What gradients and gathered parameters take on a rank. sums: bytes of the sums of gradients on its device."""
     plan, _, parts = basis.plan_of(c)
-    tiers, policy, several = Offload.parse(c.offload), basis.policy, c.rp * c.sharing > 1
+    tiers, policy, several = offload_of(c.offload), basis.policy, c.rp * c.sharing > 1
     reduces = several or tiers.grads.memory != "device"
     # Sums of one micro-batch that are made as gradients come have the dtype of their sending until all are there.
     wide = policy.reduce.itemsize / policy.param.itemsize if micro_batches == 1 and c.zero >= 2 and several else 1.0

@@ -12,18 +12,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fzero import models
+from fzero.core.autodiff import Remat
 from fzero.models.lora import FROZEN
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
+from fzero.planner.rates import Way, ways_of
 from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
-from fzero.run.memory_check import part_numels
+from fzero.run.memory_check import part_layers, part_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
+from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
 
+# A search has tens of thousands of candidates with a few dozen texts.
+remat_of, offload_of = functools.cache(Remat.parse), functools.cache(Offload.parse)
 TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
 
 
@@ -83,6 +88,7 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     )
 
 
+@functools.cache
 def stacked(part: str) -> bool:
     """Whether a part of a model has layers."""
     return is_stacked(f"{part}/")
@@ -95,7 +101,7 @@ class Basis:
         """layers: results of `layer_of` by size of tp; None: call it when needed."""
         self.config, self.device, self.on_node = config, device, on_node
         self.model, self.policy = models.build(config.model), build_optim.make_policy(config)
-        self.plan = functools.cache(self._plan)
+        self.plan, self.ways = functools.cache(self._plan), functools.cache(self._ways)
         self.layer = (
             layers.__getitem__ if layers is not None else functools.cache(lambda tp: layer_of(config, device, tp))
         )
@@ -108,6 +114,18 @@ class Basis:
         """Return (the plan, a rank's elements by kind of state, the elements of the embedding, a layer and the
         head)."""
         return self.plan(c.dp, c.rp, c.tp, c.zero, c.cp, c.ep)
+
+    def ways_of(self, c: Candidate) -> dict[str, Way]:
+        """The Way of each axis, and of several as one link, of a candidate's mesh."""
+        return self.ways(c.pp, c.dp, c.rp, c.ep, c.cp, c.tp)
+
+    def _ways(self, pp: int, dp: int, rp: int, ep: int, cp: int, tp: int) -> dict[str, Way]:
+        return ways_of(self.device, {"pp": pp, "dp": dp, "rp": rp, "ep": ep, "cp": cp, "tp": tp})
+
+    @functools.cached_property
+    def depths(self) -> dict[str, int]:
+        """The layers of each part of the model."""
+        return part_layers(self.plan(1, 1, 1, 0, 1, 1)[0])
 
     def _plan(
         self, dp: int, rp: int, tp: int, zero: int, cp: int, ep: int

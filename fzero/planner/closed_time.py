@@ -9,19 +9,17 @@ import math
 from collections.abc import Mapping
 
 from fzero.comm.tables import SHARDS, links_of
-from fzero.core.autodiff import Remat
 from fzero.planner import experts
 from fzero.planner.candidates import Candidate
-from fzero.planner.closed_layer import TRACED_ROWS, Basis, stacked
+from fzero.planner.closed_layer import TRACED_ROWS, Basis, offload_of, remat_of, stacked
 from fzero.planner.closed_rows import ROW, row_facts
-from fzero.planner.rates import collective_s, ways_of, wire_s
-from fzero.run.memory_check import part_layers
-from fzero.sharding.memory import Offload, Tier
+from fzero.planner.rates import collective_s, wire_s
+from fzero.sharding.memory import Tier
 
 
 def step_time(basis: Basis, c: Candidate) -> dict[str, float]:
     """Estimate the seconds of a step, by cause."""
-    layer, remat, tiers = basis.layer(c.tp), Remat.parse(c.remat), Offload.parse(c.offload)
+    layer, remat, tiers = basis.layer(c.tp), remat_of(c.remat), offload_of(c.offload)
     plan, held, parts = basis.plan_of(c)
     layers, policy = math.ceil(basis.config.model.n_layers / c.pp), basis.policy
     held = {name: numels / c.pp for name, numels in held.items()}
@@ -79,7 +77,7 @@ def cp_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
         return 0.0
     context, itemsize = plan.context, basis.policy.compute.itemsize
     elements = plan.heads.sent(context.form, c.cp, context.inner) * c.micro_batch * basis.config.data.seq_len
-    way = ways_of(basis.device, {"dp": c.dp, "rp": c.rp, "cp": c.cp, "tp": c.tp})["cp"]
+    way = basis.ways_of(c)["cp"]
     message = collective_s(way, "all_gather", int(elements * itemsize)).seconds
     return micro * basis.config.model.n_layers * message * (3.0 if again else 2.0)
 
@@ -87,7 +85,7 @@ def cp_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
 def ep_s(basis: Basis, c: Candidate, micro: int, again: bool) -> float:
     """Estimate the seconds of a step in which a rank of ep waits for the tokens of experts, there and back."""
     plan, tokens = basis.plan_of(c)[0], basis.config.data.seq_len * c.micro_batch / c.cp
-    ways = ways_of(basis.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+    ways = basis.ways_of(c)
     there = experts.messages_s(plan, ways["ep"], tokens * basis.policy.compute.itemsize, basis.device.loads)
     return micro * math.ceil(experts.depth(plan) / c.pp) * there * (3.0 if again else 2.0)
 
@@ -98,7 +96,7 @@ def bubble_s(basis: Basis, c: Candidate, micro: int, forward: float, message: fl
     forward: the seconds of a rank's layers for one micro-batch. message: its bytes.
     """
     facts = row_facts(c.schedule, c.pp, c.chunks, c.remat not in ("", "none"))
-    way = ways_of(basis.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "tp": c.tp})["pp"]
+    way = basis.ways_of(c)["pp"]
     wires = facts.wires + facts.wires_each * (micro - ROW * c.pp)
     return facts.idle * forward + max(0.0, wires) * wire_s(way, 0, 1, int(message))
 
@@ -129,7 +127,7 @@ def exposed_s(
     """Estimate the exposed data-parallel communication: seconds of a step, by axis."""
     layers, size = math.ceil(basis.config.model.n_layers / c.pp), basis.policy.param.itemsize
     sums = basis.policy.reduce.itemsize
-    ways = ways_of(basis.device, {"pp": c.pp, "dp": c.dp, "rp": c.rp, "ep": c.ep, "cp": c.cp, "tp": c.tp})
+    ways = basis.ways_of(c)
     # The link of the ranks that share the states, and that of those which share a rank's experts: none or one.
     sizes = {"dp": c.dp, "ep": c.ep, "cp": c.cp}
     links, own = links_of(SHARDS, sizes), links_of(SHARDS, {**sizes, "ep": 1})
@@ -147,8 +145,7 @@ def exposed_s(
                 found += collective_s(way, what, sent).seconds
         return found
 
-    depths = part_layers(plan)
-    whole = sum(depths[part] * size for part, size in parts.items())
+    whole = sum(basis.depths[part] * size for part, size in parts.items())
     ends = sum(size for part, size in parts.items() if not stacked(part))
     block = (whole - ends) / basis.config.model.n_layers
     whole = ends + layers * block
@@ -163,7 +160,7 @@ def exposed_s(
             gathers = 1 if stays else micro
             outside += gathers * seconds("dp", "all_gather", ends, size)
             # Of each K recomputed layers, all but the last are gathered once more.
-            again = (2.0 - 1.0 / (Remat.parse(c.remat).every or 1)) * gather
+            again = (2.0 - 1.0 / (remat_of(c.remat).every or 1)) * gather
             again = 0.0 if stays else again
             out["dp"] = outside + layers * (
                 gathers * max(0.0, gather - forward) + micro * max(0.0, again + scatter - backward)

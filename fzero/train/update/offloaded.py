@@ -120,6 +120,7 @@ class Update:
         self._small = {name: x for name, x in small.items() if x is not None}
         self._fetch_small = start_fetch([*self._small.values()]) if on_host else None
         self.shared: dict[str, Tensor] = {}  # the new leaves that belong to no parameter
+        self.made: dict[Any, Any] = {}  # see Pass.shared
         # The gradients of a layer that is updated by itself, each with what waits for it if it is on its way to the
         # host; of a leaf on a disk those of all layers.
         self.layer: dict[str, tuple[Any, Callable[[], Any] | None]] = {}
@@ -231,12 +232,12 @@ class Update:
         if self.how.on_host:
             assert body.in_pass is not None  # `on_host` asks for it
             return body.in_pass(
-                grads, state, targets, Pass(factor=self.small["factor"], at=at, copies=copies, host=True)
+                grads, state, targets, Pass(self.small["factor"], copies=copies, at=at, host=True, shared=self.made)
             )
         factor, kept = self.small["factor"], self.old is not None
         scaled = pytree.map(lambda g: g * factor if kept else g.mul_(factor), grads)
         new = (
-            body.in_pass(scaled, state, targets, Pass(at=at))
+            body.in_pass(scaled, state, targets, Pass(at=at, shared=self.made))
             if body.in_pass
             else apply_in_place(body, scaled, state, targets)
         )
