@@ -1,4 +1,4 @@
-"""The errors of a codec from a checkpoint: as they are for the same senders, else their sum, shared by those of the run.
+"""The errors of a codec from a checkpoint: as they are for the same senders, else their sum, shared by those of a run.
 
 What a leaf's senders owe together is what must not be lost: each of N' senders takes the N'-th part of the sum over
 those before, whichever they were.
@@ -17,10 +17,8 @@ from fzero.checkpoint.manifest import Folder, Leaf
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.core import pytree
 from fzero.sharding import Plan, Spec
-from fzero.sharding.error_feedback import ERRORS, error_dtype, error_specs, errors_of
+from fzero.sharding.error_feedback import ERROR, error_dtype, error_specs, errors_of
 from fzero.sharding.slices import is_stacked, local_shape, local_windows
-
-ERROR = f"extra/{ERRORS}/"  # how the names of errors in a state begin: a hop and a leaf follow
 
 
 def shared_errors(held: CheckpointReader, plan: Plan) -> dict[str, Callable[[], Tensor]]:
@@ -103,8 +101,8 @@ def error_lines(path: Folder, plan: Plan) -> list[str]:
         lines.append(f"codec {plan.codec}: {path} has no errors of rounded gradients; they begin at 0")
     elif changed := [name for name, given in sources.items() if not as_it_is(name, given, held.leaves, shapes)]:
         lines.append(
-            f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks'; each rank begins with its share of "
-            "their sums"
+            f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks'; each rank begins with its share "
+            "of their sums"
         )
     if lost:
         why = "the run keeps none" if not shapes else "the run keeps none of theirs"

@@ -13,7 +13,7 @@ from fzero import checkpoint
 from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, read_boxes
-from fzero.checkpoint.restore_errors import ERROR, shared_errors
+from fzero.checkpoint.restore_errors import shared_errors
 from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.device import HOST
@@ -21,6 +21,7 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
+from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, local_windows, whole_shape
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import PREVIOUS, TrainState, in_host_memory, put_on

@@ -34,6 +34,7 @@ Plan = Any  # fzero.sharding.plan.Plan, which prints what errors take
 T = TypeVar("T")
 Hops = dict[str, dict[str, T]]  # {"data" or "rp": {leaf: T}}: one for each sum that a leaf's gradient is sent to
 ERRORS = "codec_error"  # their name in `TrainState.extra`
+ERROR = f"extra/{ERRORS}/"  # how the name of one begins there: a hop and a leaf follow
 HOPS = ("data", "rp")  # between the ranks that share a leaf, of a node if there is hpz; between nodes
 
 
