@@ -108,9 +108,16 @@ def error_dtype(plan: Plan) -> torch.dtype:
 
 
 def error_bytes(plan: Plan) -> int:
-    """The bytes of errors that a rank holds, of the ranks of pp one with the most."""
-    held = errors_of(plan, lambda shape, spec: local_numel(shape, spec, plan.sizes))
-    return sum(n for leaves in held.values() for n in leaves.values()) * error_dtype(plan).itemsize
+    """The bytes of errors that a rank holds: the rank of pp with the most."""
+    held = [0] * plan.sizes["pp"]
+
+    def add(shape: tuple[int, ...], spec: Spec) -> None:
+        rows = [len(each) for each in spec.rows] or [1] * len(held)
+        for rank, n in enumerate(rows):
+            held[rank] += local_numel(shape, spec, plan.sizes) // max(rows) * n  # of all rows of the rank with the most
+
+    errors_of(plan, add)
+    return max(held) * error_dtype(plan).itemsize
 
 
 class ErrorFeedback:
