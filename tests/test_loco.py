@@ -84,6 +84,7 @@ def by_hand(n, text, micro_batches, skipped):
         if codec.reset is not None and i % codec.reset == 0:
             errors = {name: torch.zeros_like(e) for name, e in errors.items()}
         batch, new, sums = data(i, 2 * micro_batches * n, skipped), {k: e.clone() for k, e in errors.items()}, {}
+        average = {k: codec.loco * e for k, e in errors.items()}
         for name in params:
             parts = batch[name].view(micro_batches, n, 2, *params[name].shape).sum(2)
             if name not in coded:
@@ -93,11 +94,12 @@ def by_hand(n, text, micro_batches, skipped):
             for j in range(micro_batches):
                 for sender in range(n):
                     for row, g in enumerate(stack(parts[j, sender], name)):
-                        h = g + new[name][row, sender]
+                        h = g + codec.loco * new[name][row, sender]
                         flat = h.reshape(n, -1)
                         near = coder.decode(coder.encode(flat), torch.float64, flat.shape[1]).view(h.shape)
-                        e = new[name][row, sender]
-                        new[name][row, sender] = (1 - codec.loco) * e + codec.loco * (h - near)
+                        average[name][row, sender] *= 1 - codec.loco  # LoCo's own form
+                        average[name][row, sender] += codec.loco * (h - near)
+                        new[name][row, sender] = average[name][row, sender] / codec.loco
                         total[row] += near
             sums[name] = total.view(params[name].shape)
         if i in skipped:
@@ -123,7 +125,7 @@ def expect_law(n, text, micro_batches, policy=FP64, skipped=(), mistake=None):
         assert_close({k: held[k][:, 0] for k in errors}, {k: e[:, rank] for k, e in errors.items()}, atol=1e-12)
     if codec.reset is None:
         sent = {k: (start[k] - results[0][0][k]) * (2 * micro_batches * n) / RATE for k in errors}
-        left = {k: sum(held[k][:, 0] for _, held in results) / codec.loco for k in errors}
+        left = {k: sum(held[k][:, 0] for _, held in results) for k in errors}
         both = {k: sent[k] + left[k].view(sent[k].shape) for k in errors}
         assert_close(both, {k: owed[k] for k in errors}, rtol=1e-11, atol=1e-11)
         assert all(float(x.abs().max()) > 1e-3 for x in left.values())
@@ -227,7 +229,7 @@ def trained(mesh, name, codec, micro_batches, options, changes, steps=3):
             state, _ = step(state, local_batch(batch_for(i, rows), mesh, micro_batches))
     held, worst = state.extra[ERRORS], 0.0
     for (hop, leaf, row), (owed, sent, _) in notes.items():
-        difference = sent + held[hop][leaf][row, 0] / plan.codec.loco - owed
+        difference = sent + held[hop][leaf][row, 0] - owed
         worst = max(worst, float(difference.abs().max()) / (1e-3 + float(owed.abs().max())))
     rows_here = {(hop, leaf, row) for hop in held for leaf, e in held[hop].items() for row in range(e.shape[0])}
     assert rows_here == set(notes), rows_here ^ set(notes)

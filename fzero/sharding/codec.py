@@ -28,7 +28,7 @@ from fzero.sharding.slices import shard_dim
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 LeafPlan = Any
 KINDS = ("int8", "int4", "fp8_e4m3")
-BETA = 0.8  # of LoCo's moving average, where the text says "loco"
+BETA = 0.8  # LoCo's, where the text says "loco"
 FORMS = {  # of a part of a text: what its value matches, and how it is read
     "params": (r".+", str),
     "grads": (r".+", str),
@@ -48,8 +48,8 @@ class Codec:
     hpz: whether parameters rest over dp and rp, and each rank keeps, from their first use in a step on, the codes that
         dp alone shards: they pass between the ranks of rp, which are slow links, once a step.
     block: the elements that share a scale, a power of two from 16 to 8192.
-    loco: what `grads` loses is kept by the rank that sends it, and added to what it sends next: beta, the weight of the
-        last error in their moving average, in (0, 1]; None: it is lost.
+    loco: what `grads` loses is kept by the rank that sends it: beta, the part of it that is added to what it sends
+        next, in (0, 1]; None: it is lost.
     reset: after so many steps these errors are dropped, again and again; None: never.
 
     Leaves of one dim in a layer (biases, norms) and integers travel as they are.

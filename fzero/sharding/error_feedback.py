@@ -1,13 +1,14 @@
 """Error feedback for gradients that travel as codes: what rounding takes from a rank's term is kept by that rank, and
 added to what it sends next.
 
-    h = g + e        what is owed, and the error so far
+    h = g + beta e        what is sent: the gradient, and a part of the error so far
     s = decode(encode(h))        what arrives
-    e' = (1 - beta) e + beta (h - s)
+    e' = e + g - s
 
-so that after any number of sends the sum of s + e / beta is that of g, and no more than an error is ever missing. With
-beta = 1 this is classical error feedback; LoCo takes a moving average. Gradients travel multiplied by a loss scale,
-which changes: errors are kept divided by it.
+so that after any number of sends the sum of s, with e, is that of g: what is missing is never more than an error. This
+is LoCo, whose moving average (1 - beta) e + beta (h - s) is beta times this e; kept so, e does not depend on beta. With
+beta = 1 it is classical error feedback. Gradients travel multiplied by a loss scale, which changes: errors are kept
+divided by it.
 
 Sources: Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model training", arXiv:2407.04480,
 section 3; Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech, section 3.
@@ -149,10 +150,10 @@ class ErrorFeedback:
         def encode(terms: Tensor) -> tuple[Tensor, ...]:
             errors = [self.at(hop, name, row) for name in names]
             shapes, error = [e.shape for e in errors], pack(errors, ranks, terms.dtype)
-            owed = torch.addcmul(terms, error, self.unit.to(terms.dtype))
-            sent = coder.encode(owed)
-            lost = owed.sub_(coder.decode(sent, terms.dtype, terms.shape[1]))
-            new = lost.mul_(self.beta / self.unit.to(terms.dtype)).add_(error, alpha=1 - self.beta)
+            unit = self.unit.to(terms.dtype)
+            sent = coder.encode(torch.addcmul(terms, error, self.beta * unit))
+            lost = coder.decode(sent, terms.dtype, terms.shape[1]).neg_().add_(terms)
+            new = lost.div_(unit).add_(error)
             for name, value, old in zip(names, unpack(new, shapes), errors):
                 self.new[hop, name, row] = value.to(old.dtype)
             return sent
