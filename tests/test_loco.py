@@ -12,6 +12,8 @@ import torch
 from checkpoint_cases import assert_same_bits
 from close import assert_close, assert_same
 from law_cases import FP64
+from plan_cases import made
+from test_plan_memory import fullest, measured
 from zero_cases import batch_for, model_of
 
 import fzero
@@ -21,6 +23,8 @@ from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.core.precision import LossScale
 from fzero.kernels.registry import Kernels
+from fzero.planner.step_trace import state_bytes, trace_step
+from fzero.run import build
 from fzero.sharding import error_feedback
 from fzero.sharding.codec import Codec
 from fzero.sharding.error_feedback import ERROR, ERRORS, ErrorFeedback, error_bytes
@@ -477,3 +481,27 @@ def test_a_plan_says_what_errors_take():
     plan = fzero.zero_plan(3, PARAMS, fzero.fake_mesh({"dp": 2}), codec="grads=int4,loco")
     assert "a rank holds 2,048 bytes of errors in float32, and as many again in a step" in str(plan)
     assert error_bytes(plan) == 4 * 2 * 8 * 32  # of each parameter on every rank, whatever dp is
+
+
+# ---- plans of pipelines ----------------------------------------------------------------------------------------------
+
+PIPELINED = {"mesh": {"dp": 2, "pp": 2}, "zero": 2, "codec": "grads=int8,loco=1"}
+
+
+def test_a_plan_with_pp_counts_the_errors_of_its_rank():
+    config = made(**PIPELINED)
+    trace = trace_step(config, config.mesh, rank=2)
+    job = build.build(config, fzero.fake_mesh(config.mesh, rank=2))
+    held = state_bytes(job, build.like_of(job))[0]["errors"]
+    assert trace.state["errors"] == held == error_bytes(job.plan)  # the second stage has two of three layers
+
+
+@exhaustive
+def test_the_peak_of_each_rank_of_pp_is_measured():
+    config = made(**PIPELINED)
+    found = ranks.run(4, measured, {"loco": config}, mesh=config.mesh, timeout_s=300)
+    for rank, of_rank in enumerate(found):
+        timeline, at_rest, rows, *_ = of_rank["loco"]
+        trace = trace_step(config, config.mesh, rank=rank)
+        assert ((trace.state, trace.state_elsewhere), trace.ledger) == (at_rest, tuple(rows))
+        assert trace.peak.bytes == fullest(timeline).bytes

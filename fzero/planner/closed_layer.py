@@ -49,7 +49,11 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     model = models.shorten(config.model, few)
     one = Candidate(1, 1, tp, 0, "none", "", rows).of(
         replace(
-            config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0)
+            config,
+            preset="",
+            codec="",
+            model=model,
+            train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0),
         )
     )
     traced = trace_step(one, {"tp": tp}, target=device.target)
