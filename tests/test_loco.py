@@ -451,7 +451,7 @@ PARAMS = {"blocks/w": torch.zeros(2, 8, 32)}
     "sizes, options, words",
     [
         ({"dp": 2, "rp": 2}, {}, "sums over rp=2 are rounded on their way back too; write hpz"),
-        ({"dp": 2}, {"offload": "opt=nvme"}, "blocks/w rests on a disk, which has each step complete without them"),
+        ({"dp": 2}, {"offload": "opt=nvme"}, "states rest on a disk, which has each step complete without them"),
     ],
 )
 def test_plans_that_keep_no_errors_are_one_line(sizes, options, words):

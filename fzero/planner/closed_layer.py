@@ -22,6 +22,8 @@ from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.memory_check import part_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
+from fzero.sharding.codec import Codec, expect_codec
+from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
 
 TRACED_ROWS = 2  # with one row a compiled block has views instead of the copies it makes with more
@@ -90,6 +92,17 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
 def stacked(part: str) -> bool:
     """Whether a part of a model has layers."""
     return is_stacked(f"{part}/")
+
+
+def takes_codec(basis: Basis, c: Candidate) -> bool:
+    """Whether the codec of a search's config goes with a candidate: with its stage, mesh and offload."""
+    codec, tiers = basis.config.codec, Offload.parse(c.offload)
+    try:
+        if codec:
+            expect_codec(Codec.parse(codec), basis.plan_of(c)[0], "nvme" in (tiers.params.memory, tiers.opt.memory))
+    except ValueError:
+        return False
+    return True
 
 
 class Basis:

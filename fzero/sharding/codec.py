@@ -143,7 +143,7 @@ def is_matrix(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     """The plan with a codec; raises ValueError for one that does not go with the plan."""
     codec = Codec.parse(codec) if isinstance(codec, str) else codec
-    expect_codec(codec, plan)
+    expect_codec(codec, plan, any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values()))
     leaves = dict(plan.leaves)
     if codec.hpz:
         leaves = {name: over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
@@ -172,8 +172,11 @@ def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
     return replace(leaf, **cut)
 
 
-def expect_codec(codec: Codec, plan: Plan) -> None:
-    """Raise ValueError for what a codec does not go with: a plan's stage, mesh, order of sums or float8 gathers."""
+def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
+    """Raise ValueError for what a codec does not go with: a plan's stage, mesh, order of sums or float8 gathers.
+
+    on_disk: whether parameters or optimizer states rest there.
+    """
     stage, sizes = plan.stage, plan.sizes
     if plan.reduce == "canonical":
         raise ValueError(
@@ -190,11 +193,10 @@ def expect_codec(codec: Codec, plan: Plan) -> None:
             f"codec {codec}: loco keeps the error of a term that is rounded once, and sums over rp={sizes['rp']} are "
             "rounded on their way back too; write hpz (stage 3), or these ranks as dp"
         )
-    away = [name for name, leaf in plan.leaves.items() if "nvme" in (leaf.params.memory, leaf.opt.memory)]
-    if codec.loco is not None and away:
+    if codec.loco is not None and on_disk:
         raise ValueError(
-            f"codec {codec}: loco keeps errors in memory, and {away[0]} rests on a disk, which has each step complete "
-            "without them; offload to host, or leave loco out"
+            f"codec {codec}: loco keeps errors in memory, and parameters or optimizer states rest on a disk, which has "
+            "each step complete without them; offload to host, or leave loco out"
         )
     if codec.hpz and sizes["rp"] == 1:
         raise ValueError(
