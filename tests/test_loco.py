@@ -23,6 +23,9 @@ from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.core.precision import LossScale
 from fzero.kernels.registry import Kernels
+from fzero.planner.candidates import Candidate
+from fzero.planner.closed_layer import Basis, takes_codec
+from fzero.planner.devices import device
 from fzero.planner.step_trace import state_bytes, trace_step
 from fzero.run import build
 from fzero.sharding import error_feedback
@@ -494,6 +497,13 @@ def test_a_plan_with_pp_counts_the_errors_of_its_rank():
     job = build.build(config, fzero.fake_mesh(config.mesh, rank=2))
     held = state_bytes(job, build.like_of(job))[0]["errors"]
     assert trace.state["errors"] == held == error_bytes(job.plan)  # the second stage has two of three layers
+
+
+def test_a_search_tries_the_stages_and_meshes_of_a_codec():
+    basis = Basis(made(codec="grads=int8,loco", ranks=2), device("h100"), 2, {})
+    taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "opt=nvme")
+             if takes_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
+    assert taken == [(2, 1, ""), (2, 1, "opt=host"), (3, 1, ""), (3, 1, "opt=host")]
 
 
 @exhaustive
