@@ -70,6 +70,8 @@ CASES = {
     "gpt2-tp4": (4, made("gpt2", mesh={"tp": 4}, sequence=True)),
     "mixtral-dp2tp2": (4, made("mixtral", mesh={"dp": 2, "tp": 2}, zero=3)),
     "rp2dp2": (4, made(mesh={"rp": 2, "dp": 2}, zero=3)),
+    "loco": (4, made(mesh={"dp": 4}, zero=3, codec="grads=int4,loco")),
+    "loco-hpz": (4, made("gpt2", mesh={"rp": 2, "dp": 2}, zero=3, policy="bf16", codec="grads=int4,hpz,loco,reset=3")),
     "remat-full": (4, made(zero=3, train_remat="full")),
     "remat-every2": (4, made(zero=3, train_remat="every:2")),
     "remat-every2-1": (4, made(zero=1, train_remat="every:2")),
@@ -120,6 +122,7 @@ THIN = (
     "nvme-all",
     "nvme-backward",
     "lora",
+    "loco",
 )
 # And of these, what runs in the slow tier: other families, the other stages and variants.
 SLOW = (

@@ -1,4 +1,4 @@
-"""The planner's trace against the step itself: peak bytes, bytes at rest, the ledger, FLOPs and a disk's bytes, of 54
+"""The planner's trace against the step itself: peak bytes, bytes at rest, the ledger, FLOPs and a disk's bytes, of 58
 configurations.
 
 A thin part of them runs by default; all of them when asked for.

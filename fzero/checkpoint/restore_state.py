@@ -13,6 +13,7 @@ from fzero import checkpoint
 from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, read_boxes
+from fzero.checkpoint.restore_errors import shared_errors
 from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.device import HOST
@@ -20,6 +21,7 @@ from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.sharding import Mesh, Plan
+from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, local_windows, whole_shape
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import PREVIOUS, TrainState, in_host_memory, put_on
@@ -63,7 +65,8 @@ def _restore_from(
     device: torch.device,
 ) -> TrainState:
     policy, mesh = plan.policy, plan.mesh
-    spec_of, source = pytree.named_leaves(specs), match_leaves(held, like, policy)
+    spec_of, shared = pytree.named_leaves(specs), shared_errors(held, plan)
+    source = {name: of for name, of in match_leaves(held, like, policy).items() if name not in shared}
     fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
 
@@ -81,7 +84,7 @@ def _restore_from(
 
     def read(name: str, leaf: Tensor, layer: int | None = None) -> Tensor:
         if name not in source:
-            return fresh[name]
+            return shared[name]().to(leaf.dtype) if name in shared else fresh[name]
         windows, size = slices[name]
         if layer is not None:
             window = next(w for w in windows if w.at <= layer < w.at + w.size[0])
@@ -126,9 +129,10 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
         if found is not None:
             out[name] = found
             made |= {name, found}
-        elif not name.startswith(FRESH):
+        elif not name.startswith((*FRESH, ERROR)):
             missing.append(name)
-    extra = [name for name in held.leaves if name not in made and not name.startswith((MASTER, SCALER, EXTRAS, BEFORE))]
+    known = (MASTER, SCALER, EXTRAS, BEFORE, ERROR)
+    extra = [name for name in held.leaves if name not in made and not name.startswith(known)]
     problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if problems:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")
@@ -167,6 +171,8 @@ def save_snapshot(
             return from_text(snapshot.record.values[name])
         if name in statistics:
             return statistics[name]
+        if name.startswith(ERROR):  # no store has errors
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
         held = name
         if not snapshot.holds(name):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"

@@ -138,7 +138,7 @@ VALUES = (
     click.option(
         "--codec",
         metavar="CODES",
-        help="What travels in codes of few bytes: params=int8,grads=int4,hpz. Default: nothing.",
+        help="What travels in codes of few bytes: params=int8,grads=int4,hpz,loco. Default: nothing.",
     ),
     click.option(
         "--schedule",

@@ -17,6 +17,7 @@ from fzero.planner.closed_layer import Basis, offload_of, remat_of, stacked
 from fzero.planner.closed_memory import Activations, Weights, loss_bytes, peak
 from fzero.planner.closed_rows import row_facts
 from fzero.planner.closed_time import step_time
+from fzero.sharding.codec import Codec, is_matrix
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.slices import local_numel
 
@@ -73,11 +74,23 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
     on_device = {name: groups[name] - away.get(name, 0.0) for name in ("params", "optimizer")}
     sums = weights(basis, c, micro_batches, groups["grads"] - away.get("grads", 0.0))
     on_device |= peak(activations(basis, c, alive), sums)
+    on_device["errors"] = error_bytes(basis, c)
     if c.pp > 1:  # what the first and the last stage use outside of the layers, and the sums of its gradients
         ends = max((n for name, n in parts.items() if not stacked(name)), default=0)
         on_device["gathered"] += ends * policy.param.itemsize
         on_device["grads"] += ends * policy.accumulate.itemsize
     return on_device, host
+
+
+def error_bytes(basis: Basis, c: Candidate) -> float:
+    """What a codec's error feedback takes on a rank: errors of the state, and those of the step beside them."""
+    if not basis.config.codec or c.zero < 2 or Codec.parse(basis.config.codec).loco is None:
+        return 0.0
+    plan, policy = basis.plan_of(c)[0], basis.policy
+    cut = {name: leaf for name, leaf in plan.leaves.items() if leaf.trained and "dp" in leaf.opt.axes}
+    coded = [leaf for name, leaf in cut.items() if is_matrix(name, leaf.shape, leaf.dtype)]
+    each = max(policy.accumulate.itemsize, 4)
+    return 2.0 * each * sum(local_numel(leaf.shape, leaf.compute, plan.sizes) for leaf in coded) / c.pp
 
 
 def activations(basis: Basis, c: Candidate, alive: float) -> Activations:

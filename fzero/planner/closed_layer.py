@@ -24,6 +24,7 @@ from fzero.run import build_optim
 from fzero.run.config import RunConfig
 from fzero.run.memory_check import part_layers, part_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
+from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
 
@@ -54,7 +55,11 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
     model = models.shorten(config.model, few)
     one = Candidate(1, 1, tp, 0, "none", "", rows).of(
         replace(
-            config, preset="", model=model, train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0)
+            config,
+            preset="",
+            codec="",
+            model=model,
+            train=replace(config.train, batch=rows, micro_batch=rows, measure_every=0),
         )
     )
     traced = trace_step(one, {"tp": tp}, target=device.target)
@@ -92,6 +97,17 @@ def layer_of(config: RunConfig, device: Device, tp: int) -> Layer:
 def stacked(part: str) -> bool:
     """Whether a part of a model has layers."""
     return is_stacked(f"{part}/")
+
+
+def takes_codec(basis: Basis, c: Candidate) -> bool:
+    """Whether the codec of a search's config goes with a candidate: with its stage, mesh and offload."""
+    codec, tiers = basis.config.codec, Offload.parse(c.offload)
+    try:
+        if codec:
+            expect_codec(Codec.parse(codec), basis.plan_of(c)[0], "nvme" in (tiers.params.memory, tiers.opt.memory))
+    except ValueError:
+        return False
+    return True
 
 
 class Basis:

@@ -120,6 +120,8 @@ def first_estimate(
     peak, _ = memory(basis, candidate)
     grads = grad_bytes(job)
     passes = {name: peak[name] for name in ("activations", "gathered")}
+    if "errors" in here:  # those of the step, until it is known whether it is skipped
+        passes["errors"] = here["errors"]
     if not job.plan.frozen:  # else only the small ones of adapters, and those of one layer's weights
         passes["gradients on their way"] = max(0.0, peak["grads"] - grads)
     seconds = step_time(basis, candidate) if has_rates(device) and device.flops else {}

@@ -63,7 +63,7 @@ def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
     mine = {axis: size for axis, size in sizes.items() if axis not in ("pp", "dp", "rp")}
     micro, data = config.train.micro_batch, fake_mesh(mine).data_size
     t = replace(config.train, batch=micro * data, update="end", updates=1, measure_every=0)
-    alone = replace(config, zero=0, offload="", mesh=mine, train=t, resident=0, pipeline=Pipeline())
+    alone = replace(config, zero=0, codec="", offload="", mesh=mine, train=t, resident=0, pipeline=Pipeline())
     return costs_of(run_step(alone, mine, 0, device.target), mine, device)
 
 

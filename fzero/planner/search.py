@@ -25,7 +25,7 @@ from fzero.models import ModelConfig
 from fzero.planner import experts, extrapolate, pipelined
 from fzero.planner.candidates import Candidate, candidates, layers_to_trace
 from fzero.planner.closed_forms import Sketch, sketch_candidate
-from fzero.planner.closed_layer import Basis, layer_of
+from fzero.planner.closed_layer import Basis, layer_of, takes_codec
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
@@ -99,6 +99,11 @@ def search(
         # Smallest tp first: it has the largest tensors and takes longest.
         layers = {tp: pool.submit(layer_of, config, device, tp) for tp in sorted({c.tp for c in every})}
         basis = Basis(config, device, node, {tp: layer.result() for tp, layer in layers.items()})
+        every = [c for c in every if takes_codec(basis, c)]
+        if not every:
+            raise ValueError(
+                f"no candidate goes with codec {config.codec}: see docs/codec.md for its stages and meshes"
+            )
         every = [c for c in every if experts.has_room(basis.plan_of(c)[0], device.loads)]
         if not every:
             raise ValueError(

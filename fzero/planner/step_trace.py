@@ -36,6 +36,7 @@ from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
 from fzero.run.measure.moments import Moment, Stay, Visit, alive, moments
 from fzero.sharding import Mesh, Plan, fake_mesh
+from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.memory import Offload
 from fzero.train.state_on_disk import leaves_on_disk
 
@@ -43,6 +44,7 @@ HOST_COPIES = 1 << 50  # number of the first copy between host and device
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 LOOKS = torch.ops.aten._local_scalar_dense.default
 STATE = {"params": "params", "master": "master", AVERAGE: "ema", "opt_state": "opt"}
+WITH_CODEC = {ERROR: "errors"}  # groups that a state has with a codec that keeps errors alone
 
 
 class Transfer(NamedTuple):
@@ -72,7 +74,7 @@ class Trace(NamedTuple):
     timeline: tuple[Moment, ...]  # the fullest and the last moment of each visit of a part of the model
     peak: Moment
     alive: tuple[tuple[str, str, int], ...]  # (name, component, bytes) of the largest at the peak
-    state: dict[str, int]  # bytes at rest on the device: "params", "master", "opt", "ema", "other"
+    state: dict[str, int]  # bytes at rest on the device: "params", "master", "opt", "ema", "other", "errors"
     state_elsewhere: dict[str, int]  # bytes at rest in "host" and on "nvme", whole pages there
     ledger: tuple[Row, ...]
     sizes: dict[str, int]  # sizes of all axes of the mesh
@@ -383,7 +385,8 @@ def state_bytes(job: Job, state: Tree) -> tuple[dict[str, int], dict[str, int]]:
         size = leaf.numel() * leaf.element_size()
         memory = specs[name].memory if name in specs else "device"
         if memory == "device":
-            here[next((group for start, group in STATE.items() if name.startswith(start)), "other")] += size
+            group = next((group for start, group in (STATE | WITH_CODEC).items() if name.startswith(start)), "other")
+            here[group] = here.get(group, 0) + size
         else:
             elsewhere[memory] += size
     return here, elsewhere

@@ -172,7 +172,11 @@ KEYS: tuple[Key, ...] = (
     *_refused("hysteresis comes back when the scale rises", "fp16.consecutive_hysteresis"),
     *_refused("use --codec params=int8 at stage 3", f"{ZERO}.zero_quantized_weights"),
     *_refused("use models.quantized", f"{ZERO}.zero_quantized_nontrainable_weights"),
-    *_refused("use --codec grads=int4", f"{ZERO}.zero_quantized_gradients", f"{ZERO}.zeropp_loco_param.*"),
+    *_refused("use --codec grads=int4", f"{ZERO}.zero_quantized_gradients"),
+    *_refused(
+        "use --codec grads=int4,loco=BETA,reset=T, where BETA is err_beta and T is reset_T",
+        f"{ZERO}.zeropp_loco_param.*",
+    ),
     *_refused(
         "use --mesh dp=N,rp=M --codec hpz, where dp is this number",
         f"{ZERO}.zero_hpz_partition_size",

@@ -30,6 +30,7 @@ from fzero.optim.average import AVERAGE
 from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan
+from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import MEMORIES
 from fzero.train.row import schedule_of
@@ -42,7 +43,7 @@ PROCESS = 450 << 20  # bytes of a process that has loaded its libraries
 class Memory(NamedTuple):
     """Bytes that one rank of a run needs."""
 
-    state: int  # parameters, master weights, optimizer state, average, what a speculating step keeps of them: exact
+    state: int  # parameters, master weights, optimizer state, average, errors, what a step keeps of them beside: exact
     grads: int  # their sums, and gradients of one part of the model on their way there
     gathered: int  # parameters that are whole for use
     activations: int  # of one micro-batch: a rough bound
@@ -61,6 +62,10 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     leaves = bytes_of_state(job) if leaves is None else leaves
     few = ("step", "key", "data_cursor", "scaler")
     state = sum(n for name, (place, n) in leaves.items() if place != "nvme" and name.split("/")[0] not in few)
+    if plan.codec is not None and plan.codec.loco is not None:
+        state += sum(
+            n for name, (_, n) in leaves.items() if name.startswith(ERROR)
+        )  # those of the step, until it is known whether it is skipped
     if t.update == "speculate":
         state += old_values_bytes(job, leaves)
     micro_batches = local_micro_batches(job.config, job.mesh)
@@ -303,7 +308,13 @@ def host_bytes(job: Job) -> int:
     return sum(memory_on_host(job))
 
 
-STATE = {"params/": "parameters", "master/": "master weights", AVERAGE: "average", "opt_state/": "optimizer state"}
+STATE = {
+    "params/": "parameters",
+    "master/": "master weights",
+    AVERAGE: "average",
+    "opt_state/": "optimizer state",
+    ERROR: "errors of the codec",
+}
 
 
 def needs_on_device(job: Job) -> dict[str, int]:

@@ -3,9 +3,11 @@
     qwZ    parameters are gathered as codes; a step is one on rounded parameters
     qgZ    each rank's term of a sum of gradients is rounded once, sent to the rank that keeps the sum, added in float32
     hpZ    parameters rest over rp as well; what the ranks of a node hold together stays for the rest of the step
+    LoCo   what rounding takes from gradients is kept and sent later (see error_feedback.py)
 
-Source: Wang et al. 2023, "ZeRO++: extremely efficient collective communication for giant model training",
-arXiv:2306.10209, sections 3.1 to 3.3.
+Sources: Wang et al. 2023, "ZeRO++: extremely efficient collective communication for giant model training",
+arXiv:2306.10209, sections 3.1 to 3.3; Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model
+training", arXiv:2407.04480, section 3.
 """
 
 from __future__ import annotations
@@ -20,11 +22,21 @@ import torch
 from torch import Tensor
 
 from fzero.core.pytree import nearest
+from fzero.sharding.moves import rounded_once
 from fzero.sharding.slices import shard_dim
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 LeafPlan = Any
 KINDS = ("int8", "int4", "fp8_e4m3")
+BETA = 0.8  # LoCo's, where the text says "loco"
+FORMS = {  # of a part of a text: what its value matches, and how it is read
+    "params": (r".+", str),
+    "grads": (r".+", str),
+    "hpz": (r"", lambda _: True),
+    "block": (r"[0-9]+", int),
+    "loco": (r"|[0-9]*\.?[0-9]+(e-?[0-9]+)?", lambda text: float(text) if text else BETA),
+    "reset": (r"[0-9]+", int),
+}
 
 
 @dataclass(frozen=True)
@@ -36,17 +48,24 @@ class Codec:
     hpz: whether parameters rest over dp and rp, and each rank keeps, from their first use in a step on, the codes that
         dp alone shards: they pass between the ranks of rp, which are slow links, once a step.
     block: the elements that share a scale, a power of two from 16 to 8192.
+    loco: what `grads` loses is kept by the rank that sends it: beta, the part of it that is added to what it sends
+        next, in (0, 1]; None: it is lost.
+    reset: after so many steps these errors are dropped, again and again; None: never.
 
     Leaves of one dim in a layer (biases, norms) and integers travel as they are.
 
     >>> Codec.parse("params=int8,grads=int4,hpz")
-    Codec(params='int8', grads='int4', hpz=True, block=128)
+    Codec(params='int8', grads='int4', hpz=True, block=128, loco=None, reset=None)
+    >>> print(Codec.parse("grads=int4,loco,reset=1024"))
+    grads=int4,loco=0.8,reset=1024
     """
 
     params: str = ""
     grads: str = ""
     hpz: bool = False
     block: int = 128
+    loco: float | None = None
+    reset: int | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("params", self.params), ("grads", self.grads)):
@@ -58,6 +77,19 @@ class Codec:
             raise ValueError(f"codec: block is {self.block}; it must be a power of two from 16 to 8192")
         if not (self.params or self.grads or self.hpz):
             raise ValueError('codec: nothing is coded; write "params=int8", "grads=int4", "hpz", or several')
+        if self.loco is not None and not 0 < self.loco <= 1:
+            raise ValueError(f"codec: loco is {self.loco}; it must be above 0 and at most 1 (see LoCo's beta)")
+        if self.reset is not None and self.reset < 1:
+            raise ValueError(f"codec: reset is {self.reset}; it is a number of steps, at least 1")
+        if self.loco is not None and not self.grads:
+            raise ValueError(
+                f"codec: loco is {self.loco} and grads is not given, whose errors it keeps; write grads=int4,loco"
+            )
+        if self.reset is not None and self.loco is None:
+            raise ValueError(
+                f"codec: reset is {self.reset} and loco is not given, whose errors it drops; write "
+                f"loco,reset={self.reset}"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Codec:
@@ -65,20 +97,25 @@ class Codec:
         found: dict[str, Any] = {}
         for part in filter(None, text.replace(" ", "").split(",")):
             name, _, value = part.partition("=")
-            if name not in ("params", "grads", "hpz", "block") or name in found:
+            if name not in FORMS or name in found:
                 raise ValueError(
-                    f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz and block=N, each once"
+                    f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz, block=N, loco, loco=BETA "
+                    "and reset=STEPS, each once"
                 )
-            if (name == "hpz") == bool(value) or (name == "block" and not re.fullmatch("[0-9]+", value)):
+            form, read = FORMS[name]
+            if not re.fullmatch(form, value) or part.endswith("="):
                 raise ValueError(
-                    f"codec {text!r}: {part!r} has another form; write for example params=int8,hpz,block=64"
+                    f"codec {text!r}: {part!r} has another form; write for example params=int8,hpz,block=64,"
+                    "grads=int4,loco=0.8,reset=1024"
                 )
-            found[name] = True if name == "hpz" else int(value) if name == "block" else value
+            found[name] = read(value)
         return cls(**found)
 
     def __str__(self) -> str:
         parts = [f"{name}={kind}" for name, kind in (("params", self.params), ("grads", self.grads)) if kind]
-        return ",".join([*parts, *["hpz"] * self.hpz, *[f"block={self.block}"] * (self.block != 128)])
+        parts += [*["hpz"] * self.hpz, *[f"block={self.block}"] * (self.block != 128)]
+        parts += [] if self.loco is None else [f"loco={self.loco}"]
+        return ",".join([*parts, *([] if self.reset is None else [f"reset={self.reset}"])])
 
     def bytes_of(self, kind: str, elements: int, last: int) -> float:
         """The bytes of so many elements in codes of a kind, with their scales, in rows of `last` elements."""
@@ -106,13 +143,15 @@ def is_matrix(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
 def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     """The plan with a codec; raises ValueError for one that does not go with the plan."""
     codec = Codec.parse(codec) if isinstance(codec, str) else codec
-    expect_codec(codec, plan)
+    expect_codec(codec, plan, any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values()))
     leaves = dict(plan.leaves)
     if codec.hpz:
         leaves = {name: over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
     fit = [name for name, leaf in leaves.items() if is_matrix(name, leaf.shape, leaf.dtype)]
     gathered = frozenset(name for name in fit if codec.params and "dp" in leaves[name].use.axes)
     summed = frozenset(name for name in fit if codec.grads and leaves[name].trained)
+    if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
+        summed = frozenset(name for name in summed if rounded_once(leaves[name], plan.sizes))
     return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=summed)
 
 
@@ -133,8 +172,11 @@ def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
     return replace(leaf, **cut)
 
 
-def expect_codec(codec: Codec, plan: Plan) -> None:
-    """Raise ValueError for what a codec does not go with: a plan's stage, mesh, order of sums or float8 gathers."""
+def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
+    """Raise ValueError for what a codec does not go with: a plan's stage, mesh, order of sums or float8 gathers.
+
+    on_disk: whether parameters or optimizer states rest there.
+    """
     stage, sizes = plan.stage, plan.sizes
     if plan.reduce == "canonical":
         raise ValueError(
@@ -146,6 +188,16 @@ def expect_codec(codec: Codec, plan: Plan) -> None:
         raise ValueError(f"codec {codec}: {what} is of stage 3, which gathers parameters, and the stage is {stage}")
     if codec.grads and stage < 2:
         raise ValueError(f"codec {codec}: grads is of stages 2 and 3, which scatter sums, and the stage is {stage}")
+    if codec.loco is not None and sizes["rp"] > 1 and not codec.hpz:
+        raise ValueError(
+            f"codec {codec}: loco keeps the error of a term that is rounded once, and sums over rp={sizes['rp']} are "
+            "rounded on their way back too; write hpz (stage 3), or these ranks as dp"
+        )
+    if codec.loco is not None and on_disk:
+        raise ValueError(
+            f"codec {codec}: loco keeps errors in memory, and parameters or optimizer states rest on a disk, which has "
+            "each step complete without them; offload to host, or leave loco out"
+        )
     if codec.hpz and sizes["rp"] == 1:
         raise ValueError(
             f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; "

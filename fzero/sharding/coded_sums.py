@@ -16,14 +16,8 @@ from torch import Tensor
 
 from fzero.comm.bucket import pack, unpack
 from fzero.comm.collectives import Axis, Ledger, start_all_gather, start_all_to_all
-from fzero.comm.tables import BY_TOKENS
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
-
-
-def is_coded(op: str, link: str) -> bool:
-    """Whether an operation of `moves` sends codes: a sum over ranks that have other tokens."""
-    return op in ("scatter", "psum") and link.split("+")[0] in BY_TOKENS
 
 
 def padded(elements: int, ranks: int) -> int:

@@ -10,10 +10,12 @@ import torch
 
 from fzero.comm.tables import SHARDS, links_of
 from fzero.sharding.at_rest import shard_axes
-from fzero.sharding.coded_sums import is_coded, padded
+from fzero.sharding.codec import is_matrix
+from fzero.sharding.coded_sums import padded
+from fzero.sharding.error_feedback import error_bytes, error_dtype
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.experts import shares
-from fzero.sharding.moves import moves, ranks_of, reduce_dtype
+from fzero.sharding.moves import is_coded, moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
 from fzero.sharding.slices import is_stacked, local_numel
 
@@ -259,6 +261,20 @@ def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
     return {link: (part, once) for link, (part, once) in found.items()}
 
 
+def errors_text(plan: Plan) -> list[str]:
+    """The lines that say what a codec's error feedback takes, and of what it keeps none."""
+    held = error_bytes(plan)
+    lines = [
+        f"  error feedback: a rank holds {held:,} bytes of errors in {dtype_name(error_dtype(plan))}, and as many "
+        "again in a step until it is known whether it is skipped"
+    ]
+    fit = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]
+    whole = [name for name in fit if name not in plan.coded_grads]
+    if whole:
+        lines.append(f"  sums that all ranks get travel as they are: those of {', '.join(whole)}")
+    return lines
+
+
 def codec_text(plan: Plan) -> list[str]:
     """The lines that say what a codec sends over each link, beside the same plan without one."""
     plain, codec = replace(plan, codec=None, coded=frozenset(), coded_grads=frozenset()), plan.codec
@@ -270,6 +286,7 @@ def codec_text(plan: Plan) -> list[str]:
     if rounded:
         rounded.append(f"{codec.block} elements share a scale")
     lines = [f"codec {codec}: " + ("; ".join(rounded) or "parameters rest over rp as well")]
+    lines += errors_text(plan) if codec.loco is not None else []
     for link, sent in sent_by_link(plan).items():
         was = f" ({before[link][0]:,.0f} and {before[link][1]:,.0f} in full)" if sent != before[link] else ""
         lines.append(f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{was}")

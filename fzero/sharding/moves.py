@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.comm.tables import links_of
+from fzero.comm.tables import BY_TOKENS, links_of
 from fzero.sharding.at_rest import shard_axes
 from fzero.sharding.spec import Spec
 
@@ -29,6 +29,18 @@ def moves(compute: Spec, grads: Spec, opt: Spec, sizes: Mapping[str, int]) -> tu
     over = links_of(shard_axes(compute), sizes) if "dp" in grads.axes and "dp" not in opt.axes else ()
     end += [("gather", link) for link in over]
     return tuple(now), tuple(end)
+
+
+def is_coded(op: str, link: str) -> bool:
+    """Whether an operation of `moves` sends codes, where a plan's codec has any: a sum over ranks that have other
+    tokens."""
+    return op in ("scatter", "psum") and link.split("+")[0] in BY_TOKENS
+
+
+def rounded_once(leaf: Any, sizes: Mapping[str, int]) -> bool:
+    """Whether each term of a leaf's gradient is rounded once on every way that it goes in codes: no "psum" does."""
+    path = moves(leaf.compute, leaf.grads, leaf.opt, sizes)
+    return not any(op == "psum" and is_coded(op, link) for moved in path for op, link in moved)
 
 
 def ranks_of(link: str, sizes: Mapping[str, int]) -> int:

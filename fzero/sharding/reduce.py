@@ -20,8 +20,9 @@ from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scat
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
-from fzero.sharding.coded_sums import is_coded, sum_coded
-from fzero.sharding.moves import Moves, moves, reduce_dtype, without_pp
+from fzero.sharding.coded_sums import sum_coded
+from fzero.sharding.error_feedback import ErrorFeedback
+from fzero.sharding.moves import Moves, is_coded, moves, reduce_dtype, without_pp
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
 from fzero.sharding.sums_at_rest import Key, SumsAtRest
@@ -34,14 +35,14 @@ class GradientReducer:
     micro-batch's gradients travel while the next one's are computed; but with pp the sums over data ranks that are made
     once, of whole gradients, are waited for behind the row of a rank: the stage before waits for the gradient of its
     last micro-batch, and would otherwise wait for these sums of every stage behind it.
-    coder: of the leaves of plan.coded_grads.
+    coder: of the leaves of plan.coded_grads. errors: of what it rounds, if they are fed back.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
-    def __init__(self, plan: Plan, rest: SumsAtRest, coder: Coder | None = None):
+    def __init__(self, plan: Plan, rest: SumsAtRest, coder: Coder | None = None, errors: ErrorFeedback | None = None):
         self.mesh, self.accumulate, self.rest = plan.mesh, plan.policy.accumulate, rest
         self.canonical = plan.reduce == "canonical"
-        self.reduce, self.coder = reduce_dtype(plan), coder
+        self.reduce, self.coder, self.errors = reduce_dtype(plan), coder, errors
         self.coded = plan.coded_grads
         self.moves = {
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
@@ -106,7 +107,7 @@ class GradientReducer:
         Yields whenever a collective has been started.
         """
         now, end = both
-        values = yield from self.travel(names, grads, now)
+        values = yield from self.travel(names, grads, now, group.layer)
         grads.clear()
         keys = [(group.name if self.canonical else "", name, group.layer) for name in names]
         for i, key in enumerate(keys):
@@ -116,16 +117,19 @@ class GradientReducer:
         if ends and end:
             if self.long and end[0][0] == "psum":
                 yield names  # begun behind the row, one after the other: each has memory beside what it sums
-            values = yield from self.travel(names, values, end)
+            values = yield from self.travel(names, values, end, group.layer)
             for key, value in zip(keys, values):
                 self.rest.place(key, value)
 
-    def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves) -> Iterator[Any]:
-        """The tensors after the collectives of `path`; the list `tensors` is emptied."""
+    def travel(self, names: Sequence[str], tensors: list[Tensor], path: Moves, layer: int | None) -> Iterator[Any]:
+        """The tensors, of a layer of these leaves, after the collectives of `path`; the list `tensors` is emptied."""
         for op, name in path:
             axis, shapes = self.mesh[name], [t.shape for t in tensors]
             if self.coder is not None and names[0] in self.coded and is_coded(op, name):
-                tensors = yield from sum_coded(op, names, tensors, axis, self.coder, self.accumulate, self.mesh.ledger)
+                coder = self.coder
+                if self.errors is not None:
+                    coder = self.errors.coder(coder, name, names, layer or 0, axis.size)
+                tensors = yield from sum_coded(op, names, tensors, axis, coder, self.accumulate, self.mesh.ledger)
                 continue
             bundle = pack(tensors, axis.size if op == "scatter" else 1, self.reduce)
             tensors.clear()

@@ -16,6 +16,7 @@ from fzero.models.batch import check_tokens
 from fzero.optim import GradientTransformation
 from fzero.optim.base import expect_optimizer
 from fzero.sharding import Plan
+from fzero.sharding.error_feedback import ERRORS, error_specs
 from fzero.sharding.pipelines import expect_parts
 from fzero.sharding.shapes import shapes_of
 from fzero.train.execution import Execution
@@ -106,6 +107,11 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
     if update not in UPDATES:
         raise ValueError(f"update is {update!r}; it must be {', '.join(UPDATES[:-1])} or {UPDATES[-1]}")
     expect_delayed(plan, update)
+    if plan.codec is not None and plan.codec.loco is not None and update in ("speculate", "backward"):
+        raise ValueError(
+            f'update="{update}" updates layers before the step is decided, and codec {plan.codec} keeps errors until '
+            'then; use update="end", or leave loco out'
+        )
     if update in ("speculate", "backward") and plan.stages is not None:
         raise ValueError(
             f'update="{update}" updates layers in the backward pass of a whole model, and pp={plan.sizes["pp"]} cuts '
@@ -183,6 +189,11 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
             )
     if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
         raise ValueError(f"the state was not made for the plan's policy {policy.name}; give init_state this plan")
+    if pytree.names(state.extra.get(ERRORS, {})) != pytree.names(error_specs(plan).get(ERRORS, {})):
+        raise ValueError(
+            f"the state was not made for the plan's codec {plan.codec}, whose errors are a part of it; give init_state "
+            "this plan"
+        )
     found = pytree.names(state.opt_state)
     if found != opt_names:
         odd = next(name for name in [*opt_names, *found] if (name in opt_names) != (name in found))

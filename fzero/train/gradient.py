@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fzero.offload import Nvme, ScratchTensor
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
+from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Coding, Group, Kept, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
@@ -87,6 +88,15 @@ def layer_keys(key: Tensor | tuple[()], plan: Plan, how: Execution) -> dict[str,
     return {"key": key, "keys": {} if how.compiled else block_keys(key, sum(depths.values()))}
 
 
+class Found(NamedTuple):
+    """What StepGradient finds."""
+
+    sums: Tree  # of gradients, in the layout of plan.opt, in policy.accumulate
+    loss: base.Loss  # the sums of losses
+    squares: dict[str, Squared]  # of the leaves that the norm need not read
+    errors: ErrorFeedback | None = None  # of what was sent in codes, until it is known whether the step is skipped
+
+
 class StepGradient:
     """The gradient of the summed total * seed over all parts of all ranks, in the layout of plan.opt, in
     policy.accumulate.
@@ -113,14 +123,12 @@ class StepGradient:
         mesh = self.plan.mesh
         return [(j * mesh.data_size + mesh.data_rank) * size for j in range(parts)]
 
-    def pure(
-        self, params: Tree, parts: list[Any], firsts: list[int], key: Any, seed: Tensor
-    ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
+    def pure(self, params: Tree, parts: list[Any], firsts: list[int], key: Any, seed: Tensor) -> Found:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
         seen = rounded_params(params, self.plan, self.kernels)
         grads, losses = functional(self.loss, seen, self.plan, parts, firsts, key, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
-        return own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {}
+        return Found(own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {})
 
     def squares_of(self, leaf: Tensor) -> list[Tensor]:
         """What the norm is made of, of a leaf or a layer of one."""
@@ -131,11 +139,18 @@ class StepGradient:
         assert self.nvme is not None  # given with a plan whose gradients rest on a disk
         return ScratchTensor(self.nvme.scratch, ("grads", stream, name), depth, self.plan.policy.accumulate)
 
-    def turn(self, params: Tree, parts: int, device: torch.device, shown: LayerSums | None = None) -> Turn:
+    def turn(
+        self,
+        params: Tree,
+        parts: int,
+        device: torch.device,
+        shown: LayerSums | None = None,
+        errors: ErrorFeedback | None = None,
+    ) -> Turn:
         """The turn of so many micro-batches at these parameters (at rest)."""
         coder = grads_coder(self.plan, self.kernels)
         rest = SumsAtRest(self.plan, parts, self.away, shown, *self.lasting, self.squares_of)
-        sink = GradientReducer(self.plan, rest, coder)
+        sink = GradientReducer(self.plan, rest, coder, errors)
         kept: Kept | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
         return Turn(gather_over_pp(params, self.plan, self.users, device), sink, kept)
 
@@ -146,8 +161,8 @@ class StepGradient:
         parts: int,
         device: torch.device,
         early: EarlyUpdate | SpeculativeUpdate | None = None,
-    ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
-        """(the gradient, the sums of losses, squares of the leaves that the norm need not read) of a turn."""
+    ) -> Found:
+        """What a turn has found."""
         plan, over_pp = self.plan, None
         if plan.stages is not None:
             losses = share_losses(losses, parts, plan, self.told, device)
@@ -162,7 +177,7 @@ class StepGradient:
         squares = {
             name: Squared(found, shapes[name], plan.policy.accumulate) for name, found in reducer.rest.squares().items()
         }
-        return sums, sum_losses(losses, plan.mesh), squares
+        return Found(sums, sum_losses(losses, plan.mesh), squares)
 
     def __call__(
         self,
@@ -173,8 +188,8 @@ class StepGradient:
         seed: Tensor,
         early: EarlyUpdate | SpeculativeUpdate | None = None,
         known: Callable[[base.Loss], None] | None = None,
-    ) -> tuple[Tree, base.Loss, dict[str, Squared]]:
-        """See `collect`; the parts have `size` rows each. known: is called with the sum of losses before the last
+    ) -> Found:
+        """What the parts give, which have `size` rows each. known: is called with the sum of losses before the last
         backward pass."""
         firsts, mesh, device = self.firsts(len(parts), size), self.plan.mesh, seed.device
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
@@ -188,10 +203,12 @@ class StepGradient:
             if known is not None and len(so_far) == len(parts):  # after the last forward pass
                 known(sum_losses(so_far, mesh))
 
-        turns = [self.turn(state.params, len(parts), device, shown)]
+        held = state.extra.get(ERRORS)
+        errors = ErrorFeedback(self.plan, held, seed, state.step) if held is not None else None
+        turns = [self.turn(state.params, len(parts), device, shown, errors)]
         losses = self.backward(turns, Batches(parts, firsts, keys), seed, ready)
         reducer = turns.pop().sink
-        return self.collect(reducer, losses, len(parts), device, early)
+        return self.collect(reducer, losses, len(parts), device, early)._replace(errors=errors)
 
 
 def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:

@@ -14,6 +14,7 @@ from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Plan
+from fzero.sharding.error_feedback import first_errors
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
@@ -94,7 +95,7 @@ def init_state(
         scaler=init_scaler(policy.loss_scale, device) if policy.loss_scale else (),
         key=key,
         data_cursor=torch.tensor(0).to(device),
-        extra={LOSS: init_stats(device), **with_previous(plan, params)},
+        extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
     )
     on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
     return in_host_memory(state, state_specs(plan, tx)) if on_host else state

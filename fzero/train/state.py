@@ -18,6 +18,7 @@ from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
 from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Plan, Spec
+from fzero.sharding.error_feedback import error_specs, first_errors
 from fzero.sharding.slices import local_shape
 from fzero.train.spike import LOSS, init_stats
 
@@ -45,7 +46,8 @@ class TrainState(NamedTuple):
     scaler: ScalerState | tuple[()]
     key: Tensor  # int64 [2]
     data_cursor: Tensor  # int64 scalar: samples consumed
-    # "loss": its running statistics; with delayed updates "previous": the trained parameters before the last update
+    # "loss": its running statistics; with delayed updates "previous": the trained parameters before the last update;
+    # with a codec's error feedback "codec_error": by hop and leaf what this rank owes (see sharding/error_feedback.py)
     extra: dict[str, Tree]
 
 
@@ -74,7 +76,7 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=whole,
         data_cursor=whole,
-        extra={LOSS: pytree.map(lambda _: Spec(), init_stats()), **with_previous(plan, params)},
+        extra={LOSS: pytree.map(lambda _: Spec(), init_stats()), **with_previous(plan, params), **error_specs(plan)},
     )
 
 
@@ -117,7 +119,7 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
         scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         data_cursor=torch.empty((), dtype=torch.int64, device="meta"),
-        extra={LOSS: init_stats("meta"), **with_previous(plan, params)},
+        extra={LOSS: init_stats("meta"), **with_previous(plan, params), **first_errors(plan, "meta")},
     )
 
 

@@ -26,12 +26,13 @@ from fzero.optim.norm import Squared, summed_by_kernel
 from fzero.optim.sharded_leaves import ShardedLeaves, bind, shards_of
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
+from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.train.after import move_leaves
 from fzero.train.batch import expect_own_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
 from fzero.train.execution import Execution
-from fzero.train.gradient import StepGradient
+from fzero.train.gradient import Found, StepGradient
 from fzero.train.loss import LossFn, context_of, dropout_key
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
@@ -143,13 +144,12 @@ def make_train_step(
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, key, seed.value, later)
                 return hand_over(state, new) if donate else new, join_metrics(each)
-            found = gradient(state, parts, size, key, seed.value, early, known)
-            metrics, verdict, sums = measured(seed, state, found)
-            del found
+            metrics, verdict, sums = measured(seed, state, gradient(state, parts, size, key, seed.value, early, known))
             moved = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
                 skipped = metrics.skipped if skips else None
+                moved = settled(moved, sums.errors, skipped, donate=donate)
                 new = (finish if early is None else early.finish)(sums, moved, skipped)
                 new = move_leaves(model, plan, new, metrics.tables, skipped, donate=donate)
                 commit(nvme, new, plan)
@@ -162,16 +162,16 @@ Measured = tuple[Metrics, Verdict, Gradients]
 
 
 def measure(
-    plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, found: Any
+    plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, found: Found
 ) -> Measured:
     """The metrics of an update, whether it is made, and its gradients, from what StepGradient found."""
-    grads, total, squares = found
+    grads, total, squares, errors = found
     factor = seed.mean_factor(total)
     norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
     loss = total.total.to(factor.dtype) / tokens_of(total)
     verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
     metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
-    return metrics, verdict, Gradients(grads, factor, norm)
+    return metrics, verdict, Gradients(grads, factor, norm, errors)
 
 
 def update_delayed(
@@ -301,6 +301,13 @@ def advance(plan: Plan, state: TrainState, verdict: Verdict, samples: int) -> Tr
         scaler=move_scaler(plan.policy, state.scaler, verdict.overflow),
         extra={**state.extra, LOSS: verdict.stats},
     )
+
+
+def settled(state: TrainState, errors: ErrorFeedback | None, skipped: Tensor | None, *, donate: bool) -> TrainState:
+    """The state with the errors after a step of what it sent in codes."""
+    if errors is None:
+        return state
+    return state._replace(extra={**state.extra, ERRORS: errors.settle(skipped, donate=donate)})
 
 
 def count_step(plan: Plan, state: TrainState, samples: int) -> TrainState:

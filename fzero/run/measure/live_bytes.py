@@ -24,12 +24,14 @@ from fzero.core.torch_private import DispatchKey, FakeTensor, TorchDispatchMode
 from fzero.kernels.op_function import OPENED
 from fzero.optim.average import AVERAGE
 from fzero.run.measure.moments import START, Change, Life, Moment, Stay, Visit, alive, moments
+from fzero.sharding.error_feedback import ERROR
 
 GROUPS = {
     "params": "params",
     "master": "master",
     AVERAGE: "ema",
     "opt_state": "optimizer",
+    ERROR: "grads",
     "batch": "batch",
 }
 # Fake tensors ask a dispatcher for their device: often, and no operator runs.

@@ -6,7 +6,7 @@ A storage belongs to one component, by where it was born and where it died:
 | component | content |
 |---|---|
 | params, master, optimizer, ema, batch | inputs of the step, by the group of the state |
-| grads | gradients on their way to their sums, and the sums |
+| grads | gradients on their way to their sums, and the sums; what a codec's rounding took from them |
 | gathered | parameters whole for use |
 | activations | made in one part of the model and freed in another: inputs of the backward pass, and its gradients |
 | workspace | made and freed in one part of the model, or in the update |

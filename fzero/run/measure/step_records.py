@@ -26,6 +26,7 @@ from fzero.run.measure.live_bytes import record_step
 from fzero.run.measure.log import process_peak_bytes
 from fzero.run.measure.moments import COMPONENTS
 from fzero.run.measure.profiler import TRACE, Profile
+from fzero.sharding.error_feedback import ERROR
 from fzero.train.state import TrainState
 
 LEDGER, MEMORY = "ledger.json", "memory.json"
@@ -143,10 +144,12 @@ def measure_memory(job: Job, state: TrainState, batch: Any) -> tuple[TrainState,
 
 
 def bytes_at_rest(state: TrainState, device: torch.device) -> dict[str, int]:
-    """{group of the state: bytes of its leaves on `device`}: "params", "master", "opt", "ema" and "other"."""
+    """{group of the state: bytes of its leaves on `device`}: "params", "master", "opt", "ema", "other", and "errors" of
+    a codec that keeps them."""
     out: dict[str, int] = dict.fromkeys(("params", "master", "opt", "ema", "other"), 0)
     for name, leaf in pytree.named_leaves(state._asdict()).items():
         if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type:
             group = {"params": "params", "master": "master", "opt_state": "opt"}.get(name.split("/")[0], "other")
-            out["ema" if name.startswith(AVERAGE) else group] += leaf.nbytes
+            group = "ema" if name.startswith(AVERAGE) else "errors" if name.startswith(ERROR) else group
+            out[group] = out.get(group, 0) + leaf.nbytes
     return out

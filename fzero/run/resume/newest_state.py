@@ -10,6 +10,7 @@ from typing import Any
 from fzero import checkpoint
 from fzero.checkpoint.directory import newest_sound
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
+from fzero.checkpoint.restore_errors import error_lines
 from fzero.core import pytree
 from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
@@ -142,11 +143,12 @@ def restore_newest(
             return str(found.path), found.lines()
 
         path, lines = coordinator.share(look)
-        for line in lines:
+        for line in [*lines, *error_lines(path, job.plan)]:
             say(line)
         return restore(job, path)
     found = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
-    for line in found.lines():
+    assert found.path is not None  # else it has raised
+    for line in [*found.lines(), *error_lines(found.path, job.plan)]:
         say(line)
     return found.value
 

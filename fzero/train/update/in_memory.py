@@ -20,6 +20,7 @@ from fzero.optim import GradientTransformation, apply_in_place, apply_updates
 from fzero.optim.base import Pass, name_tree, overwrite
 from fzero.optim.combine import split_chain
 from fzero.sharding import Plan
+from fzero.sharding.error_feedback import ErrorFeedback
 from fzero.sharding.slices import narrow_part, shard_dim
 
 
@@ -29,6 +30,7 @@ class Gradients(NamedTuple):
     sums: Tree
     factor: Tensor  # 0-dim
     norm: Tensor  # 0-dim, of the sums
+    errors: ErrorFeedback | None = None  # of what was sent in codes
 
 
 def split_names(plan: Plan) -> set[str]:

@@ -1,0 +1,110 @@
+"""The errors of a codec from a checkpoint: as they are for the same senders, else their sum, shared by those of a run.
+
+What a leaf's senders owe together is what must not be lost: each of N' senders takes the N'-th part of the sum over
+those before, whichever they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
+from fzero.core import pytree
+from fzero.sharding import Plan, Spec
+from fzero.sharding.error_feedback import ERROR, error_dtype, error_specs, errors_of
+from fzero.sharding.slices import is_stacked, local_shape, local_windows
+
+
+def shared_errors(held: CheckpointReader, plan: Plan) -> dict[str, Callable[[], Tensor]]:
+    """{leaf of errors in the state of a plan: what reads this rank's part}, of those that are not as in the checkpoint.
+
+    Raises ValueError naming a leaf of another shape.
+    """
+    shapes = whole_shapes(plan)
+    specs = pytree.named_leaves({"extra": error_specs(plan)})
+    return {
+        name: partial(read_share, held, sources, shapes[name], specs[name], plan)
+        for name, sources in sources_of(held.leaves, shapes).items()
+        if not as_it_is(name, sources, held.leaves, shapes)
+    }
+
+
+def whole_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """{leaf of errors in the state of a plan: the shape of all of it}."""
+    found = errors_of(plan, lambda shape, spec: shape)
+    return {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in found.items() for leaf, shape in leaves.items()}
+
+
+def sources_of(there: Collection[str], here: Collection[str]) -> dict[str, list[str]]:
+    """{leaf of errors of a run: those of a checkpoint whose sum it shares}: those of its own hop, and in the first hop
+    of a leaf those of hops that the run has not.
+
+    >>> sources_of([f"{ERROR}data/w", f"{ERROR}rp/w"], [f"{ERROR}data/w", f"{ERROR}data/v"])
+    {'extra/codec_error/data/w': ['extra/codec_error/data/w', 'extra/codec_error/rp/w'], 'extra/codec_error/data/v': []}
+    """
+    found: dict[str, list[str]] = {}
+    first: set[str] = set()
+    for name in here:
+        leaf = leaf_of(name)
+        gone = [other for other in there if other.startswith(ERROR) and leaf_of(other) == leaf and other not in here]
+        found[name] = [name] * (name in there) + (gone if leaf not in first else [])
+        first.add(leaf)
+    return found
+
+
+def leaf_of(name: str) -> str:
+    """The leaf of the parameters that errors are of."""
+    return name.removeprefix(ERROR).partition("/")[2]
+
+
+def as_it_is(name: str, sources: list[str], there: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a leaf of errors is that of the checkpoint, sender by sender."""
+    return sources == [name] and tuple(there[name].shape) == shapes[name]
+
+
+def read_share(held: CheckpointReader, sources: list[str], whole: tuple[int, ...], spec: Spec, plan: Plan) -> Tensor:
+    """This rank's share of the sum over the senders of some errors; zeros for none."""
+    stacked = bool(sources) and is_stacked(leaf_of(sources[0]))
+    out = torch.zeros(local_shape(whole, spec, plan.mesh), dtype=error_dtype(plan))
+    for source in sources:
+        there = tuple(held.leaves[source].shape)
+        if there[2:] != whole[2:] or (stacked and there[0] != whole[0]):
+            raise ValueError(
+                f"{held.path}: {source} has shape {list(there)} there and {list(whole)} in this run; it is of another "
+                "model"
+            )
+        for window in local_windows(whole, spec, plan.mesh):
+            part = window.of(out)
+            rows = (window.start[0], window.size[0]) if stacked else (0, there[0])
+            for sender in range(there[1]):
+                term = held.read(source, (rows[0], sender, *window.start[2:]), (rows[1], 1, *window.size[2:]))
+                part += (term if stacked else term.sum(0, keepdim=True)).to(out.dtype)
+    return out / math.prod(whole[1:2] if stacked else whole[:2])
+
+
+def error_lines(path: Folder, plan: Plan) -> list[str]:
+    """What a run by `plan` that begins at the checkpoint at `path` does to its errors, in words; [] for nothing."""
+    held = open_checkpoint(path)
+    held.close()
+    shapes = whole_shapes(plan)
+    there = [name for name in held.leaves if name.startswith(ERROR)]
+    sources = sources_of(held.leaves, shapes)
+    lost = [name for name in there if name not in [each for given in sources.values() for each in given]]
+    lines = []
+    if shapes and not there:
+        lines.append(f"codec {plan.codec}: {path} has no errors of rounded gradients; they begin at 0")
+    elif changed := [name for name, given in sources.items() if not as_it_is(name, given, held.leaves, shapes)]:
+        lines.append(
+            f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks'; each rank begins with its share "
+            "of their sums"
+        )
+    if lost:
+        why = "the run keeps none" if not shapes else "the run keeps none of theirs"
+        lines.append(f"{path} has errors of rounded gradients of {len(lost)} leaves, which are dropped: {why}")
+    return lines

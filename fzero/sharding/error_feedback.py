@@ -1,0 +1,173 @@
+"""Error feedback for gradients that travel as codes: what rounding takes from a rank's term is kept by that rank, and
+added to what it sends next.
+
+    h = g + beta e        what is sent: the gradient, and a part of the error so far
+    s = decode(encode(h))        what arrives
+    e' = e + g - s
+
+so that after any number of sends the sum of s, with e, is that of g: what is missing is never more than an error. This
+is LoCo, whose moving average (1 - beta) e + beta (h - s) is beta times this e; kept so, e does not depend on beta. With
+beta = 1 it is classical error feedback. Gradients travel multiplied by a loss scale, which changes: errors are kept
+divided by it.
+
+Sources: Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model training", arXiv:2407.04480,
+section 3; Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fzero.comm.bucket import pack, unpack
+from fzero.comm.tables import SHARDS
+from fzero.core import pytree
+from fzero.sharding.codec import Coder
+from fzero.sharding.moves import is_coded, moves
+from fzero.sharding.pipelines import users_of
+from fzero.sharding.slices import is_stacked, local_numel, local_shape, shard_dim
+from fzero.sharding.spec import Spec
+
+Plan = Any  # fzero.sharding.plan.Plan, which prints what errors take
+T = TypeVar("T")
+Hops = dict[str, dict[str, T]]  # {"data" or "rp": {leaf: T}}: one for each sum that a leaf's gradient is sent to
+ERRORS = "codec_error"  # their name in `TrainState.extra`
+ERROR = f"extra/{ERRORS}/"  # how the name of one begins there: a hop and a leaf follow
+HOPS = ("data", "rp")  # between the ranks that share a leaf, of a node if there is hpz; between nodes
+
+
+def hop_of(link: str) -> str:
+    """The hop of the sum over a link, such as "dp+cp"."""
+    return HOPS[0] if link.split("+")[0] in SHARDS else link
+
+
+def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]:
+    """`make(shape, spec)` for the errors of each leaf that a plan's codec keeps some of, in each hop; {} for none.
+
+    The errors of a leaf are one tensor [rows, senders, *layer]. Rows are its layers, and of a leaf outside of layers
+    the ranks of pp that use it, or one. Senders are the ranks over which the sum is owed, each of which has one.
+
+    >>> import fzero
+    >>> params, mesh = {"blocks/w": torch.zeros(3, 8, 32)}, fzero.fake_mesh({"dp": 4, "tp": 2})
+    >>> plan = fzero.zero_plan(2, params, mesh, codec="grads=int8,loco")
+    >>> errors_of(plan, lambda shape, spec: (shape, str(spec)))
+    {'data': {'blocks/w': ((3, 4, 8, 32), '[·, ·/dp, ·, ·]')}}
+    """
+    found: Hops[T] = {}
+    if plan.codec is None or plan.codec.loco is None:
+        return found
+    users = {name: sorted({rank for _, rank in uses}) for name, uses in users_of(plan).items()}
+    for name in sorted(plan.coded_grads):
+        leaf, dim = plan.leaves[name], shard_dim(name)
+        dims, lead, rows = list(leaf.compute.dims[dim:]), leaf.compute.dims[:dim] or ((),), leaf.compute.rows
+        if name in users:
+            lead, rows = (("pp",),), rows_of(users[name], plan.sizes["pp"])
+        first = leaf.shape[0] if is_stacked(name) else max(1, len(users.get(name, ())))
+        now, end = moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes)
+        path = [*now, *end]
+        for i, (op, link) in enumerate(path):
+            if not is_coded(op, link):
+                continue
+            # Ranks over which the sum is still owed have other terms of it.
+            senders = tuple(axis for _, later in path[i:] for axis in later.split("+") if axis != "pp")
+            spec = Spec((*lead, senders, *dims), rows=rows, parts=leaf.compute.parts)
+            ranks = 1
+            for axis in senders:
+                ranks *= plan.sizes[axis]
+            found.setdefault(hop_of(link), {})[name] = make((first, ranks, *leaf.shape[dim:]), spec)
+            dims[0] = (*dims[0], *link.split("+"))
+    return found
+
+
+def error_specs(plan: Plan) -> dict[str, Hops[Spec]]:
+    """The entry of `TrainState.extra` for errors as specs: {"codec_error": {hop: {leaf: Spec}}}; {} without errors."""
+    found = errors_of(plan, lambda shape, spec: spec)
+    return {ERRORS: found} if found else {}
+
+
+def first_errors(plan: Plan, device: torch.device | str) -> dict[str, Hops[Tensor]]:
+    """The same entry before the first step: this rank's errors, zeros."""
+
+    def zeros(shape: tuple[int, ...], spec: Spec) -> Tensor:
+        return torch.zeros(local_shape(shape, spec, plan.mesh), dtype=error_dtype(plan), device=device)
+
+    found = errors_of(plan, zeros)
+    return {ERRORS: found} if found else {}
+
+
+def rows_of(ranks: list[int], pp: int) -> tuple[tuple[int, ...], ...]:
+    """By rank of pp the rows that it has, where each of `ranks` has one."""
+    return tuple((ranks.index(rank),) if rank in ranks else () for rank in range(pp))
+
+
+def error_dtype(plan: Plan) -> torch.dtype:
+    """The dtype of errors: that of sums of gradients, float32 at least."""
+    return torch.promote_types(plan.policy.accumulate, torch.float32)
+
+
+def error_bytes(plan: Plan) -> int:
+    """The bytes of errors that a rank holds: the rank of pp with the most."""
+    held = [0] * plan.sizes["pp"]
+
+    def add(shape: tuple[int, ...], spec: Spec) -> None:
+        rows = [len(each) for each in spec.rows] or [1] * len(held)
+        for rank, n in enumerate(rows):
+            held[rank] += local_numel(shape, spec, plan.sizes) // max(rows) * n  # of all rows of the rank with the most
+
+    errors_of(plan, add)
+    return max(held) * error_dtype(plan).itemsize
+
+
+class ErrorFeedback:
+    """The errors of a step: those that the state has, and beside them those of what was sent since, until it is known
+    whether the step is skipped.
+
+    held: of the state, see `errors_of`. unit: what gradients are multiplied by on their way, 0-dim. step: the number of
+    steps made. A later micro-batch is given the error of the one before.
+    """
+
+    def __init__(self, plan: Plan, held: Hops[Tensor], unit: Tensor, step: Tensor) -> None:
+        self.beta, self.held, self.unit = plan.codec.loco, held, unit
+        # 0 in a step that begins without errors, else 1: a number on the device, for which nobody waits
+        self.keep = None if plan.codec.reset is None else (step % plan.codec.reset != 0).to(error_dtype(plan))
+        self.new: dict[tuple[str, str, int], Tensor] = {}
+
+    def at(self, hop: str, name: str, row: int) -> Tensor:
+        """The error to add to what this rank sends next of a row of a leaf: of its shape."""
+        if (hop, name, row) in self.new:
+            return self.new[hop, name, row]
+        error = self.held[hop][name][row, 0]
+        return error if self.keep is None else error * self.keep
+
+    def coder(self, coder: Coder, link: str, names: Sequence[str], row: int, ranks: int) -> Coder:
+        """A coder that adds the errors of these leaves to what it encodes for the ranks of a link, and notes the new
+        ones."""
+        hop = hop_of(link)
+
+        def encode(terms: Tensor) -> tuple[Tensor, ...]:
+            errors = [self.at(hop, name, row) for name in names]
+            shapes, error = [e.shape for e in errors], pack(errors, ranks, terms.dtype)
+            unit = self.unit.to(terms.dtype)
+            sent = coder.encode(torch.addcmul(terms, error, self.beta * unit))
+            lost = coder.decode(sent, terms.dtype, terms.shape[1]).neg_().add_(terms)
+            new = lost.div_(unit).add_(error)
+            for name, value, old in zip(names, unpack(new, shapes), errors):
+                self.new[hop, name, row] = value.to(old.dtype)
+            return sent
+
+        return coder._replace(encode=encode)
+
+    @torch.no_grad()
+    def settle(self, skipped: Tensor | None, *, donate: bool) -> Hops[Tensor]:
+        """The errors after the step: as they were if it is `skipped`. donate: in the memory of those before it."""
+        held = self.held if donate else pytree.map(torch.clone, self.held)
+        for leaf in pytree.leaves(held) if self.keep is not None else ():
+            leaf.mul_(self.keep)
+        while self.new:
+            (hop, name, row), new = self.new.popitem()
+            old = held[hop][name][row, 0]
+            old.copy_(new if skipped is None else torch.where(skipped, old, new))
+        return held
