@@ -3,8 +3,8 @@
     python benchmarks/experts_overlap.py --out benchmarks/results/experts-overlap.json
     python benchmarks/experts_overlap.py --smoke
 
-A link passes so many bytes a second, one message after another, without a core: `wait` sleeps until the time at which
-what was started is there. Sleeping: both passes of one mixture whose experts and shared expert sleep, by rows; so the
+A rank's link passes so many bytes a second, one message after another, without a core: a thread sleeps for as long, and
+sends then. Sleeping: both passes of one mixture whose experts and shared expert sleep, by rows; so the
 gain is that of a machine with cores to spare. Products: steps of a DeepSeek and of a Mixtral, eager and compiled, by
 links as fast as makes an exchange last a set share of the step without links. Forms take turns, one call each a round.
 """
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,6 @@ import fzero
 from fzero import models, optim
 from fzero.comm.messages import Messages
 from fzero.core.future import Future
-from fzero.models import deepseek
 from fzero.models import experts as block
 from fzero.sharding import Mesh
 from fzero.sharding.experts import Experts
@@ -56,10 +56,10 @@ MODELS = {
 
 
 class Link:
-    """A link of `bytes_s` bytes a second; 0 for one that takes no time."""
+    """What a rank sends others by: `bytes_s` bytes a second, one message after another; 0: at once."""
 
     def __init__(self) -> None:
-        self.bytes_s, self.free, self.waited = 0.0, 0.0, 0.0
+        self.bytes_s, self.waited, self.thread = 0.0, 0.0, ThreadPoolExecutor(1)
 
     @contextlib.contextmanager
     def slow(self) -> Iterator[None]:
@@ -67,15 +67,19 @@ class Link:
         real = Messages.exchange
 
         def exchange(messages: Messages, call: Any, sends: Mapping[int, Tensor], *rest: Any, **more: Any) -> Any:
-            pending = real(messages, call, sends, *rest, **more)
             if call.collective != "exchange_rows" or not self.bytes_s:
-                return pending
-            size = sum(t.numel() * t.element_size() for t in sends.values())
-            self.free = there = max(self.free, time.perf_counter()) + size / self.bytes_s
+                return real(messages, call, sends, *rest, **more)
+            seconds = sum(t.numel() * t.element_size() for t in sends.values()) / self.bytes_s
+
+            def send() -> Any:
+                time.sleep(seconds)
+                return real(messages, call, sends, *rest, **more)
+
+            sent = self.thread.submit(send)
 
             def arrive() -> Any:
-                value, begin = pending.wait(), time.perf_counter()
-                time.sleep(max(0.0, there - begin))
+                begin = time.perf_counter()
+                value = sent.result().wait()
                 self.waited += time.perf_counter() - begin
                 return value
 
@@ -94,7 +98,7 @@ def in_turn(beside: bool) -> Iterator[None]:
         *args, more = args
         return block.plus(real(*args), more)
 
-    with mock.patch.object(deepseek, "mixture", real if beside else mixture):
+    with mock.patch.object(sys.modules["fzero.models.deepseek"], "mixture", real if beside else mixture):
         yield
 
 
@@ -248,6 +252,7 @@ def main() -> None:
     parser.add_argument("--experts", type=float, default=0.04, help="seconds of the experts' forward pass")
     parser.add_argument("--shared", type=float, default=0.02, help="seconds of the shared expert's")
     parser.add_argument("--share", type=float, default=0.4, help="seconds of exchanges in a step, by those without")
+    parser.add_argument("--steps", type=int, default=4, help="of the four kinds of steps that compute")
     parser.add_argument("--smoke", action="store_true", help="1 round of the first of each: whether everything runs")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
@@ -259,7 +264,7 @@ def main() -> None:
         "experts_s": args.experts,
         "shared_s": args.shared,
         "share": args.share,
-        "steps": steps[:1] if args.smoke else steps,
+        "steps": steps[: args.steps],
     }
     before = os.getloadavg()
     runs = answer_of_ranks(work, order)

@@ -27,6 +27,7 @@ MESHES = {
     "cp2 x ep2": {"cp": 2, "ep": 2},
     "rp2 x ep2": {"rp": 2, "ep": 2},
     "dp2 x ep2 x cp2": {"dp": 2, "ep": 2, "cp": 2},
+    "tp2": {"tp": 2},
 }
 SIZES = {
     "moe dropless": {"n_experts": 4},
@@ -114,7 +115,7 @@ def test_expert_parallelism_equals_one_process(cases):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "ep" in mesh])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_product_equals_one_process(mesh, form):
     more = {"sequence": True} if "tp" in MESHES[mesh] else {}
@@ -123,6 +124,13 @@ def test_every_product_equals_one_process(mesh, form):
 
 
 UNEVEN = {
+    "ep2, muon": [("moe dropless", "muon", 3, 2, {**options_of("exchange:4"), "of": 3})],
+    "ep4, muon": [
+        ("moe dropless", "muon", 2, 1, {**options_of("gather"), "of": 6}),
+        ("gpt-oss", "muon", 1, 1, {**options_of("exchange:4"), "of": 5}),
+    ],
+    "dp2 x ep2, muon": [("moe dropless", "muon", 3, 1, {**options_of("exchange:4"), "of": 3})],
+    "ep2 x tp2, muon": [("moe dropless", "muon", 3, 1, {**options_of("gather"), "of": 3})],
     "ep2": [
         ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:4"), "of": 5}),
         ("moe capacity", "adam", 1, 1, {**options_of("auto"), "of": 3}),
@@ -142,10 +150,10 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(one, marks=[pytest.mark.exhaustive] * (one != "ep2")) for one in UNEVEN])
-def test_experts_that_ep_does_not_divide(mesh):
+@pytest.mark.parametrize("cases", [pytest.param(c, marks=[pytest.mark.exhaustive] * (c != "ep2")) for c in UNEVEN])
+def test_experts_that_ep_does_not_divide(cases):
     """The first ranks have one more; at rest they are whole over dp."""
-    equals_one_process(mesh, UNEVEN[mesh])
+    equals_one_process(cases.partition(",")[0], UNEVEN[cases])
 
 
 @pytest.mark.slow
@@ -160,6 +168,18 @@ def test_compiled_blocks():
     """Beside compiled blocks of one process: RoPE's float32 angles go through another library's cosine there."""
     cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "compiled": True})]
     equals_one_process("ep2", cases, steps=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
+@pytest.mark.parametrize("mesh", ("ep2", "tp2"))
+def test_compiled_blocks_with_sinks_and_biases(mesh, sequence):
+    """Of gpt-oss, whose layers of two kinds are two programs."""
+    if mesh == "ep2" and sequence:
+        pytest.skip("sequence parallelism is of tp")
+    form = "exchange:4" if mesh == "ep2" else "auto"
+    options = {**options_of(form, sequence=sequence), "compiled": True}
+    equals_one_process(mesh, [("gpt-oss", "adam", 1, 2, options)], steps=2)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

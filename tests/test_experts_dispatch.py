@@ -19,7 +19,7 @@ from fzero.sharding.experts import Experts, Routed, shares
 
 E, K, B, T, D, F = 8, 2, 2, 4, 4, 5  # of a rank of ep
 N = B * T
-FORMS = ("gather", "exchange:8")
+FORMS = ("gather", "exchange:8", "exchange:8:3")
 
 
 def choose(load: str, ep: int) -> Tensor:
