@@ -7,8 +7,10 @@ from close import assert_close, assert_same
 from test_expert_parallel import equals_one_process, options_of
 from test_experts_dispatch import E, given, own_part
 
+import fzero
 from fzero.comm.exchanges import start_exchange_rows
-from fzero.core import pytree
+from fzero.core import compile, pytree
+from fzero.core.graph import chain_in_order
 from fzero.core.vjp_pair import vjp_pair
 from fzero.models import experts as block
 from fzero.models.base import Ctx
@@ -101,6 +103,34 @@ def test_what_is_beside_an_exchange_is_computed_between_its_start_and_the_wait()
         for events, *_ in (eager, compiled):
             assert events == ["start", "forward", "wait", "start", "backward", "wait"]
         assert_close(compiled[1:], eager[1:], rtol=1e-12, atol=1e-12)
+
+
+def chained():
+    """(the graph of an exchange over a planned mesh with a product beside it, chained; the product of what is sent)."""
+    mesh = fzero.fake_mesh({"ep": 2})
+    mode = compile.fake_mode()
+
+    def f(x, w, counts):
+        sent = x @ w
+        rows = start_exchange_rows(sent, counts, mesh["ep"], 2 * ROWS)
+        used_before = x.sin()
+        beside = (used_before @ w)[None]
+        return rows.wait() + 1.0, beside + 1.0
+
+    given = [torch.empty(ROWS, WIDTH), torch.empty(WIDTH, WIDTH), torch.empty(2, 2, dtype=torch.int64)]
+    graph = compile.trace(lambda primals, _: list(f(*primals)), compile.fakes_of(given, mode), [], mode)
+    assert chain_in_order(graph)
+    return graph.graph
+
+
+def test_a_wait_in_a_graph_holds_what_is_sent_and_what_is_beside():
+    """So that neither a buffer that is being sent is used again, nor a product moved behind the wait."""
+    graph = chained()
+    (wait,) = (node for node in graph.nodes if node.target is torch.ops.fzero.wait_rows.after)
+    (start,) = (node for node in graph.nodes if node.target is torch.ops.fzero.start_rows.after)
+    first, second = (node for node in graph.nodes if node.target is torch.ops.aten.mm.default)
+    assert start.args[0] is first and wait.args[1] == [first, second]
+    assert wait.args[-1].args == (start, 1), "the token of the start"
 
 
 # ---- the shared expert -----------------------------------------------------------------------------------------------

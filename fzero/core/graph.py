@@ -110,7 +110,7 @@ def _holding(wait: torch.fx.Node) -> tuple[Any, ...]:
     start = _source(row)
     while start.target is not STARTED[wait.target].overloadpacket.after:
         start = _source(start.args[0])  # through views
-    between, one = dict[torch.fx.Node, None](), start.next
+    between, one = dict[torch.fx.Node, None](), _source(row).next
     while one is not wait:
         between[one], one = None, one.next
     found = {_source(start.args[0]): None}
