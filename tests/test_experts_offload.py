@@ -22,7 +22,7 @@ def in_memory(state):
 
 def trained_elsewhere(mesh, folder, offload, optimizer, stage, form):  # noqa: F811
     """The whole state and the metrics after STEPS steps."""
-    model, tx = model_of("moe dropless", n_experts=EXPERTS), OPTIMIZERS[optimizer]
+    model, tx = model_of("moe dropless", dropout=0.0, n_experts=EXPERTS), OPTIMIZERS[optimizer]
     plan = fzero.zero_plan(stage, model, mesh, policy=FP64, offload=offload).with_experts(form)
     space = Nvme(folder, buffer_bytes=1 << 20)
     state = fzero.init_state(model, tx, plan, seed=3, nvme=space)
@@ -54,6 +54,6 @@ def test_uneven_experts_elsewhere_have_the_steps_of_one_process(name, folder):  
     mesh = {"ep": 2} if n == 2 else {"dp": 2, "ep": 2}
     found = ranks.run(n, trained_elsewhere, folder, offload, optimizer, stage, form, mesh=mesh, timeout_s=300)
     for rank, (_, _, on_disk) in enumerate(found):
-        assert any("moe/w_up" in leaf for leaf in on_disk) == ("nvme" in offload), (rank, on_disk)
+        assert any("moe/w_" in leaf for leaf in on_disk) == ("nvme" in offload), (rank, on_disk)
     expected = serial("moe dropless", optimizer, 1, STEPS, of=EXPERTS)
     expect_one_process([[(state, log)] for state, log, _ in found], [expected], [name])
