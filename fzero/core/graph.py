@@ -100,6 +100,14 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     return True
 
 
+def keeps_order(graph: torch.fx.GraphModule) -> bool:
+    """Whether something is computed between a start and its wait in a graph that `chain_in_order` has chained, so that
+    the compiler must keep the order: a wait holds what may not come later, and nothing what may not come earlier.
+    """
+    waits = [wait.overloadpacket.after for wait in STARTED]
+    return any(node.target in waits and len(node.args[1]) > 1 for node in graph.graph.nodes)
+
+
 def _holding(wait: torch.fx.Node) -> tuple[Any, ...]:
     """The arguments of a wait, whose second one holds what may not be reused or computed later.
 
