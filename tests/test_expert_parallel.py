@@ -179,10 +179,10 @@ def test_compiled_blocks_with_sinks_and_biases():
 
 @contextlib.contextmanager
 def exact_angles():
-    """A context with cosines of RoPE's angles in float64: with the heads of a rank of tp a compiled loop is another one,
-    and so are its float32 cosines."""
-    exact = {name: lambda angle, f=getattr(torch, name): f(angle.to(torch.float64)) for name in ("cos", "sin")}
-    with mock.patch.object(torch.Tensor, "cos", exact["cos"]), mock.patch.object(torch.Tensor, "sin", exact["sin"]):
+    """A context with cosines of RoPE's angles in float64: with the heads of a rank of tp a compiled loop is another
+    one, and so are its float32 cosines."""
+    cos, sin = (lambda angle: torch.cos(angle.to(torch.float64))), (lambda angle: torch.sin(angle.to(torch.float64)))
+    with mock.patch.object(torch.Tensor, "cos", cos), mock.patch.object(torch.Tensor, "sin", sin):
         yield
 
 
