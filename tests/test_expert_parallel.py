@@ -1,5 +1,6 @@
 """Steps on a mesh with ep: equal to one process whatever the form, the stage, the mesh and the loads of experts."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -7,6 +8,7 @@ from unittest import mock
 
 import pytest
 import ranks
+import torch
 from close import assert_close, assert_same
 from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of, train, whole
 
@@ -123,6 +125,13 @@ def test_every_product_equals_one_process(mesh, form):
 
 
 UNEVEN = {
+    "ep2, muon": [("moe dropless", "muon", 3, 2, {**options_of("exchange:4"), "of": 3})],
+    "ep4, muon": [
+        ("moe dropless", "muon", 2, 1, {**options_of("gather"), "of": 6}),
+        ("gpt-oss", "muon", 1, 1, {**options_of("exchange:4"), "of": 5}),
+    ],
+    "dp2 x ep2, muon": [("moe dropless", "muon", 3, 1, {**options_of("exchange:4"), "of": 3})],
+    "ep2 x tp2, muon": [("moe dropless", "muon", 3, 1, {**options_of("gather"), "of": 3})],
     "ep2": [
         ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:4"), "of": 5}),
         ("moe capacity", "adam", 1, 1, {**options_of("auto"), "of": 3}),
@@ -142,10 +151,10 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(one, marks=[pytest.mark.exhaustive] * (one != "ep2")) for one in UNEVEN])
-def test_experts_that_ep_does_not_divide(mesh):
+@pytest.mark.parametrize("cases", [pytest.param(c, marks=[pytest.mark.exhaustive] * (c != "ep2")) for c in UNEVEN])
+def test_experts_that_ep_does_not_divide(cases):
     """The first ranks have one more; at rest they are whole over dp."""
-    equals_one_process(mesh, UNEVEN[mesh])
+    equals_one_process(cases.partition(",")[0], UNEVEN[cases])
 
 
 @pytest.mark.slow
@@ -160,6 +169,36 @@ def test_compiled_blocks():
     """Beside compiled blocks of one process: RoPE's float32 angles go through another library's cosine there."""
     cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "compiled": True})]
     equals_one_process("ep2", cases, steps=2)
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_with_sinks_and_biases():
+    """Of gpt-oss, whose layers of two kinds are two programs."""
+    equals_one_process("ep2", [("gpt-oss", "adam", 1, 2, {**options_of("exchange:4"), "compiled": True})], steps=2)
+
+
+@contextlib.contextmanager
+def exact_angles():
+    """A context with cosines of RoPE's angles in float64: with the heads of a rank of tp a compiled loop is another
+    one, and so are its float32 cosines."""
+    cos, sin = (lambda angle: torch.cos(angle.to(torch.float64))), (lambda angle: torch.sin(angle.to(torch.float64)))
+    with mock.patch.object(torch.Tensor, "cos", cos), mock.patch.object(torch.Tensor, "sin", sin):
+        yield
+
+
+def trained_exactly(mesh, cases, steps):
+    with exact_angles():
+        return trained(mesh, cases, steps)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
+def test_compiled_blocks_with_sinks_and_biases_over_tp(sequence):
+    options = {**options_of("auto", sequence=sequence), "compiled": True}
+    cases = [(("gpt-oss", "adam", 1, 1), options)]
+    results = ranks.run(2, trained_exactly, cases, 2, mesh={"tp": 2}, timeout_s=600)
+    alone = trained_exactly(fzero.one_process(), [(cases[0][0], {**options, "plan_options": {}})], 2)
+    expect_one_process(results, alone, cases)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ def packed_batch_for(step, rows, length=8):
     return {**batch_for(step, rows, length), "documents": starts.cumsum(1)}
 
 
+MATRICES = {"muon": optim.muon(1e-2, ns_dtype=torch.float64), "adamw": optim.adamw(1e-2, eps=1e-5)}
 OPTIMIZERS = {
+    "muon": optim.by_label(MATRICES, ((r"^blocks/.*/w_", "muon"), (".*", "adamw"))),
     "sgd": optim.sgd(0.3),
     "small sgd": optim.sgd(2e-3),
     "smaller sgd": optim.sgd(5e-4),

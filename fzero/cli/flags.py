@@ -133,7 +133,7 @@ VALUES = (
     click.option(
         "--experts",
         metavar="FORM",
-        help="How tokens come to experts over ep: gather, exchange, exchange:SLACK; or auto, the default.",
+        help="How tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]; or auto, the default.",
     ),
     click.option(
         "--codec",

@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, call_of, communicator_over, dim_of, ppermute
 from fzero.comm.communicator import Communicator
 from fzero.comm.operators import ops
+from fzero.core.future import Future, ready
 
 
 @dataclass(frozen=True)
@@ -24,41 +25,50 @@ class _Rows:
     communicator: Communicator
     leaf: str
     room: int  # rows of the result
+    rows: int  # of what is sent
     otherwise: str
 
-    def run(self, x: Tensor, counts: Tensor) -> Tensor:
-        return ops.exchange_rows(x, counts, self.communicator.number, self.room, self.leaf, self.otherwise)
+    def transpose(self) -> _Rows:
+        return replace(self, room=self.rows, rows=self.room)
 
 
-class _Exchange(torch.autograd.Function):
+class _Half(torch.autograd.Function):
+    """The start of an exchange, or the wait for it: each is the transpose of the other, of the exchange transposed.
+
+    What goes from the one to the other stands for the rows on their way, and so does its cotangent; it is a row in
+    size, and nobody reads it.
+    """
+
     @staticmethod
-    def forward(x: Tensor, counts: Tensor, f: _Rows) -> Tensor:
-        return f.run(x, counts)
+    def forward(x: Tensor, counts: Tensor, f: _Rows, starts: bool) -> Tensor:
+        number = f.communicator.number
+        if starts:
+            return ops.start_rows(x, counts, number, f.room, f.leaf, f.otherwise)
+        return ops.wait_rows(x, [], number, f.room)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, counts, ctx.f = inputs
-        ctx.rows = x.shape[0]
+        _, counts, ctx.f, ctx.starts = inputs
         ctx.save_for_backward(counts)
         ctx.save_for_forward(counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (counts,) = ctx.saved_tensors
-        return _Exchange.apply(grad, counts.t(), replace(ctx.f, room=ctx.rows)), None, None
+        return _Half.apply(grad, counts.t(), ctx.f.transpose(), not ctx.starts), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
         (counts,) = ctx.saved_tensors
-        return _Exchange.apply(tangent, counts, ctx.f)
+        return _Half.apply(tangent, counts, ctx.f, ctx.starts)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, counts: Tensor, f: _Rows) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Any, x: Tensor, counts: Tensor, f: _Rows, starts: bool) -> tuple[Tensor, int]:
         if in_dims[1] is not None:
             raise ValueError(
                 f"exchange_rows of {f.leaf}: under vmap each sample sends other numbers of rows; use experts=gather"
             )
-        return _Exchange.apply(x.movedim(in_dims[0], 1), counts, f), 1
+        return _Half.apply(x.movedim(in_dims[0], 1), counts, f, starts), 1
 
 
 def exchange_rows(
@@ -82,10 +92,29 @@ def exchange_rows(
             [1.],
             [0.]])
     """
+    return start_exchange_rows(x, counts, axis, room, leaf=leaf, otherwise=otherwise).wait()
+
+
+def start_exchange_rows(
+    x: Tensor, counts: Tensor, axis: Axis, room: int, *, leaf: str = "", otherwise: str = "give more room"
+) -> Future[Tensor]:
+    """Start `exchange_rows`, and raise what it raises; what is computed before `wait` is called, is computed while the
+    rows are on their way.
+
+    Unlike the other starts it is differentiable: in a backward pass the rows' gradients are on their way while those of
+    what was computed between are. Compiled it is so too. On an axis of size 1 nothing is on its way.
+
+    >>> from fzero import one_process
+    >>> rows = start_exchange_rows(torch.ones(1, 1), torch.tensor([[1]]), one_process()["ep"], 1)
+    >>> beside = torch.ones(1, 1) + 1.0
+    >>> rows.wait() + beside
+    tensor([[3.]])
+    """
     if axis.size == 1:
-        return torch.cat([x[:room], x.new_zeros((max(0, room - x.shape[0]), *x.shape[1:]))])
-    communicator = communicator_over("exchange_rows", axis, leaf)
-    return _Exchange.apply(x, counts, _Rows(communicator, leaf, room, otherwise))
+        return ready(torch.cat([x[:room], x.new_zeros((max(0, room - x.shape[0]), *x.shape[1:]))]))
+    f = _Rows(communicator_over("exchange_rows", axis, leaf), leaf, room, x.shape[0], otherwise)
+    row = _Half.apply(x, counts, f, True)
+    return Future(lambda: _Half.apply(row, counts, f, False))
 
 
 def exchange_within(x: Tensor, axis: Axis, size: int, split: int, concat: int, *, leaf: str = "") -> Tensor:

@@ -1,6 +1,7 @@
 """The collectives as torch operators (namespace `fzero`), which a traced graph has in program order (core/graph.py).
 
-An operator names its communicator by number and blocks until the result has arrived.
+An operator names its communicator by number and blocks until the result has arrived, but for `start_rows`, whose result
+`wait_rows` waits for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.fx.node import has_side_effect
 from fzero.comm.communicator import Communicator, communicator_of
 from fzero.core.device import is_traced
 from fzero.core.future import Future
-from fzero.core.graph import ORDERED
+from fzero.core.graph import ORDERED, STARTED
 from fzero.core.torch_private import is_fx_symbolic_tracing
 
 _LIBRARY = torch.library.Library("fzero", "DEF")
@@ -100,11 +101,36 @@ _define(
     lambda communicator, x: x.shape,
     "int[] perm, ",
 )
-define_ordered(
-    "exchange_rows",
+# ---- exchanges of rows, in two operators -----------------------------------------------------------------------------
+
+_PENDING: dict[int, Future[Tensor]] = {}  # by the storage of the row that the start of an exchange returned
+
+
+def _start_rows(x: Tensor, counts: Tensor, communicator: int, *rest: Any) -> Tensor:
+    row = x.new_zeros((1, *x.shape[1:]))
+    # An exchange that nobody waited for, as an error came between, gives way to the next one with its memory.
+    _PENDING[row.untyped_storage()._cdata] = communicator_of(communicator).start_exchange_rows(x, counts, *rest)
+    return row
+
+
+def _wait_rows(row: Tensor, *_: Any) -> Tensor:
+    return _PENDING.pop(row.untyped_storage()._cdata).wait()
+
+
+start_rows = define_ordered(
+    "start_rows",
     "Tensor x, Tensor counts, int communicator, int room, str leaf, str otherwise",
     1,
-    lambda x, counts, number, *rest: communicator_of(number).start_exchange_rows(x, counts, *rest).wait(),
-    lambda x, counts, number, room, *rest: x.new_empty((room, *x.shape[1:])),
+    _start_rows,
+    lambda x, *_: x.new_empty((1, *x.shape[1:])),
 )
+wait_rows = define_ordered(
+    "wait_rows",
+    "Tensor row, Tensor[] held, int communicator, int room",
+    1,
+    _wait_rows,
+    lambda row, held, number, room: row.new_empty((room, *row.shape[1:])),
+)
+STARTED[wait_rows] = start_rows
+
 ops = torch.ops.fzero

@@ -24,7 +24,7 @@ from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.graph import chain_in_order
+from fzero.core.graph import chain_in_order, keeps_order
 from fzero.core.kept import package_digest
 from fzero.core.loops import compiled_together
 
@@ -114,7 +114,8 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
     joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
-    with tracing(TracingContext(mode)), inductor_config.patch(fallback_random=True):
+    options = {"fallback_random": True} | ({"reorder_for_peak_memory": False} if keeps_order(graph) else {})
+    with tracing(TracingContext(mode)), inductor_config.patch(options):
         if not isinstance(mode, FakeDevice):
             # torch makes `patch` when it imports the module, which a type checker does not see.
             with compiler_config.patch(cache_key_tag=_cache_tag()):  # pyright: ignore[reportAttributeAccessIssue]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 ORDERED: list[Any] = []  # the operators to keep in place; comm/operators.py adds the collectives
+STARTED: dict[Any, Any] = {}  # of those the waits, and the operator whose result each waits for
 SHARED: list[Any] = []  # the operators to call once for the same arguments; kernels/float8.py adds its own
 _ATEN = torch.ops.aten
 LARGEST = _ATEN.linalg_vector_norm.default, _ATEN.abs.default, _ATEN.amax.default  # the first one, or its parts
@@ -68,15 +69,17 @@ def merge_shared(graph: torch.fx.GraphModule) -> None:
 def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     """Chain the ordered operators of a graph by tokens, so that the compiler cannot swap or drop them.
 
-    Each takes the token of the one before and returns a new one. Nodes need node.meta["val"]. Returns whether there are
+    Each takes the token of the one before and returns a new one. What a graph computes between the start of an operator
+    and the wait for it stays before the wait (see `_holding`). Nodes need node.meta["val"]. Returns whether there are
     any ordered operators; if so, the graph has one more output, the last token.
     """
     token: torch.fx.Node | None = None
     for node in list(graph.graph.nodes):
         if node.target not in ORDERED:
             continue
+        args = _holding(node) if node.target in STARTED else node.args
         with graph.graph.inserting_before(node):
-            both = graph.graph.call_function(node.target.overloadpacket.after, (*node.args, token), node.kwargs)
+            both = graph.graph.call_function(node.target.overloadpacket.after, (*args, token), node.kwargs)
             val, many = node.meta["val"], isinstance(node.meta["val"], (tuple, list))
             results = tuple(val) if many else (val,)
             token = graph.graph.call_function(operator.getitem, (both, len(results)))
@@ -95,3 +98,38 @@ def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     output.args = ((*results, token),)
     graph.recompile()
     return True
+
+
+def keeps_order(graph: torch.fx.GraphModule) -> bool:
+    """Whether something is computed between a start and its wait in a graph that `chain_in_order` has chained, so that
+    the compiler must keep the order: a wait holds what may not come later, and nothing what may not come earlier.
+    """
+    waits = [wait.overloadpacket.after for wait in STARTED]
+    return any(node.target in waits and len(node.args[1]) > 1 for node in graph.graph.nodes)
+
+
+def _holding(wait: torch.fx.Node) -> tuple[Any, ...]:
+    """The arguments of a wait, whose second one holds what may not be reused or computed later.
+
+    That is the tensor which is on its way, and what the graph computes between for use behind the wait: the compiler
+    moves products next to their use, and nothing would be computed meanwhile.
+    """
+    row, _, *rest = wait.args
+    start = _source(row)
+    while start.target is not STARTED[wait.target].overloadpacket.after:
+        start = _source(start.args[0])  # through views
+    between, one = dict[torch.fx.Node, None](), _source(row).next
+    while one is not wait:
+        between[one], one = None, one.next
+    found = {_source(start.args[0]): None}
+    for one in between:
+        if isinstance(one.meta.get("val"), torch.Tensor) and not all(user in between for user in one.users):
+            while getattr(one.target, "is_view", False):
+                one = _source(one.args[0])
+            found |= {one: None} if one in between else {}
+    return row, list(found), *rest
+
+
+def _source(argument: Any) -> torch.fx.Node:
+    assert isinstance(argument, torch.fx.Node), "an operator is waited for in another graph than it was started in"
+    return argument

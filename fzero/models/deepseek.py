@@ -255,6 +255,12 @@ def _largest(x: Tensor, count: int) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def shared_experts(p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
+    """Return the experts of every token, of h [..., D] inside the tensor-parallel region."""
+    gate, up = (linear(h, p[f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
+    return linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["w_down"], ctx=ctx)
+
+
 def deepseek(config: DeepSeekConfig) -> Model:
     """Return the DeepSeek-V3 of these sizes, as a Model of two stacks: "blocks_dense" and "blocks_experts".
 
@@ -292,10 +298,8 @@ def deepseek(config: DeepSeekConfig) -> Model:
         counts, (load, share) = count(state, ids, scores / scores.sum(-1, keepdim=True), c.n_dense, ctx)
         balance = (c.n_experts / c.top_k) * (load * share).sum(-1)
         h, ids, weights = enter(h, ctx, "blocks/moe"), *enter_routing(ids, weights, ctx)
-        out = mixture(p["moe"], h, ids, weights, ctx, Mixture(c.n_experts))
-        if c.n_shared:
-            gate, up = (linear(h, p["shared"][f"w_{name}"], ctx=ctx) for name in ("gate", "up"))
-            out = out + linear(glu.swiglu(gate, up, impl=ctx.kernels["swiglu"]), p["shared"]["w_down"], ctx=ctx)
+        shared = functools.partial(shared_experts, p["shared"], h, ctx) if c.n_shared else None
+        out = mixture(p["moe"], h, ids, weights, ctx, Mixture(c.n_experts), shared)
         x = add(x, leave(out, ctx, "blocks/moe"), c.dropout, "mlp", ctx)
         return {**state, "x": x, "balance": state["balance"] + balance, **counts}
 

@@ -109,7 +109,7 @@ LOOKED_UP = (
     "slice_backward",
     "select_backward",
 )  # reads only as many rows as it writes
-COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "exchange_rows", "ppermute")
+COLLECTIVES = ("psum", "all_gather", "psum_scatter", "all_to_all", "start_rows", "wait_rows", "ppermute")
 
 
 @functools.cache

@@ -177,7 +177,7 @@ class RunConfig:
     reduce: str = "fast"  # sums over ranks; once: whole over micro-batches first; canonical: alike on every mesh
     sequence: bool = False  # sequence parallelism over tp
     context: str = "auto"  # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
-    experts: str = "auto"  # how tokens come to experts over ep: gather, exchange, exchange:SLACK
+    experts: str = "auto"  # how tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]
     codec: str = ""  # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3

@@ -130,6 +130,7 @@ def experts_text(plan: Plan) -> str:
     """How tokens come to experts over ep in a plan, and what forms send."""
     experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
     room = f", room for {experts.slack:g} times an even load" if experts.form == "exchange" else ""
+    room += f", in {experts.parts} parts" if experts.parts > 1 else ""
     sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
     least, most = (f(shares(routed.experts, ep)) for f in (min, max))
     own = str(most) if least == most else f"{least} or {most}"

@@ -22,12 +22,16 @@ class Experts:
     slack: of an exchange, the rows that a rank has room for, over those that it sends: it is sent as many if experts
         are chosen evenly. If a rank is sent more, the step raises before it changes anything; no token is dropped.
 
-    >>> Experts.parse("exchange:3")
-    Experts(form='exchange', slack=3.0)
+    parts: of an exchange, in so many parts the tokens of a rank come, each with room of its own: the rows of one are on
+        their way while the experts compute those of another.
+
+    >>> Experts.parse("exchange:3:2")
+    Experts(form='exchange', slack=3.0, parts=2)
     """
 
     form: str = "auto"
     slack: float = 2.0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         known = (*FORMS, "auto")
@@ -36,17 +40,24 @@ class Experts:
             raise ValueError(f"experts: form is {self.form!r}{near}; use one of {', '.join(known)}")
         if not 1.0 <= self.slack < math.inf:
             raise ValueError(f"experts: slack is {self.slack:g}; it is at least 1, the room for an even load")
+        if self.parts < 1:
+            raise ValueError(f"experts: parts is {self.parts}; it is at least 1")
 
     @classmethod
     def parse(cls, text: str) -> Experts:
-        """The Experts of a form, or of a form and a slack: "gather", "exchange:3"; raises ValueError for others."""
-        form, _, slack = text.partition(":")
-        try:
-            return cls(form, float(slack)) if slack else cls(form)
-        except ValueError as error:
-            if str(error).startswith("experts:"):
-                raise
-            raise ValueError(f"experts: slack is {slack!r}; write a number, such as exchange:3") from None
+        """The Experts of a form, or of a form, a slack and a number of parts: "gather", "exchange:3", "exchange:3:2";
+        raises ValueError for others."""
+        form, *given = text.split(":")
+        named = zip(("slack", "parts"), (float, int), given)
+        if len(given) > 2:
+            raise ValueError(f"experts: {text!r} has more than a form, a slack and parts, such as exchange:3:2")
+        options: dict[str, Any] = {}
+        for name, kind, value in named:
+            try:
+                options[name] = kind(value)
+            except ValueError:
+                raise ValueError(f"experts: {name} is {value!r}; write a number, such as exchange:3:2") from None
+        return cls(form, **options)
 
     def room(self, rows: int, most: int) -> int:
         """The rows that a rank has room for in an exchange in which each rank sends `rows`, and can be sent `most`."""

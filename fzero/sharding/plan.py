@@ -202,7 +202,7 @@ class Plan:
         >>> model = fzero.models.build(fzero.models.MoEConfig(n_layers=2, n_experts=4))
         >>> plan = fzero.zero_plan(0, model, fzero.fake_mesh({"ep": 2}))
         >>> plan.experts.form, plan.with_experts("exchange:3").experts
-        ('gather', Experts(form='exchange', slack=3.0))
+        ('gather', Experts(form='exchange', slack=3.0, parts=1))
         """
         expect_kind("experts", experts, (Experts, str), 'write "auto" or, for example, "exchange:3"')
         return replace(self, experts=experts_for(experts, self.routed, self.sizes))

@@ -24,15 +24,21 @@ from fzero.run import config_table
 PLANS = Path(__file__).with_name("plans.json")
 SIZES = {"vocab_size": 64, "max_len": 32, "d_model": 16, "n_layers": 2, "d_ff": 32}
 HEADS = {"n_heads": 4}
+# The options of gpt-oss, by which it is no other family than Mixtral.
+GPT_OSS: dict[str, Any] = {"pattern": "window:8,full", "activation": "clamped"}
+GPT_OSS |= {"rope_scaling": models.RopeScaling(4.0, 1.0, 8.0, 16, "yarn")}
+GPT_OSS |= dict.fromkeys(("qkv_bias", "out_bias", "sinks", "expert_bias"), True)
 MODELS = {
     "gpt2": models.GPT2Config(**SIZES, **HEADS, tied=True),
     "llama": models.LlamaConfig(**SIZES, **HEADS, n_kv_heads=2),
     "mixtral": models.MoEConfig(**SIZES, **HEADS, n_kv_heads=2, n_experts=4),
+    "gpt-oss": models.MoEConfig(**SIZES, **HEADS, n_kv_heads=2, n_experts=4, **GPT_OSS),
     "mlp": models.MLPConfig(**SIZES),
 }
 # Bytes of an element: of parameters, of sums of gradients, of master weights and moments.
 ITEMSIZES = {"fp32": (4, 4, 4), "bf16": (2, 4, 4), "fp16": (2, 4, 4)}
 DP2, DP4, TP2, DP2TP2, RP2DP2 = {"dp": 2}, {"dp": 4}, {"tp": 2}, {"dp": 2, "tp": 2}, {"rp": 2, "dp": 2}
+DP2EP2 = {"dp": 2, "ep": 2}
 NVME = "params=nvme,opt=nvme"
 
 
@@ -68,6 +74,8 @@ CASES = {
     "dp2 tp2 stage 3 sequence": Case("llama", 3, DP2TP2, plan={"sequence": True}),
     "dp2 tp2 stage 1 mixtral": Case("mixtral", 1, DP2TP2, "bf16"),
     "dp2 tp2 stage 3 mixtral": Case("mixtral", 3, DP2TP2),
+    "dp2 tp2 stage 3 gpt-oss": Case("gpt-oss", 3, DP2TP2, "bf16", plan={"sequence": True}),
+    "dp2 ep2 stage 3 gpt-oss": Case("gpt-oss", 3, DP2EP2, "bf16", settings={"experts": "exchange:2"}),
     "rp2 dp2 stage 3": Case("llama", 3, RP2DP2, "bf16"),
     "dp2 stage 3 host": Case("llama", 3, DP2, "bf16", plan={"offload": "params=host,opt=host,grads=host"}),
     "dp2 stage 3 nvme": Case("llama", 3, DP2, "bf16", plan={"offload": NVME}),
@@ -97,10 +105,11 @@ def plan_bytes(case: Case) -> dict[str, dict[str, int]]:
 
 def step_bytes(case: Case) -> dict[str, Any]:
     """Of one step, as the planner runs it on fake tensors: bytes at rest, and what a rank sends in each phase."""
-    data = case.mesh.get("dp", 1) * case.mesh.get("rp", 1)
+    data = math.prod(case.mesh.get(axis, 1) for axis in ("dp", "rp", "ep"))
+    family = "mixtral" if case.model == "gpt-oss" else case.model
     table: tables.Table = {
         "preset": "",
-        "model": {"family": case.model, **asdict(MODELS[case.model])},
+        "model": {"family": family, **asdict(MODELS[case.model])},
         "data": {"seq_len": 16},
         "optim": {"name": case.optimizer},
         "precision": {"policy": case.policy, "fp32_matmul": "default"},
