@@ -1,6 +1,5 @@
 """Steps on a mesh with ep: equal to one process whatever the form, the stage, the mesh and the loads of experts."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -8,7 +7,6 @@ from unittest import mock
 
 import pytest
 import ranks
-import torch
 from close import assert_close, assert_same
 from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of, train, whole
 
@@ -175,30 +173,6 @@ def test_compiled_blocks():
 def test_compiled_blocks_with_sinks_and_biases():
     """Of gpt-oss, whose layers of two kinds are two programs."""
     equals_one_process("ep2", [("gpt-oss", "adam", 1, 2, {**options_of("exchange:4"), "compiled": True})], steps=2)
-
-
-@contextlib.contextmanager
-def exact_angles():
-    """A context with cosines of RoPE's angles in float64: with the heads of a rank of tp a compiled loop is another
-    one, and so are its float32 cosines."""
-    cos, sin = (lambda angle: torch.cos(angle.to(torch.float64))), (lambda angle: torch.sin(angle.to(torch.float64)))
-    with mock.patch.object(torch.Tensor, "cos", cos), mock.patch.object(torch.Tensor, "sin", sin):
-        yield
-
-
-def trained_exactly(mesh, cases, steps):
-    with exact_angles():
-        return trained(mesh, cases, steps)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
-def test_compiled_blocks_with_sinks_and_biases_over_tp(sequence):
-    options = {**options_of("auto", sequence=sequence), "compiled": True}
-    cases = [(("gpt-oss", "adam", 1, 1), options)]
-    results = ranks.run(2, trained_exactly, cases, 2, mesh={"tp": 2}, timeout_s=600)
-    alone = trained_exactly(fzero.one_process(), [(cases[0][0], {**options, "plan_options": {}})], 2)
-    expect_one_process(results, alone, cases)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
