@@ -365,7 +365,7 @@ def advance_optimizer(original):
     def update(tx, plan, grads, state, skipped):
         if not bool(skipped):
             return original(tx, plan, grads, state, skipped)
-        zeros = pytree.map(torch.zeros_like, grads)
+        zeros = type(grads)(*pytree.map(torch.zeros_like, (grads.sums, grads.factor, grads.norm)))
         moved = original(tx, plan, zeros, pytree.map(torch.clone, state), torch.tensor(False))
         return state._replace(opt_state=moved.opt_state)
 
