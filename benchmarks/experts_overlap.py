@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -31,7 +29,7 @@ import torch.distributed as dist
 from bubble import sleep
 from spawned import answer_of_ranks
 from torch import Tensor
-from turns import machine
+from turns import write_run
 
 import fzero
 from fzero import models, optim
@@ -276,10 +274,7 @@ def main() -> None:
                 f"waited {row['waited_s'] * 1e3:.1f} ms"
             )
     if args.out:
-        command = shlex.join(["python", "benchmarks/experts_overlap.py", *sys.argv[1:]])
-        about = {"command": command, "machine": machine(), "torch": torch.__version__}
-        load = {"load_average": {"before": before, "after": os.getloadavg()}}
-        args.out.write_text(json.dumps(about | load | {"runs": runs}, indent=1) + "\n")
+        write_run(args.out, before, torch=torch.__version__, runs=runs)
 
 
 if __name__ == "__main__":

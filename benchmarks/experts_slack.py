@@ -14,9 +14,7 @@ at the peak of a call above those before it, of each form in a process of its ow
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -30,7 +28,7 @@ import torch.distributed as dist
 from live_bytes import peak
 from spawned import answer_of_ranks
 from torch import Tensor
-from turns import machine
+from turns import write_run
 
 import fzero
 from fzero import models
@@ -230,10 +228,7 @@ def main() -> None:
             f"{row['bytes'] / 1e6:.1f} MB, first calls {', '.join(f'{seconds:.1f}' for seconds in row['first_s'])} s"
         )
     if args.out:
-        command = shlex.join(["python", "benchmarks/experts_slack.py", *sys.argv[1:]])
-        about = {"command": command, "machine": machine(), "torch": torch.__version__, **order}
-        load = {"load_average": {"before": before, "after": os.getloadavg()}}
-        args.out.write_text(json.dumps(about | load | {"forms": found}, indent=1) + "\n")
+        write_run(args.out, before, torch=torch.__version__, **order, forms=found)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,8 @@ experts that have tokens. Memory: the live bytes of tensors at the peak of a ste
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from unittest import mock
 import torch
 import transformers as hf
 from live_bytes import peak
-from turns import LOSS_TOLERANCE, machine
+from turns import LOSS_TOLERANCE, write_run
 
 import fzero
 from fzero import models, optim
@@ -203,10 +201,7 @@ def main() -> None:
             most = row["peak_bytes"] / 1e6
             print(f"{contender:24}{row['median_s']:9.4f} s{row['fzero_is_x_faster']:8.2f} x{most:9.1f} MB")
     if args.out:
-        command = shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]])
-        about = {"command": command, "machine": machine(), "torch": torch.__version__, "transformers": hf.__version__}
-        load = {"load_average": {"before": before, "after": os.getloadavg()}}
-        args.out.write_text(json.dumps(about | load | {"runs": runs}, indent=1) + "\n")
+        write_run(args.out, before, torch=torch.__version__, transformers=hf.__version__, runs=runs)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import select
+import shlex
 import socket
 import statistics
 import subprocess
@@ -236,6 +237,16 @@ def columns(results: list[dict[str, Any]]) -> list[str]:
             f"  {ratio:24}{live / 1e6:9.1f}{live / base:9.2f}{rss}"
         )
     return lines
+
+
+def write_run(out: Path, before: tuple[float, ...], **found: Any) -> None:
+    """Write what a program of this folder has found, with its command and the machine. before: the load average at its
+    start."""
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    load = {"before": before, "after": os.getloadavg()}
+    out.write_text(
+        json.dumps({"command": command, "machine": machine(), "load_average": load} | found, indent=1) + "\n"
+    )
 
 
 def machine() -> dict[str, Any]:
