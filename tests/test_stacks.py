@@ -55,16 +55,23 @@ def test_the_laws_of_a_step(kind, law):
     LAWS[law](case_of(kind))
 
 
+BOTH = "dp2 x tp2 sequence"
 MESHES = {
     "dp2": ({"dp": 2}, {}),
     "tp2": ({"tp": 2}, {}),
-    "dp2 x tp2 sequence": ({"dp": 2, "tp": 2}, {"sequence": True}),
+    BOTH: ({"dp": 2, "tp": 2}, {"sequence": True}),
 }
 
 
 @slow
 @pytest.mark.parametrize(
-    "kind, mesh", [(kind, mesh) for kind in KINDS for mesh in MESHES if kind != "gemma" or mesh == "dp2 x tp2 sequence"]
+    "kind, mesh",
+    [
+        pytest.param(kind, mesh, marks=pytest.mark.exhaustive if kind == "deepseek" and mesh != BOTH else ())
+        for kind in KINDS
+        for mesh in MESHES
+        if kind != "gemma" or mesh == BOTH
+    ],
 )
 def test_parallel_is_serial(kind, mesh):
     sizes, plan_options = MESHES[mesh]

@@ -79,15 +79,15 @@ inline double rational(const double (&c)[2][8], double x) {
 }
 
 inline double log(double x) {
-  constexpr int64_t half = int64_t(1022) << 52;
-  int64_t pattern;
+  constexpr uint64_t half = uint64_t(1022) << 52;
+  uint64_t pattern;
   std::memcpy(&pattern, &x, 8);
-  int64_t exponent = (pattern >> 52) - 1022;
+  int32_t exponent = int32_t(pattern >> 52) - 1022;
   pattern = (pattern & 0xFFFFFFFFFFFFF) | half;
   double mantissa;
   std::memcpy(&mantissa, &pattern, 8);
   const bool low = mantissa < 0.7071067811865476;
-  mantissa = low ? mantissa * 2.0 : mantissa, exponent -= low;
+  mantissa *= 1.0 + low, exponent -= low;
   const double s = (mantissa - 1.0) / (mantissa + 1.0), s2 = s * s;
   double series = 1.0 / 19.0;
   for (int k = 17; k > 0; k -= 2) series = series * s2 + 1.0 / k;
@@ -114,7 +114,7 @@ void ndtri(const Draw& d, const double* __restrict p, double* __restrict z, int6
   }
 #pragma omp simd reduction(max : beyond)
   for (int64_t j = 0; j < count; j++) {
-    r[j] = std::sqrt(-log(tail[j] - 0.5 < 0 ? tail[j] : 1.0 - tail[j]));
+    r[j] = std::sqrt(-log(std::min(tail[j], 1.0 - tail[j])));
     beyond = std::max(beyond, r[j]);
   }
   for (int64_t j = 0; j < count; j++) {

@@ -58,24 +58,31 @@ void narrow(double x, double& out) { out = x; }
 // The bfloat16 nearest to x, ties away from zero: two operations fewer than ties to even, for operands of a product.
 uint32_t upper(float x) { return (bits(x) + 0x8000u) >> 16; }
 
+// `yes` or `no` by a mask: a choice between results of a few operations is a branch to GCC, which then leaves the loops
+// around it scalar on a CPU without AVX-512.
+float choose(bool which, float yes, float no) {
+  const uint32_t mask = 0u - uint32_t(which);
+  return real((bits(yes) & mask) | (bits(no) & ~mask));
+}
+
 // 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error
 // 3e-9).
 float power_of_2(float x) {
   const float whole = std::nearbyint(x), r = x - whole;
   float y = 0.0555032723f + r * (0.00961805668f + r * (0.00134004282f + r * 0.000154614447f));
   y = 1.0f + r * (0.693147207f + r * (0.240226509f + r * y));
-  return x < -126.0f ? 0.0f : real(bits(y) + (uint32_t(int32_t(whole)) << 23));
+  return choose(x < -126.0f, 0.0f, real(bits(y) + (uint32_t(int32_t(whole)) << 23)));
 }
 double power_of_2(double x) { return std::exp2(x); }
 
 // tanh, with a relative error of 2e-7: an odd polynomial near 0, else from the exponential.
 // Ref: Moshier, Cephes mathematical library, tanhf.c.
-float bend(float x) {
-  const float size = std::min(std::fabs(x), 10.0f), z = size * size;
+inline float bend(float x) {
+  const float given = std::fabs(x), size = choose(given > 10.0f, 10.0f, given), z = size * size;
   float near = ((-5.70498872745e-3f * z + 2.06390887954e-2f) * z - 5.37397155531e-2f) * z + 1.33314422036e-1f;
   near = size + size * z * (near * z - 3.33332819422e-1f);
   const float far = 1.0f - 2.0f / (power_of_2(2.88539008f * size) + 1.0f);
-  return std::copysign(size < 0.625f ? near : far, x);
+  return real(bits(choose(size < 0.625f, near, far)) | (bits(x) & 0x80000000u));
 }
 double bend(double x) { return std::tanh(x); }
 
@@ -131,7 +138,7 @@ void lay(const T* x, int64_t ld, int64_t rows, int64_t cols, T* out) {
       const uint32_t second = r + 1 < rows ? 0xffffu : 0u;
       const T* next = second ? x + ld : x;
 #pragma omp simd
-      for (int64_t c = 0; c < cols; c++) out[2 * c] = x[c], out[2 * c + 1].x = uint16_t(next[c].x & second);
+      for (int64_t c = 0; c < cols; c++) out[2 * c].x = x[c].x, out[2 * c + 1].x = uint16_t(next[c].x & second);
     }
   }
 }
@@ -192,9 +199,7 @@ struct Span {
 
 Span span_of(const int64_t* x, int64_t n) {
   Span span{x[0], x[0]};
-#pragma omp simd
-  for (int64_t i = 0; i < n; i++)
-    span.low = std::min(span.low, x[i]), span.high = std::max(span.high, x[i]);
+  for (int64_t i = 1; i < n; i++) span.low = std::min(span.low, x[i]), span.high = std::max(span.high, x[i]);
   return span;
 }
 

@@ -44,6 +44,13 @@ void narrow(float x, BFloat16& out) {
 void narrow(float x, float& out) { out = x; }
 void narrow(double x, double& out) { out = x; }
 
+// `yes` or `no` by a mask: a choice between results of a few operations is a branch to GCC, which then leaves the loops
+// around it scalar on a CPU without AVX-512.
+float choose(bool which, float yes, float no) {
+  const uint32_t mask = 0u - uint32_t(which);
+  return real((bits(yes) & mask) | (bits(no) & ~mask));
+}
+
 // exp(x) for x <= 0, 0 below -87: the nearest power of 2 by the exponent's bits, times a polynomial of the rest
 // (Cephes, expf).
 float exponential(float x) {
@@ -52,7 +59,7 @@ float exponential(float x) {
   float y = 1.6666665459e-1f +
             r * (4.1665795894e-2f + r * (8.3334519073e-3f + r * (1.3981999507e-3f + r * 1.9875691500e-4f)));
   y = 1.0f + r + r * r * (0.5f + r * y);
-  return x < -87.0f ? 0.0f : real(bits(y) + (uint32_t(int32_t(whole)) << 23));
+  return choose(x < -87.0f, 0.0f, real(bits(y) + (uint32_t(int32_t(whole)) << 23)));
 }
 double exponential(double x) { return std::exp(x); }
 
@@ -61,7 +68,7 @@ float hyperbolic_tangent(float x) {
   const float square = x * x, e = exponential(-2.0f * std::fabs(x));
   const float series =
       x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 + square * (-17.0f / 315 + square * (62.0f / 2835)))));
-  return square < 0.09f ? series : std::copysign((1.0f - e) / (1.0f + e), x);
+  return choose(square < 0.09f, series, real(bits((1.0f - e) / (1.0f + e)) | (bits(x) & 0x80000000u)));
 }
 double hyperbolic_tangent(double x) { return std::tanh(x); }
 

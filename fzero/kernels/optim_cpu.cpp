@@ -53,6 +53,14 @@ float real(uint32_t u) {
 
 enum Decay { WITHOUT, APART, COUPLED };
 
+// `yes` or `no` by a mask: a choice between results of a few operations is a branch to GCC, which then leaves the loops
+// around it scalar on a CPU without AVX-512.
+uint32_t choose(bool which, uint32_t yes, uint32_t no) {
+  const uint32_t mask = 0u - uint32_t(which);
+  return (yes & mask) | (no & ~mask);
+}
+float choose(bool which, float yes, float no) { return real(choose(which, bits(yes), bits(no))); }
+
 template <Decay DECAY>
 void adamw(float* __restrict p, const float* __restrict g_, float* __restrict m_, float* __restrict v_, int64_t n,
            float decay, const Rates& r) {
@@ -64,7 +72,7 @@ void adamw(float* __restrict p, const float* __restrict g_, float* __restrict m_
     float g = g_[i] * factor;
     if (DECAY == COUPLED) g += decay * p[i];
     const float m = b1 * m_[i] + c1 * g, v = b2 * v_[i] + c2 * (g * g);
-    const float root = v > 0.0f ? std::sqrt(v) : v * 0.0f;
+    const float root = choose(v > 0.0f, std::sqrt(v), v * 0.0f);
     float u = rate * (m / (root / root_correct2 + eps));
     if (DECAY == APART) u -= shrink * p[i];
     p[i] += u, m_[i] = m, v_[i] = v;
@@ -113,7 +121,7 @@ uint16_t half(float x) {
   const uint32_t size = bits(x) & 0x7fffffffu, sign = (bits(x) >> 16) & 0x8000u;
   const uint32_t normal = std::min(((size + 0xfffu + ((size >> 13) & 1u)) >> 13) - (112u << 10), 0x7c00u);
   const uint32_t small = bits(real(size) + 0.5f) - 0x3f000000u;
-  return uint16_t(sign | (size > 0x7f800000u ? 0x7e00u : size < 0x38800000u ? small : normal));
+  return uint16_t(sign | choose(size > 0x7f800000u, 0x7e00u, choose(size < 0x38800000u, small, normal)));
 }
 
 void halve(const float* __restrict x, uint16_t* __restrict out, int64_t n) {
