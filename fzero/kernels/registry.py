@@ -143,6 +143,8 @@ class Op:
     def ordered(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> list[Form]:
         """The forms in the order in which "auto" asks them for a call."""
         names = self.order(*args, **options)
+        if not names:
+            return self.forms
         named = iter(sorted((form for form in self.forms if form.name in names), key=lambda f: names.index(f.name)))
         return [next(named) if form.name in names else form for form in self.forms]
 

@@ -5,6 +5,7 @@ And the blocks of rows that a layer is cut into.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,6 +175,7 @@ def narrow_to(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
 # ---- the same by the sizes of a mesh's axes alone ----
 
 
+@functools.cache
 def is_stacked(name: str) -> bool:
     """Whether a leaf's first dim counts layers, by its name.
 
