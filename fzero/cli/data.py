@@ -58,6 +58,17 @@ def verify(corpus: Path) -> int:
     return 1 if found else 0
 
 
+@data_group.command()
+@click.argument("run", type=FOLDER)
+@click.option("--step", type=int, required=True, help="The step, from 1 on. It may be one that is not made yet.")
+def show(run: Path, step: int) -> None:
+    """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
+    from fzero.run.step_documents import documents_of, lines_of
+
+    for line in lines_of(documents_of(run, step)):
+        say(line)
+
+
 @click.command(name="import")
 @click.argument("source", type=FOLDER)
 @click.option("--out", type=FOLDER, required=True, metavar="RUN", help="Where to write. The new run folder.")

@@ -22,6 +22,7 @@ SHORTHANDS = {
     "model": "preset",
     "device": "device",
     "data": "data.path",
+    "mixture": "data.mixture",
     "seq_len": "data.seq_len",
     "packing": "data.packing",
     "rope_theta": "model.rope_theta",
@@ -80,6 +81,11 @@ TEXT = click.option(
     "--data",
     metavar="PATH",
     help="What to learn from. A prepared corpus, a text file, a folder of text, or stdlib (the default).",
+)
+MIXTURE = click.option(
+    "--mixture",
+    metavar="SOURCES",
+    help="Prepared corpora by weights: web=corpora/web:0.7,code=corpora/code:0.3:epochs=2.",
 )
 CONVERSATIONS = click.option(
     "--data",
@@ -171,7 +177,7 @@ VALUES = (
 def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags of a config to `command`; its arguments get `config_file`, `settings`, `mesh` and those of
     SHORTHANDS."""
-    return add_flags(command, (MODEL, *FILES, TEXT, *VALUES))
+    return add_flags(command, (MODEL, *FILES, TEXT, MIXTURE, *VALUES))
 
 
 def tuning_flags(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,8 @@ class Data:
     """The training text."""
 
     path: str = "stdlib"  # a prepared corpus, or text to prepare once: a file, a folder, "stdlib"
+    # several prepared corpora in place of path, such as "web=corpora/web:0.7,code=corpora/code:0.3"; see docs/data.md
+    mixture: str = ""
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256

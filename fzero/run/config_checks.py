@@ -14,6 +14,7 @@ from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, che
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, flat, format_list
+from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
@@ -122,6 +123,8 @@ def check_leaf(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}{nearest(str(value), allowed)}; it must be one of {', '.join(allowed)}")
     if name == "train.loggers":
         check_loggers(value)
+    if name == "data.mixture" and value:
+        Mixture.parse(value)
     if name == "context":
         Context.parse(value)
     if name == "experts":
@@ -155,6 +158,12 @@ def validate(config: RunConfig) -> None:
         raise ValueError(
             f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
             "other; leave it out"
+        )
+    if c.data.mixture and (c.objective != "text" or c.data.path != "stdlib"):
+        what, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
+        raise ValueError(
+            f"data.mixture is {c.data.mixture!r} and {what} is {fix}: a mixture names its own corpora, of text; leave "
+            "one of them out"
         )
     if c.objective != "text" and c.data.packing != "stream":
         raise ValueError(

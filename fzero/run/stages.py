@@ -78,6 +78,11 @@ def tokens_before(config: RunConfig, step: int) -> int:
     return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).tokens for stage in found)
 
 
+def samples_before(config: RunConfig, step: int) -> int:
+    """The samples that the first `step` steps consume: `state.data_cursor` after them."""
+    return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).samples for stage in stages_of(config))
+
+
 def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
     """The config of a run whose steps after `step` have other values, by their dotted names.
 
