@@ -83,10 +83,11 @@ def walk(periods, most, rows):
     return sources, worst
 
 
-def test_each_row_has_one_source_and_no_source_is_two_rows_from_its_weight():
+@pytest.mark.parametrize("cases", [8, pytest.param(400, marks=pytest.mark.exhaustive)])
+def test_each_row_has_one_source_and_no_source_is_two_rows_from_its_weight(cases):
     rng = random.Random(5)
     worst = []
-    for _ in range(40):
+    for _ in range(cases):
         count = rng.randint(2, 12)
         begins = [0, *itertools.accumulate(rng.randint(1, 60) for _ in range(rng.randint(0, 3)))]
         periods = [(begin, drawn(count, rng)) for begin in begins]
@@ -96,7 +97,7 @@ def test_each_row_has_one_source_and_no_source_is_two_rows_from_its_weight():
 
 def test_a_used_up_source_leaves_its_weight_to_the_others():
     rng = random.Random(7)
-    for _ in range(30):
+    for _ in range(10):
         count = rng.randint(2, 6)
         most = [rng.randint(0, 25) if rng.random() < 0.6 else None for _ in range(count)]
         periods = [(0, drawn(count, rng)), (rng.randint(1, 40), drawn(count, rng))]
@@ -302,6 +303,7 @@ def test_show_has_the_documents_of_any_step(trained, fz):
     assert code == 2 and "--step is 7; the run has the steps 1 to 6" in err
 
 
+@pytest.mark.exhaustive  # test_data_law.py resumes at any step
 def test_a_run_that_is_resumed_and_replayed_has_the_same_rows(trained, fz, here):
     assert fz("pretrain", *TINY, "--mixture", MIXED, "--out", "halves", "--stop-at", 3)[0] == 0
     code, _, err = fz("pretrain", *TINY, "--mixture", MIXED, "--out", "halves", "--auto-resume")

@@ -60,7 +60,7 @@ def verify(corpus: Path) -> int:
 
 @data_group.command()
 @click.argument("run", type=FOLDER)
-@click.option("--step", type=int, required=True, help="The step, from 1 on. It may be one that is not made yet.")
+@click.option("--step", type=int, required=True, help="A step of the run. It may be one to come.")
 def show(run: Path, step: int) -> None:
     """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
     from fzero.run.step_documents import documents_of, lines_of

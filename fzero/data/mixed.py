@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core.kinds import expect_fields
 from fzero.data.interleave import Stretch, source_of, stretches_of
 from fzero.data.mixture import Mixture
 from fzero.data.stream import Batch, Rest, TokenStream, assemble, even_batches
@@ -47,8 +48,10 @@ class MixedStream:
     source is a TokenStream of its own, with its own order and epochs. A batch is one of TokenStream, and has
     `sources`, bool [B, sources]: of which source each row is.
 
-    Raises ValueError if a row is asked for after all sources have given what they may.
+    Raises ValueError for streams that are not the mixture's, and if a row is asked for after all sources have given
+    what they may.
 
+    >>> from fzero.data.tokens import Tokens
     >>> docs = np.array([0, 12])
     >>> texts = [TokenStream(Tokens(name, np.arange(12, dtype=np.uint8), docs, 256, 0), 2, 1) for name in ("a", "b")]
     >>> mixed = MixedStream(Mixture.parse("a:0.75,b:0.25"), tuple(texts), batch=4)
@@ -60,6 +63,17 @@ class MixedStream:
     streams: tuple[TokenStream, ...]
     batch: int
     rest: MixedRest | None = None
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
+        if len(self.streams) != len(self.mixture.sources) or len({one.seq_len for one in self.streams}) != 1:
+            lengths = ", ".join(str(one.seq_len) for one in self.streams)
+            raise ValueError(
+                f"the mixture has {len(self.mixture.sources)} sources and {len(self.streams)} streams, of rows "
+                f"of {lengths or 'nothing'}; give a stream for each, all of one seq_len"
+            )
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch}: wanted at least 1 sequence a step")
 
     @property
     def seq_len(self) -> int:

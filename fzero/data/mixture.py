@@ -15,6 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from fzero.core.kinds import expect_fields
+
 FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
 
 
@@ -27,6 +29,9 @@ class Source:
     weights: tuple[tuple[int, Fraction], ...]  # (tokens of the run before it, weight from there on), the first at 0
     epochs: Fraction | None = None  # the most that is read of it, None for no end
     tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
 
     def __str__(self) -> str:
         own = "" if self.name == Path(self.path).name else f"{self.name}="
@@ -52,6 +57,9 @@ class Mixture:
     """
 
     sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
 
     @classmethod
     def parse(cls, text: str) -> Mixture:
