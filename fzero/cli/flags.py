@@ -29,6 +29,7 @@ SHORTHANDS = {
     "rope_scaling": "model.rope_scaling",
     "steps": "train.steps",
     "batch": "train.batch",
+    "batch_ramp": "train.batch_ramp",
     "micro_batch": "train.micro_batch",
     "lr": "optim.lr",
     "seed": "train.seed",
@@ -97,6 +98,11 @@ VALUES = (
     DEVICE,
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
     click.option("--batch", type=int, help="The sequences in a step."),
+    click.option(
+        "--batch-ramp",
+        metavar="START:INCREMENT:TOKENS",
+        help="A batch that grows to that of --batch: 16:16:1e8 begins with 16 and adds 16 each 1e8 tokens.",
+    ),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
     click.option("--seq-len", type=int, help="The tokens in a sequence."),
     click.option(

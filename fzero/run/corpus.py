@@ -113,14 +113,14 @@ def sample_at(cursor: int, skips: Skips) -> int:
 
 
 def first_samples(config: RunConfig, skips: Skips) -> list[int]:
-    """The first sample of each stage of a run, by the numbers of the whole order: those that the stages before it have
-    consumed, and the batches that they left out."""
+    """The first sample of each stage of a run that has rows of its own, by the numbers of the whole order: those that
+    the stages before it have consumed, and the batches that they left out."""
     found, cursor = [], 0
     for stage in stages_of(config):
         first = cursor
         for begin, count in sorted(skips):
             first += count if begin < first else 0
-        found.append(first)
+        found += [] if stage.reads_on else [first]
         cursor += stage.samples
     return found
 
@@ -130,13 +130,15 @@ def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, 
 
     skips: as in `sample_at`. Raises ValueError if the split is too short.
     """
-    t, firsts = config.train, first_samples(config, skips)
-    streams: list[Any] = []
-    for i, stage in enumerate(stages_of(config)):
-        # What the stages before it have left of an epoch, it reads first.
-        rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
-        streams.append(open_stream(stage.config, corpus, "train", t.batch, rest))
-        expect_rows_left(streams[-1], stage.samples)
+    firsts, streams, rows = first_samples(config, skips), list[Any](), 0
+    for stage in stages_of(config):
+        if not stage.reads_on:
+            # What the stages before it have left of an epoch, it reads first.
+            i, rows = len(streams), 0
+            rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
+            streams.append(open_stream(stage.config, corpus, "train", config.train.batch, rest))
+        rows += stage.samples
+        expect_rows_left(streams[-1], rows)
     return streams[-1], firsts[-1]
 
 

@@ -87,7 +87,8 @@ def begin_stage(attempt: Attempt, step: int) -> Attempt:
     if there is not attempt:
         expect_memory(there.job, there.coordinator)
         c = there.job.config
-        attempt.options.say(f"after step {step} in another stage: {c.train.batch} x {c.data.seq_len} a step")
+        where = "" if stage_at(attempt.config, step).reads_on else " in another stage"
+        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step")
     return there
 
 
@@ -181,7 +182,8 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         signal = any_rank(stop[0] if stop else 0, mesh)
         if config.guard.check_every and checked != step:
             compare(state, step)
-        saver.close(state, step)
+        ended = bool(signal) or step >= attempt.last_step
+        saver.close(state if ended else None, step)  # the next stage goes on from here
         if job.nvme is not None and job.nvme.store is not None:
             job.nvme.store.trim()
     return state, signal, None
