@@ -8,6 +8,7 @@ weights from a token of the run on, and the most that is read of it. Weights are
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ class Mixture:
         expect_fields(self)
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def parse(cls, text: str) -> Mixture:
         """The Mixture of a text; raises ValueError for a text that is none, weights below 0, weights whose sum is 0
         from some token on, and two sources of one name or one path."""

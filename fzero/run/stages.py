@@ -39,18 +39,25 @@ class Stage(NamedTuple):
 
     begin: int  # steps made before it
     end: int  # steps made after it
-    config: RunConfig  # of a run whose last stage it is
+    written: RunConfig  # of a run whose last stage it is, with the largest of its batches
+    batch: int
     reads_on: bool = False  # in the rows of the stage before it, of which it has the length and all but the batch
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of a run whose last stage it is."""
+        c = self.written
+        return c if self.batch == c.train.batch else with_values(c, {"train.batch": self.batch}, c.stages)
 
     @property
     def samples(self) -> int:
         """The samples that its steps consume."""
-        return (self.end - self.begin) * self.config.train.batch
+        return (self.end - self.begin) * self.batch
 
     @property
     def tokens(self) -> int:
         """The positions of those."""
-        return self.samples * self.config.data.seq_len
+        return self.samples * self.written.data.seq_len
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
@@ -60,10 +67,9 @@ def stages_of(config: RunConfig) -> list[Stage]:
         return found
     ramp, tokens, out = Ramp.parse(config.train.batch_ramp), 0, list[Stage]()
     for stage in found:
-        begin, c = stage.begin, stage.config
-        for batch, steps in ramp.pieces(c.train.batch, c.data.seq_len, tokens, stage.end - begin):
-            its = c if batch == c.train.batch else with_values(c, {"train.batch": batch}, c.stages)
-            out.append(Stage(begin, begin + steps, its, begin > stage.begin))
+        begin = stage.begin
+        for batch, steps in ramp.pieces(stage.batch, stage.written.data.seq_len, tokens, stage.end - begin):
+            out.append(stage._replace(begin=begin, end=begin + steps, batch=batch, reads_on=begin > stage.begin))
             begin, tokens = begin + steps, tokens + out[-1].tokens
     return out
 
@@ -74,7 +80,7 @@ def written_stages(config: RunConfig) -> list[Stage]:
     found = [config]
     for i in range(len(config.stages) - 1, -1, -1):
         found.insert(0, with_values(found[0], read_stage(config.stages[i])[1], config.stages[:i]))
-    return [Stage(begin, end, each) for begin, end, each in zip([0, *ends], ends, found)]
+    return [Stage(begin, end, each, each.train.batch) for begin, end, each in zip([0, *ends], ends, found)]
 
 
 def ends_of(config: RunConfig) -> list[int]:
@@ -100,7 +106,8 @@ def expect_stages(config: RunConfig) -> None:
 
 def stage_at(config: RunConfig, step: int) -> Stage:
     """The stage that makes the step after `step` steps; the last one where all are made."""
-    return next((stage for stage in stages_of(config) if step < stage.end), stages_of(config)[-1])
+    found = stages_of(config)
+    return next((stage for stage in found if step < stage.end), found[-1])
 
 
 def tokens_before(config: RunConfig, step: int) -> int:
@@ -111,7 +118,7 @@ def tokens_before(config: RunConfig, step: int) -> int:
 
 def token_rates(config: RunConfig) -> list[tuple[int, int]]:
     """(steps before it, the tokens of a step of it) of each stage."""
-    return [(stage.begin, stage.config.train.batch * stage.config.data.seq_len) for stage in stages_of(config)]
+    return [(stage.begin, stage.batch * stage.written.data.seq_len) for stage in stages_of(config)]
 
 
 def samples_before(config: RunConfig, step: int) -> int:
@@ -129,7 +136,8 @@ def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
     >>> stage_at(config, 39).config.data.seq_len, stage_at(config, 40).config.data.seq_len
     (256, 128)
     """
-    now = next((one for one in written_stages(config) if step < one.end), written_stages(config)[-1]).config
+    written = written_stages(config)
+    now = next((one for one in written if step < one.end), written[-1]).config
     new = with_values(now, values, ())
     mine, theirs = staged(now), staged(new)
     apart = {key for key, value in mine.items() if value != theirs[key]}
