@@ -56,7 +56,8 @@ def prepare(
     """Prepare a corpus in the new folder `out` (format: fzero/data/tokens.py); return the content of its meta.json.
 
     sources: .txt and .py files (one document each) and .jsonl files (one document a line, its text at `text_key`),
-        each plain or .gz; folders of those; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
+        each plain, .gz or .zst; .parquet and .arrow files (one document a row); folders of those, such as of Hugging
+        Face's datasets; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
         document a line); "stdlib" (the .py files of Python's standard library without site-packages, identical ones
         once).
     tokenizer: "bytes"; "bpe:N", N tokens trained on the training split; or the path of a Hugging Face tokenizer.json
@@ -71,8 +72,8 @@ def prepare(
 
     Files found in folders that are empty, binary (contain NUL) or not UTF-8 are left out and counted in
     meta["source"]["skipped"]. Raises ValueError when `out` exists, for any problem of a file named by the user, a
-    damaged .gz or a bad .jsonl line anywhere, an unknown tokenizer or source; then there is no `out` and no temporary
-    file is left.
+    damaged .gz, .zst, .parquet or .arrow or a bad .jsonl line anywhere, an unknown tokenizer or source; then there is
+    no `out` and no temporary file is left.
     """
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     out = Path(out)
