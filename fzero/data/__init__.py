@@ -1,5 +1,6 @@
 """Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
 
+from fzero.data.linked import link
 from fzero.data.loader import from_loader
 from fzero.data.mixed import MixedStream
 from fzero.data.mixture import Mixture
@@ -17,6 +18,7 @@ __all__ = [
     "describe",
     "eval_batches",
     "from_loader",
+    "link",
     "load_tokenizer",
     "open_tokens",
     "prefetch",

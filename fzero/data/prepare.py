@@ -76,15 +76,9 @@ def prepare(
     no `out` and no temporary file is left.
     """
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
-    out = Path(out)
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
-    if not 0.0 < val_fraction < 1.0:
-        raise ValueError(
-            f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
-        )
-    if os.path.lexists(out):
-        raise ValueError(f"{out}: already exists; name another folder or remove this one first")
+    out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +116,17 @@ def prepare(
         write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
         os.rename(folder, out)
     return meta
+
+
+def check_new(out: str | Path, val_fraction: float) -> Path:
+    """The folder of a new corpus; raises ValueError if it exists, and for a fraction that leaves a split empty."""
+    if not 0.0 < val_fraction < 1.0:
+        raise ValueError(
+            f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
+        )
+    if os.path.lexists(out):
+        raise ValueError(f"{out}: already exists; name another folder or remove this one first")
+    return Path(out)
 
 
 def describe(meta: dict[str, Any]) -> str:
@@ -214,11 +219,19 @@ def _tokenizer_json(spec: str) -> Path:
 
 
 def _make_tokenizer(spec: str, eos: str | None, corpus: Corpus) -> Tokenizer:
-    if spec == "bytes":
-        return byte_tokenizer()
     if spec.startswith("bpe:"):
         training = (text for split, text, _ in _parts(corpus) if split == "train")
         return train_bpe(training, int(spec.removeprefix("bpe:")), eos)
+    return tokenizer_of_file(spec, eos)
+
+
+def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
+    """The tokenizer "bytes", or that of a tokenizer.json; raises ValueError for one that is to be trained."""
+    _check_tokenizer(spec, eos)
+    if spec == "bytes":
+        return byte_tokenizer()
+    if spec.partition(":")[0] == "bpe":
+        raise ValueError(f"tokenizer={spec!r}: wanted the one that made the tokens: bytes, or a tokenizer.json")
     try:
         content = read_text_file(_tokenizer_json(spec))
     except (OSError, ValueError) as error:

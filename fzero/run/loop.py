@@ -21,6 +21,7 @@ from fzero.core import gpu, prng, pytree
 from fzero.data.mixed_corpus import sources_of
 from fzero.data.mixture import Mixture, described
 from fzero.data.packing import figures
+from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
@@ -262,7 +263,9 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
                 f"positions filled up; {found.cut:.1%} of the documents are longer than a sequence and cut"
             )
         if tokens.sums is None:
-            yield f"{place}: has no checksums (an earlier version prepared it), so damage to it is not noticed"
+            linked = "linked" in read_meta(place)
+            why = "another system's file" if linked else "an earlier version prepared it"
+            yield f"{place}: has no checksums ({why}), so damage to it is not noticed"
     if sources:
         yield from described(Mixture.parse(config.data.mixture))
 
