@@ -8,8 +8,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import ranks
 import torch
 
+import fzero
 from fzero import data, models
 from fzero.core import prng
 from fzero.data.interleave import counts_of, source_of, stretches_of, tree_of
@@ -350,3 +352,53 @@ def test_a_corpus_that_has_changed_is_named(trained, fz, here):
             sources_of(trained / "data")
     finally:
         meta.write_text(text)
+
+
+# -- the losses of sources on meshes
+
+
+def train_marked(mesh, family, micro_batches, options):
+    """The metrics of two steps on rows of three sources."""
+    model = models.build(from_table({"preset": f"{family}-tiny", "model": SMALL[family]}).model)
+    tx = fzero.optim.sgd(0.1)
+    plan = fzero.zero_plan(options.get("zero", 0), model, mesh, policy=fzero.fp64(), **PLANS.get(options["kind"], {}))
+    state = fzero.init_state(model, tx, plan, seed=3)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=micro_batches)
+    rng, found = torch.Generator().manual_seed(5), []
+    for _ in range(2):
+        rows = torch.randint(0, 32, (8, 17), generator=rng)
+        batch = {
+            "tokens": rows[:, :-1],
+            "targets": rows[:, 1:],
+            "mask": torch.rand(8, 16, generator=rng) < 0.7,
+            SOURCES: torch.eye(3, dtype=torch.bool)[torch.randint(0, 2, (8,), generator=rng)],
+        }
+        state, metrics = step(state, fzero.local_batch(batch, mesh, micro_batches))
+        found.append({name: float(value) for name, value in metrics.extra.items() if name.startswith("source")})
+        found[-1]["loss"] = float(metrics.loss)
+    return found
+
+
+SIZES = {"n_layers": 2, "d_model": 16, "n_heads": 2, "n_kv_heads": 2, "d_ff": 24, "vocab_size": 32, "max_len": 16}
+SMALL = {"llama": SIZES, "mixtral": SIZES}
+PLANS = {"canonical": {"reduce": "canonical"}, "once": {"reduce": "once"}}
+ON_MESHES = (
+    ({"dp": 2}, 2, {"kind": "canonical", "zero": 3}),
+    ({"tp": 2}, 2, {"kind": "", "zero": 0}),
+    ({"cp": 2}, 2, {"kind": "", "zero": 1}),
+    ({"pp": 2}, 2, {"kind": "", "zero": 0}),
+    ({"dp": 2, "tp": 2}, 2, {"kind": "once", "zero": 2}),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize(("sizes", "micro", "options"), ON_MESHES, ids=str)
+def test_meshes_add_up_the_losses_of_one_process(sizes, micro, options, family):
+    wanted = train_marked(fzero.one_process(), family, 4, {"kind": ""})
+    count = 4 if len(sizes) == 2 else 2
+    for got in ranks.run(count, train_marked, family, micro if "dp" in sizes else 4, options, mesh=sizes):
+        for mine, its in zip(got, wanted):
+            assert mine.keys() == its.keys() and len(mine) == 7
+            assert mine == pytest.approx(its, rel=1e-9)
+            assert mine["source_tokens/2"] == 0
