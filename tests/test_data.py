@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -605,3 +606,64 @@ def test_an_npy_file_that_is_none_is_one_line(case, tmp_path):
         with pytest.raises(ValueError, match=words):
             data.link(path, tmp_path / "corpus", **options)
     assert [one.name for one in tmp_path.iterdir()] == ["t.npy"]
+
+
+# fill in the middle
+
+SENTINELS = data.Sentinels(901, 902, 903)
+
+
+def parts_of(text):
+    """(prefix, middle, suffix) of a rearranged text."""
+    text = text.tolist()
+    pre, mid, suf = (text.index(token) for token in SENTINELS)
+    if suf == pre + 1:  # SPM: prefix and middle one after the other
+        return None, text[mid + 1 :], text[suf + 1 : mid]
+    return text[pre + 1 : suf], text[mid + 1 :], text[suf + 1 : mid]
+
+
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+@pytest.mark.parametrize("spm", [0.0, 1.0])
+def test_a_rearranged_document_has_its_tokens_but_three(packing, spm):
+    stream = data.TokenStream(hand_made([7, 3, 40, 12, 5, 90, 6, 31, 8, 22] * 3), 32, 6, packing=packing)
+    seen = Counter()
+    for step in range(4):
+        batch = stream.batch_at(step)
+        new = data.fill_in_middle(batch, step * 6, 5, sentinels=SENTINELS, rate=0.8, spm=spm)
+        assert torch.equal(new["documents"], batch["documents"])
+        for row in range(6):
+            for document in batch["documents"][row].unique().tolist():
+                here = batch["documents"][row] == document
+                old, its = batch["tokens"][row][here], new["tokens"][row][here]
+                counts, was = new["mask"][row][here], batch["mask"][row][here]
+                targets = new["targets"][row][here]
+                if torch.equal(old, its):
+                    seen["same"] += 1
+                    assert torch.equal(counts, was) and torch.equal(targets, batch["targets"][row][here])
+                    continue
+                seen["changed"] += 1
+                over = not bool(was[-1])
+                text = old[: len(old) - over].tolist()
+                prefix, middle, suffix = parts_of(its[: len(its) - over])
+                if prefix is None:
+                    assert middle + suffix == text[:-3]
+                else:
+                    assert prefix + middle + suffix == text[:-3]
+                assert torch.equal(targets[:-1], its[1:]) and torch.equal(counts[:-1], was[:-1])
+                assert not counts[-1], "what follows the middle is not its end"
+                assert not over or its[-1] == 0 == targets[-2]
+    assert seen["changed"] > 10 and seen["same"] > 5
+
+
+def test_a_sample_is_rearranged_alike_in_every_batch():
+    stream = data.TokenStream(hand_made([40, 12, 90, 31]), 16, 6)
+    whole = data.fill_in_middle(stream.samples_at(4, 6), 4, 1, sentinels=SENTINELS)
+    parts = [data.fill_in_middle(stream.samples_at(n, 2), n, 1, sentinels=SENTINELS) for n in (4, 6, 8)]
+    for name, leaf in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
+    other = data.fill_in_middle(stream.samples_at(4, 6), 4, 2, sentinels=SENTINELS)
+    assert not torch.equal(whole["tokens"], other["tokens"])
+    with pytest.raises(ValueError, match=r"rate is 1\.5; it must be from 0 to 1"):
+        data.fill_in_middle(stream.samples_at(0, 1), 0, 0, sentinels=SENTINELS, rate=1.5)
+    with pytest.raises(ValueError, match="the batch has no 'documents'"):
+        data.fill_in_middle({"tokens": torch.zeros(1, 2)}, 0, 0, sentinels=SENTINELS)

@@ -8,15 +8,18 @@ from fzero.data.prepare import describe, prepare
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
+from fzero.data.transforms import Sentinels, fill_in_middle
 
 __all__ = [
     "MixedStream",
     "Mixture",
+    "Sentinels",
     "TokenStream",
     "Tokenizer",
     "Tokens",
     "describe",
     "eval_batches",
+    "fill_in_middle",
     "from_loader",
     "link",
     "load_tokenizer",
