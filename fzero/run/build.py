@@ -119,15 +119,14 @@ def build(
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
-    options = {"kernels": Kernels.parse(t.kernels), "seed": t.seed, "updates": max(1, plan.delayed)}
     rates = token_rates(config)
+    options = {"kernels": Kernels.parse(t.kernels), "seed": t.seed, "updates": max(1, plan.delayed)}
     tx = make_optimizer(config.optim, t.steps, rates, **options)
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
         nvme.need(buffer_bytes(plan, config))
-    g = config.guard
-    spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
+    spike = spike_of(config)
     execution = Execution(
         t.remat,
         bool(t.compiled),
@@ -155,6 +154,12 @@ def build(
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
+
+
+def spike_of(config: RunConfig) -> Spike | None:
+    """What a spike of the loss is; None where none is looked for."""
+    g = config.guard
+    return Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:

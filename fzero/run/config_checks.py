@@ -149,22 +149,7 @@ def validate(config: RunConfig) -> None:
             f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make "
             "one fit the other"
         )
-    if c.objective != "text" and not c.data.within_documents:
-        raise ValueError(
-            f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
-            "other; leave it out"
-        )
-    if c.data.mixture and (c.objective != "text" or c.data.path != "stdlib"):
-        what, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
-        raise ValueError(
-            f"data.mixture is {c.data.mixture!r} and {what} is {fix}: a mixture names its own corpora, of text; leave "
-            "one of them out"
-        )
-    if c.objective != "text" and c.data.packing != "stream":
-        raise ValueError(
-            f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
-            "is; leave it out"
-        )
+    validate_data(c)
     if t.loss_by_position and c.objective not in ("text", "chat"):
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
@@ -212,6 +197,26 @@ def validate(config: RunConfig) -> None:
                 f"mesh.{axis[:80]} is {size}{near}; the axes are {', '.join(AXES)}, each of size 1 or more"
                 f"{f', at most {MOST_RANKS:,}' if size > MOST_RANKS else ''}"
             )
+
+
+def validate_data(c: RunConfig) -> None:
+    """Raise ValueError for ways of reading that the objective does not have, and for several corpora beside one."""
+    if c.objective != "text" and not c.data.within_documents:
+        raise ValueError(
+            f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
+            "other; leave it out"
+        )
+    if c.data.mixture and (c.objective != "text" or c.data.path != "stdlib"):
+        what, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
+        raise ValueError(
+            f"data.mixture is {c.data.mixture!r} and {what} is {fix}: a mixture names its own corpora, of text; leave "
+            "one of them out"
+        )
+    if c.objective != "text" and c.data.packing != "stream":
+        raise ValueError(
+            f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
+            "is; leave it out"
+        )
 
 
 def validate_head(config: RunConfig) -> None:
