@@ -359,7 +359,8 @@ def test_a_corpus_that_has_changed_is_named(trained, fz, here):
 
 def train_marked(mesh, family, micro_batches, options):
     """The metrics of two steps on rows of three sources."""
-    model = models.build(from_table({"preset": f"{family}-tiny", "model": SMALL[family]}).model)
+    table = {"preset": f"{family}-tiny", "model": SMALL[family], "data": {"seq_len": 16}}
+    model = models.build(from_table(table).model)
     tx = fzero.optim.sgd(0.1)
     plan = fzero.zero_plan(options.get("zero", 0), model, mesh, policy=fzero.fp64(), **PLANS.get(options["kind"], {}))
     state = fzero.init_state(model, tx, plan, seed=3)
