@@ -5,10 +5,13 @@ import gc
 import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -412,11 +415,11 @@ def test_a_run_compares_the_chunks_that_it_reads_and_each_of_them_once(summed, m
         for window in [n for n in range(len(stream.rows)) if n not in (8, 9)]:  # a window is 65 tokens
             before = len(compared)
             for _ in range(2):
-                data.stream._assemble(stream.tokens, stream.rows.positions(np.array([window])))
+                data.stream.assemble(stream.tokens, stream.rows.positions(np.array([window])))
             assert len(compared) - before <= 2
         for window in (8, 9):
             with pytest.raises(ValueError, match="the bytes 576 to 639 do not match"):
-                data.stream._assemble(stream.tokens, stream.rows.positions(np.array([window])))
+                data.stream.assemble(stream.tokens, stream.rows.positions(np.array([window])))
     stream.samples_at(0, 3 * stream.samples_per_epoch)
     assert sum(stream.tokens.sums.left) == stream.tokens.sums.count <= 1  # the tail that no window has
     done = len(compared)
@@ -464,3 +467,203 @@ def test_a_file_written_in_pieces_has_the_checksums_of_its_chunks(size, step, tm
     file.close()
     assert file.sums == [checksums.crc32c(content[at : min(size, at + 64)]) for at in range(0, size, 64)]
     assert (tmp_path / "a").read_bytes() == content[:size]
+
+
+# token files of other systems
+
+
+def write_megatron(prefix, documents, **change):
+    """A .bin and an .idx of Megatron: documents are lists of sequences of tokens. change: of the parts of the .idx."""
+    sequences = [sequence for document in documents for sequence in document]
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    begins = (np.append(0, np.cumsum(lengths)[:-1]) * 2).astype("<i8")
+    firsts = np.append(0, np.cumsum([len(document) for document in documents])).astype("<i8")
+    parts = {"magic": b"MMIDIDX\0\0", "version": 1, "code": 8, "begins": begins, "firsts": firsts} | change
+    head = struct.pack("<9sQBQQ", parts["magic"], parts["version"], parts["code"], len(lengths), len(parts["firsts"]))
+    Path(f"{prefix}.bin").write_bytes(np.concatenate(sequences).astype("<u2").tobytes())
+    Path(f"{prefix}.idx").write_bytes(head + lengths.tobytes() + parts["begins"].tobytes() + parts["firsts"].tobytes())
+
+
+ENCODED = [[i + 1] * (3 + i % 5) + [0] for i in range(40)]
+PIECES = [[document[:2], document[2:]] for document in ENCODED]
+
+
+@pytest.fixture(params=["bin", "idx", "prefix", "npy", "npy int64"])
+def foreign(request, tmp_path):
+    """A token file of ENCODED in each form."""
+    if request.param.startswith("npy"):
+        np.save(tmp_path / "t.npy", np.concatenate(ENCODED).astype(request.param.partition(" ")[2] or "uint16"))
+        return tmp_path / "t.npy"
+    write_megatron(tmp_path / "t", PIECES)
+    return tmp_path / ("t" if request.param == "prefix" else f"t.{request.param}")
+
+
+def test_a_token_file_of_another_system_is_read_in_place(foreign, tmp_path):
+    before = {path: path.read_bytes() for path in tmp_path.glob("t.*")}
+    meta = data.link(foreign, tmp_path / "corpus", tokenizer="bytes", val_fraction=0.1)
+    assert {n: meta["splits"][n]["documents"] for n in ("train", "val")} == {"train": 36, "val": 4}
+    found = []
+    for split in ("train", "val"):
+        tokens = data.open_tokens(tmp_path / "corpus", split)
+        found += [tokens.tokens[a:b].tolist() for a, b in itertools.pairwise(tokens.docs.tolist())]
+    assert found == ENCODED, "documents, also those of several sequences"
+    assert not [path for path in (tmp_path / "corpus").iterdir() if path.suffix == ".bin"]
+    for packing in ("stream", "best-fit"):
+        stream = data.TokenStream(data.open_tokens(tmp_path / "corpus"), 8, 4, packing=packing)
+        own = data.Tokens("", np.concatenate(ENCODED[:36]).astype(np.uint16), stream.tokens.docs, 256, 0)
+        for name, leaf in data.TokenStream(own, 8, 4, packing=packing).batch_at(3).items():
+            assert torch.equal(leaf, stream.batch_at(3)[name])
+    assert {path: path.read_bytes() for path in tmp_path.glob("t.*")} == before
+    with pytest.raises(ValueError, match=r"its tokens are in .*, of which there are no checksums"):
+        data.verify(tmp_path / "corpus")
+
+
+def test_a_linked_file_that_has_changed_is_named(tmp_path):
+    np.save(tmp_path / "t.npy", np.concatenate(ENCODED).astype(np.uint8))
+    data.link(tmp_path / "t.npy", tmp_path / "corpus", tokenizer="bytes")
+    content = (tmp_path / "t.npy").read_bytes()
+    for changed, words in (
+        (content[:-1], r"t\.npy: has \d+ bytes, and \d+ when it was linked"),
+        (content[:-1] + b"x", r"t\.npy: has other content than when it was linked"),
+    ):
+        (tmp_path / "t.npy").write_bytes(changed)
+        with pytest.raises(ValueError, match=words):
+            data.open_tokens(tmp_path / "corpus")
+    (tmp_path / "t.npy").unlink()
+    with pytest.raises(ValueError, match=r"t\.npy: no such file, but a corpus reads its tokens there"):
+        data.open_tokens(tmp_path / "corpus")
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+WRONG = {
+    "magic": ({"magic": b"MMIDXXX\0\0"}, r"t\.idx: not an \.idx of Megatron"),
+    "version": ({"version": 2}, r"t\.idx: version 2, tokens of uint16, 80 sequences; wanted version 1"),
+    "floats": ({"code": 7}, r"tokens of float32"),
+    "code": ({"code": 99}, r"tokens of 99"),
+    "wider": ({"code": 4}, r"t\.idx: its sequences do not lie one after the other"),
+    "places": ({"begins": np.zeros(80, "<i8")}, r"its sequences do not lie one after the other"),
+    "documents": ({"firsts": np.arange(41, dtype="<i8")}, r"must rise from 0 to 80; they run from 0 to 40"),
+    "fall": ({"firsts": np.array([0, 60, 40, 80], "<i8")}, r"must rise from 0 to 80"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*WRONG, "cut idx", "modes", "cut head", "no idx", "cut bin", "a token", "one document"]
+)
+def test_a_token_file_that_is_none_is_one_line_and_leaves_nothing(case, tmp_path):
+    change, words = WRONG.get(case, ({}, ""))
+    write_megatron(tmp_path / "t", PIECES, **change)
+    if case == "cut idx":
+        cut(tmp_path / "t.idx", -1)
+        words = r"t\.idx: truncated: it has \d+ bytes, \d+ for 80 sequences"
+    elif case == "modes":
+        (tmp_path / "t.idx").write_bytes((tmp_path / "t.idx").read_bytes() + bytes(80))
+        words = r"t\.idx: too long \(sequences with modes are not of text\)"
+    elif case == "cut head":
+        cut(tmp_path / "t.idx", 20)
+        words = r"t\.idx: truncated: it has 20 bytes, and its head alone 34"
+    elif case == "no idx":
+        (tmp_path / "t.idx").unlink()
+        words = r"t\.idx: no such file; give a \.npy file, or the \.bin of Megatron beside its \.idx"
+    elif case == "cut bin":
+        cut(tmp_path / "t.bin", -2)
+        words = r"t\.bin: has \d+ bytes, and t\.idx says"
+    elif case == "a token":
+        write_megatron(tmp_path / "t", [*PIECES, [[300, 0]]])
+        words = r"t\.bin: has the token 300, and the tokenizer bytes the tokens 0 to 255"
+    elif case == "one document":
+        write_megatron(tmp_path / "t", PIECES[:1])
+        words = r"t\.bin: has 1 document; training and validation need one each"
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match=words) as caught:
+        data.link(tmp_path / "t.bin", tmp_path / "corpus", tokenizer="bytes")
+    assert "\n" not in str(caught.value) and sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("case", ["cut", "text", "floats", "two dimensions", "objects", "empty"])
+def test_an_npy_file_that_is_none_is_one_line(case, tmp_path):
+    path, values = tmp_path / "t.npy", np.concatenate(ENCODED)
+    given = {"floats": values * 0.5, "two dimensions": values[None], "objects": np.array([[1], "a"], object)}
+    np.save(path, given.get(case, values), allow_pickle=True)
+    if case == "cut":
+        cut(path, -9)
+    elif case == "text":
+        path.write_text("a text")
+    elif case == "empty":
+        path.write_bytes(b"")
+    words = r"t\.npy: (cannot be read as a \.npy file of numbers|is \w+ \[.*; wanted whole)"
+    with pytest.raises(ValueError, match=words) as caught:
+        data.link(path, tmp_path / "corpus", tokenizer="bytes")
+    assert "\n" not in str(caught.value)
+    for options, words in (
+        ({"tokenizer": "bpe:300"}, "wanted the one that made the tokens: bytes, or a tokenizer.json"),
+        ({"tokenizer": "bytes", "val_fraction": 1.0}, r"val_fraction=1\.0: wanted a number between 0 and 1"),
+        ({"tokenizer": "gone"}, "tokenizer='gone': no such file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            data.link(path, tmp_path / "corpus", **options)
+    assert [one.name for one in tmp_path.iterdir()] == ["t.npy"]
+
+
+# fill in the middle
+
+SENTINELS = data.Sentinels(901, 902, 903)
+
+
+def parts_of(text):
+    """(prefix, middle, suffix) of a rearranged text."""
+    text = text.tolist()
+    pre, mid, suf = (text.index(token) for token in SENTINELS)
+    if suf == pre + 1:  # SPM: prefix and middle one after the other
+        return None, text[mid + 1 :], text[suf + 1 : mid]
+    return text[pre + 1 : suf], text[mid + 1 :], text[suf + 1 : mid]
+
+
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+@pytest.mark.parametrize("spm", [0.0, 1.0])
+def test_a_rearranged_document_has_its_tokens_but_three(packing, spm):
+    stream = data.TokenStream(hand_made([7, 3, 40, 12, 5, 90, 6, 31, 8, 22] * 3), 32, 6, packing=packing)
+    seen = Counter()
+    for step in range(4):
+        batch = stream.batch_at(step)
+        new = data.fill_in_middle(batch, step * 6, 5, sentinels=SENTINELS, rate=0.8, spm=spm)
+        assert torch.equal(new["documents"], batch["documents"])
+        for row in range(6):
+            for document in batch["documents"][row].unique().tolist():
+                here = batch["documents"][row] == document
+                old, its = batch["tokens"][row][here], new["tokens"][row][here]
+                counts, was = new["mask"][row][here], batch["mask"][row][here]
+                targets = new["targets"][row][here]
+                if torch.equal(old, its):
+                    seen["same"] += 1
+                    assert torch.equal(counts, was) and torch.equal(targets, batch["targets"][row][here])
+                    continue
+                seen["changed"] += 1
+                over = not bool(was[-1])
+                text = old[: len(old) - over].tolist()
+                prefix, middle, suffix = parts_of(its[: len(its) - over])
+                if prefix is None:
+                    assert middle + suffix == text[:-3]
+                else:
+                    assert prefix + middle + suffix == text[:-3]
+                assert torch.equal(targets[:-1], its[1:]) and torch.equal(counts[:-1], was[:-1])
+                assert not counts[-1], "what follows the middle is not its end"
+                assert not over or its[-1] == 0 == targets[-2]
+    assert seen["changed"] > 10 and seen["same"] > 5
+
+
+def test_a_sample_is_rearranged_alike_in_every_batch():
+    stream = data.TokenStream(hand_made([40, 12, 90, 31]), 16, 6)
+    whole = data.fill_in_middle(stream.samples_at(4, 6), 4, 1, sentinels=SENTINELS)
+    parts = [data.fill_in_middle(stream.samples_at(n, 2), n, 1, sentinels=SENTINELS) for n in (4, 6, 8)]
+    for name, leaf in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
+    other = data.fill_in_middle(stream.samples_at(4, 6), 4, 2, sentinels=SENTINELS)
+    assert not torch.equal(whole["tokens"], other["tokens"])
+    with pytest.raises(ValueError, match=r"rate is 1\.5; it must be from 0 to 1"):
+        data.fill_in_middle(stream.samples_at(0, 1), 0, 0, sentinels=SENTINELS, rate=1.5)
+    with pytest.raises(ValueError, match="the batch has no 'documents'"):
+        data.fill_in_middle({"tokens": torch.zeros(1, 2)}, 0, 0, sentinels=SENTINELS)

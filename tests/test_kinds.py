@@ -32,7 +32,17 @@ THEMSELVES = {
     "fzero.models.deepseek", "fzero.models.gpt2", "fzero.models.llama", "fzero.models.mixtral", "fzero.models.mlp",
 }  # fmt: skip
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
-MORE = ("prepare", "open_tokens", "read_meta", "verify", "eval_batches", "from_loader", "load_tokenizer")
+MORE = (
+    "prepare",
+    "link",
+    "fill_in_middle",
+    "open_tokens",
+    "read_meta",
+    "verify",
+    "eval_batches",
+    "from_loader",
+    "load_tokenizer",
+)
 FUNCTIONS |= {f"fzero.data.{name}": getattr(data, name) for name in MORE}
 CHECKED = sorted(FUNCTIONS.keys() - WITHIN_A_STEP - THEMSELVES)
 

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 from fzero import data
 from fzero.core import foreign
@@ -186,6 +188,90 @@ def test_folder_is_recursive_sorted_and_leaves_out_what_is_no_text(tmp_path):
     assert sorted(all_documents(tmp_path / "out")) == ["a", "b", "ba", "bz", "c"]
     assert meta["source"]["skipped"] == {"empty": 2, "binary": 2, "not UTF-8": 1}
     assert "left out: 2 empty" in data.describe(meta)
+
+
+# preparation: other forms of files
+
+
+def table_of(texts):
+    import pyarrow
+
+    return pyarrow.table({"id": list(range(len(texts))), "text": texts, "number": [0.5] * len(texts)})
+
+
+def write_form(path, texts):
+    """Write the texts as the name of a file says."""
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    if path.name.endswith(".jsonl.zst"):  # frames end anywhere, in the middle of a line too
+        cuts = [0, 7, 7, len(lines) // 2, len(lines)]
+        path.write_bytes(b"".join(zstandard.compress(lines[a:b]) for a, b in itertools.pairwise(cuts)))
+    elif path.name.endswith(".jsonl.gz"):
+        path.write_bytes(gzip.compress(lines))
+    elif path.name.endswith(".parquet"):
+        pyarrow.parquet.write_table(table_of(texts), path, row_group_size=3)
+    else:
+        new = pyarrow.ipc.new_file if path.name == "whole.arrow" else pyarrow.ipc.new_stream
+        with new(path, table_of(texts).schema) as writer:
+            writer.write_table(table_of(texts), max_chunksize=4)
+
+
+FORMS = ("a.jsonl.zst", "a.jsonl.gz", "a.parquet", "a.arrow", "whole.arrow")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_has_the_documents_of_the_lines(tmp_path, name):
+    plain = data.prepare(write_jsonl(tmp_path / "plain.jsonl", TEXTS), tmp_path / "plain")["source"]
+    write_form(tmp_path / name, TEXTS)
+    assert data.prepare(tmp_path / name, tmp_path / "out")["source"]["sha256"] == plain["sha256"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / name).rename(tmp_path / "folder" / name)
+    assert data.prepare(tmp_path / "folder", tmp_path / "again")["source"]["sha256"] == plain["sha256"]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_file_that_is_cut_off_anywhere_is_one_line(tmp_path, name):
+    write_form(tmp_path / name, TEXTS * 20)
+    whole = (tmp_path / name).read_bytes()
+    for size in (len(whole) // 3, len(whole) * 9 // 10, len(whole) - 8, len(whole) - 1):
+        (tmp_path / name).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}.* not a sound") as caught:
+            data.prepare(tmp_path / name, tmp_path / "out")
+        assert "\n" not in str(caught.value)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_column_that_is_none_is_one_line(tmp_path, name):
+    write_form(tmp_path / name, TEXTS)
+    for key, words in (
+        ("body", "wanted a column 'body', found id, text, number"),
+        ("number", "is of double, wanted t"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            data.prepare(tmp_path / name, tmp_path / "out", text_key=key)
+    write_form(tmp_path / name, [*TEXTS, "a\0b"])
+    with pytest.raises(ValueError, match=rf"row {len(TEXTS)}: 'text' contains a NUL"):
+        data.prepare(tmp_path / name, tmp_path / "out")
+
+
+@pytest.mark.exhaustive
+def test_a_folder_that_datasets_saved(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    rows.save_to_disk(tmp_path / "saved", num_shards=2)
+    write_form(tmp_path / "saved" / "cache-1234.arrow", TEXTS[:2])
+    plain = data.prepare(write_jsonl(tmp_path / "plain.jsonl", TEXTS), tmp_path / "plain")["source"]
+    assert data.prepare(tmp_path / "saved", tmp_path / "out")["source"]["sha256"] == plain["sha256"]
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match=r"both: is a dataset of the splits train, test; name one: .*both/train"):
+        data.prepare(tmp_path / "both", tmp_path / "out2")
+    next((tmp_path / "saved").glob("data-00001*")).unlink()
+    with pytest.raises(ValueError, match=r"data-00001-of-00002\.arrow: no such file, but state\.json lists it"):
+        data.prepare(tmp_path / "saved", tmp_path / "out2")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -375,7 +461,7 @@ def test_damaged_data_in_a_folder_is_an_error_too(tmp_path, name):
     [
         ({"sources": []}, "no source given; sources are files"),
         ({"sources": "missing"}, "missing: no such file or folder; sources are files"),
-        ({"sources": "nothing"}, r"nothing: no \.txt, \.jsonl, \.py file"),
+        ({"sources": "nothing"}, r"nothing: no \.txt, \.jsonl, \.py, \.parquet, \.arrow file"),
         ({"sources": ["-", "-.jsonl"]}, "standard input is named twice"),
         ({"val_fraction": 0.0}, "val_fraction=0.0: wanted a number between 0 and 1"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: wanted a number between 0 and 1"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from launched import hashes, rows, torchrun
 from fzero import checkpoint, data
 from fzero.data import packing
 from fzero.run import attempt, corpus, pretrain, run_folder
+from fzero.run.batch_ramp import Ramp
 from fzero.run.build import build
-from fzero.run.config_table import from_table
+from fzero.run.build_optim import make_schedule
+from fzero.run.config_table import from_table, to_table
 from fzero.run.debug.replay import replay
+from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.resume import new_stage, rollback
 from fzero.run.stages import change_stage, read_stage, stage_at, stages_of, tokens_before
 from fzero.sharding import fake_mesh
@@ -297,3 +301,110 @@ def test_another_mesh_makes_the_same_of_it(extended):
     torchrun(folder, 2, "--resume", "--out", "two", *LONGER, "--prompt", "")
     assert [row["loss"] for row in rows(folder / "one")] == [row["loss"] for row in rows(folder / "two")]
     assert hashes(folder / "one") == hashes(folder / "two")
+
+
+# -- a batch that grows
+
+RAMPS = {
+    "16": "train.batch_ramp is '16'; a ramp is START:INCREMENT:TOKENS",
+    "2:2:x": "train.batch_ramp is '2:2:x': 'x' is no number",
+    "2:0:100": "train.batch_ramp is '2:0:100': 0 is no whole number of at least 1",
+    "2:2.5:100": "2.5 is no whole number of at least 1",
+    "16:2:100": "train.batch_ramp is 16:2:100, which begins above train.batch=8; batches grow: begin with less",
+    "2:4:100": "whose steps of 4 do not lead from 2 to train.batch=8; use --batch 6 or 10, or another increment",
+    "3:5:100": "which begins with 3 sequences, and train.micro_batch=2 does not divide that",
+    "2:3:100": "which grows by 3 sequences, and train.micro_batch=2 does not divide that",
+}
+
+
+@pytest.mark.parametrize("text", RAMPS)
+def test_a_ramp_that_cannot_be_is_one_line(text, fz, here):
+    code, _, err = fz("pretrain", *TINY, "--batch-ramp", text, "--out", "bad")
+    assert code == 2 and RAMPS[text] in err and len(err.strip().splitlines()) == 1
+    assert not Path("bad").exists()
+
+
+def test_a_ramp_has_the_batch_of_the_tokens_before_each_step():
+    for start, increment, every, batch, seq_len in (
+        (2, 2, 100, 8, 5),
+        (4, 1, 7, 9, 16),
+        (3, 3, 1000, 3, 2),
+        (1, 1, 1, 30, 1),
+    ):
+        ramp, tokens, sizes = Ramp(start, increment, every), 0, []
+        for _ in range(60):
+            sizes.append(min(batch, start + tokens // every * increment))
+            tokens += sizes[-1] * seq_len
+        assert [size for size, steps in ramp.pieces(batch, seq_len, 0, 60) for _ in range(steps)] == sizes
+        after = sum(sizes[:23]) * seq_len
+        assert [size for size, steps in ramp.pieces(batch, seq_len, after, 37) for _ in range(steps)] == sizes[23:]
+
+
+def ramped(**train):
+    values = {"batch": 12, "micro_batch": 1, "batch_ramp": "4:4:2000", "steps": 40, **train}
+    return from_table({"preset": "mlp-tiny", "data": {"seq_len": 32}, "train": values})
+
+
+def test_the_stage_of_each_size_is_that_of_a_run_that_ends_with_it():
+    config = replace(ramped(), stages=("9: data.seq_len=16",))
+    found = stages_of(config)
+    assert [(s.begin, s.batch, s.config.data.seq_len, s.reads_on) for s in found] == [
+        (0, 4, 16, False), (9, 4, 32, False), (21, 8, 32, True), (29, 12, 32, True),
+    ]  # fmt: skip
+    for stage in found:
+        again = stages_of(stage.config)
+        assert [(s.begin, s.batch) for s in again] == [(s.begin, s.batch) for s in found if s.begin <= stage.begin]
+    assert tokens_before(config, 40) == (9 * 4 * 16) + 32 * (12 * 4 + 8 * 8 + 11 * 12)
+    longer = change_stage(config, {"data.seq_len": 64}, 24)
+    assert [(s.begin, s.batch, s.config.data.seq_len) for s in stages_of(longer)][2:] == [
+        (21, 8, 32),
+        (24, 8, 64),
+        (27, 12, 64),
+    ]
+
+
+def test_ranks_that_cannot_share_every_batch_of_a_ramp_are_refused_at_the_start():
+    config = replace(ramped(), precision=replace(ramped().precision, policy="fp32", fp32_matmul="default"))
+    config = replace(config, train=replace(config.train, compiled=False))
+    build(config, fake_mesh({"dp": 4}))
+    other = replace(config, train=replace(config.train, batch_ramp="6:6:2000"))
+    with pytest.raises(
+        ValueError, match=r"train.batch_ramp is 6:6:2000, .* the 4 data ranks cannot share evenly; begin"
+    ):
+        build(other, fake_mesh({"dp": 4}))
+    assert refit_mesh(other, {"dp": 4}, 4)[0] == {"dp": 3}, "a resumed run takes as many as share all of them"
+
+
+def test_a_rate_by_tokens_is_that_of_the_tokens_before_the_step():
+    schedule = {"name": "cosine", "tokens": 9000, "warmup_tokens": 700, "warmup_steps": 0}
+    config = from_table(
+        {
+            **to_table(ramped()),
+            "optim": {"schedule": schedule},
+            "precision": {"policy": "fp32", "fp32_matmul": "default"},
+        }
+        | {"train": {**to_table(ramped())["train"], "compiled": False}}
+    )
+    plain = replace(config.optim, schedule=replace(config.optim.schedule, tokens=0, warmup_tokens=0, warmup_steps=700))
+    by_token = make_schedule(plain, config.optim.lr, 9000)
+    for step in (0, 3, 4, 17, 22, 39):
+        job = build(stage_at(config, step).config, fake_mesh({}))
+        assert float(job.schedule(step)) == pytest.approx(float(by_token(tokens_before(config, step))), rel=1e-12)
+
+
+SCHEDULES = {
+    "warmup_steps=3": "optim.schedule.warmup_steps is 3 and optim.schedule.tokens is 500, a length in tokens; use "
+    "warmup_steps=0 and warmup_tokens",
+    "warmup_tokens=600": "warmup_tokens=600 and decay_tokens=0 are longer than tokens=500",
+    "tokens=0": "optim.schedule.warmup_tokens is 30 and optim.schedule.tokens is 0: it follows the steps; use "
+    "warmup_tokens=0 and warmup_steps",
+    "decay_tokens=30": "optim.schedule.decay_tokens does nothing with cosine, which has end, tokens, warmup_steps",
+}
+
+
+@pytest.mark.parametrize("change", SCHEDULES)
+def test_lengths_in_steps_and_in_tokens_are_not_mixed(change, fz, here):
+    values = {"tokens": "500", "warmup_tokens": "30", "warmup_steps": "0"} | dict([change.split("=")])
+    settings = [part for key, value in values.items() for part in ("--set", f"optim.schedule.{key}={value}")]
+    code, _, err = fz("pretrain", *TINY, *settings, "--out", "bad")
+    assert code == 2 and SCHEDULES[change] in err and len(err.strip().splitlines()) == 1

@@ -17,16 +17,23 @@ def data_group() -> None:
     """Prepare and describe the text that runs train on."""
 
 
-@data_group.command()
-@click.argument("sources", nargs=-1)
-@click.option(
+OUT = click.option(
     "--out", type=FOLDER, required=True, metavar="FOLDER", help="Where to write. The new folder of the corpus."
 )
-@click.option("--tokenizer", default="bytes", show_default=True, help="bytes, bpe:N, or the path of a tokenizer.json.")
-@click.option(
+VAL_FRACTION = click.option(
     "--val-fraction", type=float, default=0.02, show_default=True, help="The fraction of documents for validation."
 )
-@click.option("--eos", help="The end-of-document token of a tokenizer.json.")
+EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.")
+
+
+@data_group.command()
+@click.argument("sources", nargs=-1)
+@OUT
+@click.option(
+    "--tokenizer", default="bytes", show_default=True, help="The tokenizer. bytes, bpe:N, or a tokenizer.json."
+)
+@VAL_FRACTION
+@EOS
 @click.option("--text-key", default="text", show_default=True, help="The key of the text in a .jsonl line.")
 @click.option(
     "--seed",
@@ -43,6 +50,21 @@ def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
 
 
 @data_group.command()
+@click.argument("source", type=FOLDER)
+@OUT
+@click.option("--tokenizer", required=True, help="The tokenizer. bytes, or the tokenizer.json that made the tokens.")
+@VAL_FRACTION
+@EOS
+def link(source: Path, out: Path, **options: Any) -> None:
+    """Make a corpus of a token file that is read in place: a .npy, or Megatron's .bin beside its .idx."""
+    from fzero import data
+
+    meta = data.link(source, out, **options)
+    splits = ", ".join(f"{name}: {n['tokens']:,} tokens in {n['documents']:,}" for name, n in meta["splits"].items())
+    say(f"{out}: reads {meta['linked']['path']} in place; {splits} documents")
+
+
+@data_group.command()
 @click.argument("corpus", type=FOLDER)
 def verify(corpus: Path) -> int:
     """Compare every byte of a prepared corpus with its checksum; exits with 1 if one does not match.
@@ -56,6 +78,17 @@ def verify(corpus: Path) -> int:
     if not found:
         say(f"{corpus}: sound")
     return 1 if found else 0
+
+
+@data_group.command()
+@click.argument("run", type=FOLDER)
+@click.option("--step", type=int, required=True, help="A step of the run. It may be one to come.")
+def show(run: Path, step: int) -> None:
+    """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
+    from fzero.run.step_documents import documents_of, lines_of
+
+    for line in lines_of(documents_of(run, step)):
+        say(line)
 
 
 @click.command(name="import")

@@ -22,12 +22,14 @@ SHORTHANDS = {
     "model": "preset",
     "device": "device",
     "data": "data.path",
+    "mixture": "data.mixture",
     "seq_len": "data.seq_len",
     "packing": "data.packing",
     "rope_theta": "model.rope_theta",
     "rope_scaling": "model.rope_scaling",
     "steps": "train.steps",
     "batch": "train.batch",
+    "batch_ramp": "train.batch_ramp",
     "micro_batch": "train.micro_batch",
     "lr": "optim.lr",
     "seed": "train.seed",
@@ -81,6 +83,11 @@ TEXT = click.option(
     metavar="PATH",
     help="What to learn from. A prepared corpus, a text file, a folder of text, or stdlib (the default).",
 )
+MIXTURE = click.option(
+    "--mixture",
+    metavar="SOURCES",
+    help="Prepared corpora by weights: web=corpora/web:0.7,code=corpora/code:0.3:epochs=2.",
+)
 CONVERSATIONS = click.option(
     "--data",
     metavar="PATH",
@@ -91,6 +98,11 @@ VALUES = (
     DEVICE,
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
     click.option("--batch", type=int, help="The sequences in a step."),
+    click.option(
+        "--batch-ramp",
+        metavar="START:INCREMENT:TOKENS",
+        help="A batch that grows to that of --batch: 16:16:1e8 begins with 16 and adds 16 each 1e8 tokens.",
+    ),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
     click.option("--seq-len", type=int, help="The tokens in a sequence."),
     click.option(
@@ -171,7 +183,7 @@ VALUES = (
 def config_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the flags of a config to `command`; its arguments get `config_file`, `settings`, `mesh` and those of
     SHORTHANDS."""
-    return add_flags(command, (MODEL, *FILES, TEXT, *VALUES))
+    return add_flags(command, (MODEL, *FILES, TEXT, MIXTURE, *VALUES))
 
 
 def tuning_flags(command: Callable[..., Any]) -> Callable[..., Any]:

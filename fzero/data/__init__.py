@@ -1,18 +1,27 @@
 """Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
 
+from fzero.data.linked import link
 from fzero.data.loader import from_loader
+from fzero.data.mixed import MixedStream
+from fzero.data.mixture import Mixture
 from fzero.data.prepare import describe, prepare
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
+from fzero.data.transforms import Sentinels, fill_in_middle
 
 __all__ = [
+    "MixedStream",
+    "Mixture",
+    "Sentinels",
     "TokenStream",
     "Tokenizer",
     "Tokens",
     "describe",
     "eval_batches",
+    "fill_in_middle",
     "from_loader",
+    "link",
     "load_tokenizer",
     "open_tokens",
     "prefetch",

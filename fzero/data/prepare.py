@@ -56,7 +56,8 @@ def prepare(
     """Prepare a corpus in the new folder `out` (format: fzero/data/tokens.py); return the content of its meta.json.
 
     sources: .txt and .py files (one document each) and .jsonl files (one document a line, its text at `text_key`),
-        each plain or .gz; folders of those; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
+        each plain, .gz or .zst; .parquet and .arrow files (one document a row); folders of those, such as of Hugging
+        Face's datasets; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
         document a line); "stdlib" (the .py files of Python's standard library without site-packages, identical ones
         once).
     tokenizer: "bytes"; "bpe:N", N tokens trained on the training split; or the path of a Hugging Face tokenizer.json
@@ -71,19 +72,13 @@ def prepare(
 
     Files found in folders that are empty, binary (contain NUL) or not UTF-8 are left out and counted in
     meta["source"]["skipped"]. Raises ValueError when `out` exists, for any problem of a file named by the user, a
-    damaged .gz or a bad .jsonl line anywhere, an unknown tokenizer or source; then there is no `out` and no temporary
-    file is left.
+    damaged .gz, .zst, .parquet or .arrow or a bad .jsonl line anywhere, an unknown tokenizer or source; then there is
+    no `out` and no temporary file is left.
     """
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
-    out = Path(out)
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
-    if not 0.0 < val_fraction < 1.0:
-        raise ValueError(
-            f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
-        )
-    if os.path.lexists(out):
-        raise ValueError(f"{out}: already exists; name another folder or remove this one first")
+    out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -121,6 +116,17 @@ def prepare(
         write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
         os.rename(folder, out)
     return meta
+
+
+def check_new(out: str | Path, val_fraction: float) -> Path:
+    """The folder of a new corpus; raises ValueError if it exists, and for a fraction that leaves a split empty."""
+    if not 0.0 < val_fraction < 1.0:
+        raise ValueError(
+            f"val_fraction={val_fraction}: wanted a number between 0 and 1, without them; the usual is 0.02"
+        )
+    if os.path.lexists(out):
+        raise ValueError(f"{out}: already exists; name another folder or remove this one first")
+    return Path(out)
 
 
 def describe(meta: dict[str, Any]) -> str:
@@ -213,11 +219,19 @@ def _tokenizer_json(spec: str) -> Path:
 
 
 def _make_tokenizer(spec: str, eos: str | None, corpus: Corpus) -> Tokenizer:
-    if spec == "bytes":
-        return byte_tokenizer()
     if spec.startswith("bpe:"):
         training = (text for split, text, _ in _parts(corpus) if split == "train")
         return train_bpe(training, int(spec.removeprefix("bpe:")), eos)
+    return tokenizer_of_file(spec, eos)
+
+
+def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
+    """The tokenizer "bytes", or that of a tokenizer.json; raises ValueError for one that is to be trained."""
+    _check_tokenizer(spec, eos)
+    if spec == "bytes":
+        return byte_tokenizer()
+    if spec.partition(":")[0] == "bpe":
+        raise ValueError(f"tokenizer={spec!r}: wanted the one that made the tokens: bytes, or a tokenizer.json")
     try:
         content = read_text_file(_tokenizer_json(spec))
     except (OSError, ValueError) as error:

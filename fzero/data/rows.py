@@ -56,6 +56,10 @@ class RowStream:
         """The samples `first` .. first + count - 1 of the run as one batch."""
         return self.rows_at(shuffled(self.seed, len(self.rows), first, count))
 
+    def documents_at(self, first: int, count: int) -> list[list[int]]:
+        """The numbers of the documents in each of these samples."""
+        return [self.rows[row] for row in shuffled(self.seed, len(self.rows), first, count).tolist()]
+
     def rows_at(self, rows: np.ndarray) -> Batch:
         """The rows of these numbers as one batch."""
         shape = (len(rows), self.seq_len)

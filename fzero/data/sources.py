@@ -1,6 +1,7 @@
 """Read documents from files, folders, standard input or Python's standard library, as one stream of texts.
 
-A .txt or .py file is one document, and so is each line of a .jsonl file; names that end in .gz are decompressed.
+A .txt or .py file is one document, and so is each line of a .jsonl file and each row of a .parquet or .arrow file;
+names of texts and lines that end in .gz or .zst are decompressed.
 """
 
 import contextlib
@@ -12,18 +13,24 @@ import shutil
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import zstandard
 
 from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
 from fzero.core.storage import naming
+from fzero.data import tables
+from fzero.data.zstd_file import ZstdFile
 
 LARGEST_DOCUMENT = 1 << 32  # bytes, decompressed: a small .gz may hold petabytes
-SUFFIXES = (".txt", ".jsonl", ".py")
+TEXTS, PACKED = (".txt", ".jsonl", ".py"), (".gz", ".zst")
+SUFFIXES = (*TEXTS, *tables.SUFFIXES)
 ALLOWED = (
-    f"sources are files ({', '.join(SUFFIXES)}, each plain or .gz), folders of those, '-' (standard input, one text), "
-    "'-.jsonl' (standard input, one document a line) and 'stdlib' (the source files of Python's standard library)"
+    f"sources are files ({', '.join(TEXTS)}, each plain, .gz or .zst; {', '.join(tables.SUFFIXES)}), folders of those, "
+    "'-' (standard input, one text), '-.jsonl' (standard input, one document a line) and 'stdlib' (the source files of "
+    "Python's standard library)"
 )
 
 
@@ -32,8 +39,8 @@ class SourceFile(NamedTuple):
 
     name: str  # for messages
     path: Path
-    jsonl: bool
-    gz: bool
+    kind: str  # one of SUFFIXES
+    packed: str  # one of PACKED, or ""
     named: bool  # by the user: non-text is an error; in files found in folders it is left out and counted
     unique: bool = False  # leave out a file with the content of another unique file
 
@@ -41,7 +48,7 @@ class SourceFile(NamedTuple):
 class Document(NamedTuple):
     """A text of a source, and why it is left out."""
 
-    origin: str  # "file" or "file:line"
+    origin: str  # "file", "file:line" or "file, row"
     text: str
     problem: str = ""  # why it is left out: "empty", "binary", "not UTF-8", "duplicate"; "" when it is good
 
@@ -70,9 +77,10 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
                 )
             files += [file._replace(name=f"stdlib/{file.path.relative_to(root)}", unique=True) for file in found]
         elif path.is_dir():
-            found = _in_folder(path, SUFFIXES)
+            saved = tables.saved_dataset(path)
+            found = _in_folder(path, SUFFIXES) if saved is None else [_file(str(one), one, named=True) for one in saved]
             if not found:
-                raise ValueError(f"{source}: no {', '.join(SUFFIXES)} file (plain or .gz) in this folder")
+                raise ValueError(f"{source}: no {', '.join(SUFFIXES)} file (plain, .gz or .zst) in this folder")
             files += found
         elif not path.exists():
             raise ValueError(f"{source}: no such file or folder; {ALLOWED}")
@@ -81,19 +89,23 @@ def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
         elif _suffix(path) not in SUFFIXES:
             raise ValueError(f"{source}: cannot read a file of this kind; {ALLOWED}")
         else:
-            files.append(SourceFile(source, path, _suffix(path) == ".jsonl", path.suffix == ".gz", named=True))
+            files.append(_file(source, path, named=True))
     return files
+
+
+def _file(name: str, path: Path, *, named: bool) -> SourceFile:
+    return SourceFile(name, path, _suffix(path), path.suffix if path.suffix in PACKED else "", named=named)
 
 
 def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
     """All documents of `files` in order, one in memory at a time; those to leave out carry their problem.
 
-    Raises ValueError naming a file named by the user that is empty or not UTF-8 text, and any damaged .gz; naming file
-    and line for a .jsonl line that is not an object with a string at `text_key`.
+    Raises ValueError naming a file named by the user that is empty or not UTF-8 text, and any damaged .gz, .zst,
+    .parquet or .arrow; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
     """
     seen: set[bytes] = set()
     for file in files:
-        for document in _json_lines(file, text_key) if file.jsonl else _whole_file(file):
+        for document in _documents(file, text_key):
             if file.unique and not document.problem:
                 digest = hashlib.sha256(document.text.encode()).digest()
                 if digest in seen:
@@ -102,37 +114,57 @@ def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Docum
             yield document
 
 
+def _documents(file: SourceFile, text_key: str) -> Iterator[Document]:
+    if file.kind in tables.SUFFIXES:
+        return _rows(file, text_key)
+    return _json_lines(file, text_key) if file.kind == ".jsonl" else _whole_file(file)
+
+
 def _in_folder(root: Path, suffixes: Sequence[str], exclude: Sequence[str] = ()) -> list[SourceFile]:
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in exclude]
-        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+        paths += [Path(folder, name) for name in names if not name.startswith(".") and not is_cache(name)]
     found = [path for path in sorted(paths, key=lambda path: path.relative_to(root).parts) if _suffix(path) in suffixes]
     for path in found:
         if path.exists() and not path.is_file():
             expect_regular(path)
-    return [SourceFile(str(path), path, _suffix(path) == ".jsonl", path.suffix == ".gz", named=False) for path in found]
+    return [_file(str(path), path, named=False) for path in found]
+
+
+def is_cache(name: str) -> bool:
+    """Whether a file holds the rows of another one, as `datasets` keeps them."""
+    return name.startswith("cache-") and name.endswith(".arrow")
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    inner = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    return "" if inner in tables.SUFFIXES and path.suffix in PACKED else inner  # those are compressed themselves
 
 
 def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
     with naming(path), path.open("wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
     with path.open("rb") as file:
-        is_gz = file.read(2) == b"\x1f\x8b"
-    return SourceFile("standard input", path, jsonl, is_gz, named=True)
+        begin = file.read(4)
+    packed = ".gz" if begin[:2] == b"\x1f\x8b" else ".zst" if begin == b"\x28\xb5\x2f\xfd" else ""
+    return SourceFile("standard input", path, ".jsonl" if jsonl else ".txt", packed, named=True)
+
+
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    "": lambda path: path.open("rb"),
+    ".gz": gzip.GzipFile,
+    ".zst": lambda path: io.BufferedReader(ZstdFile(path)),
+}
 
 
 @contextlib.contextmanager
 def _open(file: SourceFile) -> Iterator[io.BufferedIOBase]:
     try:
-        with gzip.open(file.path, "rb") if file.gz else file.path.open("rb") as stream:
+        with OPENERS[file.packed](file.path) as stream:
             yield stream
-    except (OSError, EOFError, zlib.error) as error:
-        what = "not a sound gzip file" if file.gz else "cannot be read"
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+        what = {".gz": "not a sound gzip file", ".zst": "not a sound zstd file"}.get(file.packed, "cannot be read")
         raise ValueError(f"{file.name}: {what} ({error}); replace it or leave it out") from None
 
 
@@ -171,6 +203,19 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
         yield Document(file.name, "", "empty")
 
 
+def _rows(file: SourceFile, text_key: str) -> Iterator[Document]:
+    row = -1
+    for row, text in tables.column_of(file.path, file.name, text_key):
+        origin = f"{file.name}, row {row}"
+        if text:
+            expect_text(text, origin, text_key)
+        yield Document(origin, text or "", "" if text else "empty")
+    if row < 0:
+        if file.named:
+            raise ValueError(f"{file.name}: is empty; wanted a text a row")
+        yield Document(file.name, "", "empty")
+
+
 def _json_text(line: bytes, origin: str, text_key: str) -> str:
     try:
         text = line.decode("utf-8")
@@ -190,6 +235,11 @@ def _json_text(line: bytes, origin: str, text_key: str) -> str:
     text = record[text_key]
     if not isinstance(text, str):
         raise ValueError(f"{origin}: the value of {text_key!r} is a {type(text).__name__}, wanted a string")
+    expect_text(text, origin, text_key)
+    return text
+
+
+def expect_text(text: str, origin: str, text_key: str) -> None:
+    """Raise ValueError for what is in no text."""
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in set(text)):
         raise ValueError(f"{origin}: {text_key!r} contains a NUL or half a surrogate pair, which is no text; remove it")
-    return text

@@ -99,6 +99,11 @@ class TokenStream:
 
         A run that has seen n samples resumes with samples_at(n, any count); a rank asks for its own part of a step.
         """
+        return assemble(self.tokens, self.positions_at(first, count))
+
+    def positions_at(self, first: int, count: int) -> np.ndarray:
+        """The positions, int64 [count, T], that the rows of these samples have in the corpus, as fzero/data/packing.py
+        numbers them."""
         _expect_samples(first, count)
         few, positions = len(self.first_rows), []
         if self.rest is not None and first < few:
@@ -110,7 +115,7 @@ class TokenStream:
             begin = max(first - few, 0) + (0 if self.rest is None else (self.rest.epoch + 1) * size)
             numbers = shuffled(self.seed, size, begin, first + count - max(first, few))
             positions.append(self.rows.positions(numbers))
-        return _assemble(self.tokens, np.concatenate(positions) if len(positions) > 1 else positions[0])
+        return np.concatenate(positions) if len(positions) > 1 else positions[0]
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
@@ -185,11 +190,11 @@ def eval_batches(
 def even_rows(tokens: Tokens, rows: Packing, batch: int, most: int | None, share: tuple[int, int]) -> Iterator[Batch]:
     """The batches of min(most, all) evenly spaced rows of a corpus, as `eval_batches` says."""
 
-    def assemble(numbers: np.ndarray, real: np.ndarray) -> Batch:
-        out = _assemble(tokens, rows.positions(numbers))
+    def batch_of(numbers: np.ndarray, real: np.ndarray) -> Batch:
+        out = assemble(tokens, rows.positions(numbers))
         return out | {"mask": out["mask"] & torch.from_numpy(real)[:, None]}
 
-    return even_batches(len(rows), batch, most, share, assemble)
+    return even_batches(len(rows), batch, most, share, batch_of)
 
 
 def even_batches(
@@ -290,7 +295,7 @@ def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
     return prng.permutation(prng.fold_in(prng.key(seed), epoch), windows, index)
 
 
-def _assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
+def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
     """The batch of rows of positions [B, T]."""
     filled = positions == FILL
     fills, first = bool(filled.any()), np.ones(positions.shape, bool)

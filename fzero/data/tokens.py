@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from crc32c import crc32c
 
 from fzero.core.arguments import checked
 from fzero.core.foreign import read_json
-from fzero.data.checksums import ChunkSums, line, read_sums
+from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums
 
+SAMPLES = 64  # chunks of a file of another system that are compared when it is opened
 FORMAT, VERSION, SPLITS = "fzero-tokens", 1, ("train", "val")
 PREPARE_AGAIN = "prepare the corpus again (fzero data prepare)"
 
@@ -32,7 +34,7 @@ class Tokens(NamedTuple):
     """One split of a corpus."""
 
     name: str  # for messages: the .bin file, or anything for arrays made by hand
-    tokens: np.ndarray  # [N] uint8, uint16 or uint32
+    tokens: np.ndarray  # [N] uint8, uint16 or uint32; or, of a file of another system, as that has them
     docs: np.ndarray  # [documents + 1] int64: the start of each document, then N
     vocab_size: int
     eos: int
@@ -92,7 +94,12 @@ def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
     meta = read_meta(folder)
     counts = meta["splits"][split]
     bin_path, docs_path = Path(folder) / f"{split}.bin", Path(folder) / f"{split}.docs"
-    tokens = _map(bin_path, token_dtype(meta["vocab_size"]), counts["tokens"])
+    linked = meta.get("linked")
+    tokens = (
+        _map(bin_path, token_dtype(meta["vocab_size"]), counts["tokens"])
+        if linked is None
+        else open_linked(linked, split, counts["tokens"])
+    )
     # Offsets stay below 2^63: read as int64, since numpy turns uint64 mixed with int64 into a float64 copy of the file.
     docs = _map(docs_path, np.dtype("<i8"), counts["documents"] + 1)
     rising = bool((docs[1:] > docs[:-1]).all())
@@ -107,7 +114,8 @@ def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
     found = sums_of(folder, split, meta, files)
     for sums, content in zip(found[1:], files[1:]):
         sums.expect(np.zeros(1, np.int64), content.nbytes)
-    return Tokens(str(bin_path), tokens, docs, meta["vocab_size"], meta["eos"], found[0] if found else None, kind, said)
+    name = str(bin_path) if linked is None else linked["path"]
+    return Tokens(name, tokens, docs, meta["vocab_size"], meta["eos"], found[0] if found else None, kind, said)
 
 
 def sums_of(folder: str | Path, split: str, meta: dict[str, Any], files: list[np.ndarray]) -> list[ChunkSums]:
@@ -132,6 +140,10 @@ def verify(folder: str | Path) -> list[str]:
     []
     """
     meta = read_meta(folder)
+    if "mixture" in meta:
+        return [damage for source in meta["mixture"] for damage in verify(source["path"])]
+    if "linked" in meta:
+        raise ValueError(f"{folder}: its tokens are in {meta['linked']['path']}, of which there are no checksums")
     if "sums" not in meta:
         raise ValueError(f"{folder}: has no checksums, as an earlier version prepared it; {PREPARE_AGAIN}")
     found = []
@@ -145,6 +157,31 @@ def verify(folder: str | Path) -> list[str]:
         for sums in sums_of(folder, split, meta, files):
             found += [line(sums, chunk) for chunk in sums.damaged()]
     return found
+
+
+def open_linked(linked: dict[str, Any], split: str, count: int) -> np.ndarray:
+    """The tokens of a split, memory-mapped; raises ValueError if the file is gone or of another size."""
+    path = Path(linked["path"])
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, but a corpus reads its tokens there; put it back, or link it again")
+    if (have := path.stat().st_size) != linked["bytes"]:
+        raise ValueError(
+            f"{path}: has {have} bytes, and {linked['bytes']} when it was linked; put that file back, or link it again"
+        )
+    if sampled_sum(path) != linked["sampled"]:
+        raise ValueError(f"{path}: has other content than when it was linked; put that file back, or link it again")
+    dtype = np.dtype(linked["dtype"])
+    offset = linked["offset"] + linked["first"][split] * dtype.itemsize
+    return np.asarray(np.memmap(path, dtype, "r", offset, (count,)))
+
+
+def sampled_sum(path: Path) -> int:
+    """The crc32c of SAMPLES chunks of a file, evenly spaced: of all of a small one."""
+    content, crc = np.memmap(path, np.uint8, "r"), 0
+    for i in range(SAMPLES):
+        begin = i * max(0, len(content) - CHUNK) // (SAMPLES - 1)
+        crc = crc32c(memoryview(content[begin : begin + CHUNK]), crc)
+    return crc
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

@@ -114,18 +114,18 @@ def total_loss(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
 @dataclass(frozen=True)
 class ValueAndGradients:
     """A scalar function of tensors that computes its gradients together with its value, and scales them in the backward
-    pass.
+    pass; or a tuple of one and of tensors that have no gradient.
 
     make(*tensors) -> (value, gradients of the first tensors, None for those not needed); the gradients are freed after
     use. again: whether `make` may be called once more, for a second backward pass through the same graph.
     """
 
     what: str
-    make: Callable[..., tuple[Tensor, tuple[Tensor | None, ...]]]
+    make: Callable[..., tuple[Any, tuple[Tensor | None, ...]]]
     again: bool = True
     kept: list[tuple[Tensor | None, ...]] = field(default_factory=list)
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
+    def __call__(self, *tensors: Tensor) -> Any:
         """The value. Differentiable once; see `autodiff.Backward`."""
         return _ValueAndGradients.apply(self, *tensors)
 
@@ -141,20 +141,22 @@ class ValueAndGradients:
 
 class _ValueAndGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ahead: ValueAndGradients, *tensors: Tensor) -> Tensor:
+    def forward(ahead: ValueAndGradients, *tensors: Tensor) -> Any:
         value, gradients = ahead.make(*tensors)
         ahead.kept.append(gradients)
         return value
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[1:])
         ctx.ahead, *tensors = inputs
         ctx.wanted = [g is not None for g in ctx.ahead.kept[-1]]
         ctx.others = len(tensors) - len(ctx.wanted)
         ctx.save_for_backward(*(tensors if ctx.ahead.again else ()))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         gradients = Backward.apply(ctx.ahead.what, ctx.ahead.scale, grad, *ctx.saved_tensors)
         return None, *(g if wanted else None for g, wanted in zip(gradients, ctx.wanted)), *([None] * ctx.others)
 

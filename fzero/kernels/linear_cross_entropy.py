@@ -58,15 +58,22 @@ def reference(
     z_loss: float = 0.0,
     smoothing: float = 0.0,
     cap: float = 0.0,
-) -> Tensor:
+    each: bool = False,
+) -> Any:
     """The definition, with all logits; the softmax in float32 or wider.
 
     axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows,
     and the gradient of x is this rank's part of a sum. compiled: whether the chunked form runs its softmax compiled.
+    each: return (the loss, the cross entropy of each token by itself [N], without a gradient: see `token_losses`).
     The rest is cross_entropy's. Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an
     axis of size 1.
     """
     logits = x @ w.to(x.dtype).T
+    if each:
+        options = {"ignore_index": ignore_index, "z_loss": z_loss, "smoothing": smoothing, "cap": cap}
+        with torch.no_grad():
+            found = token_losses(x, w, targets, mask, axis=axis, cap=cap, ignore_index=ignore_index)
+        return reference(x, w, targets, mask, axis=axis, **options), found
     if axis.size == 1:
         return cross_entropy_reference(
             logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap
@@ -94,7 +101,14 @@ def _statistics(y: Tensor, targets: Tensor, terms: Terms, axis: Axis) -> Tensor:
 
 
 def token_losses(
-    x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None, *, axis: Axis = WHOLE, cap: float = 0.0
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    mask: Tensor | None = None,
+    *,
+    axis: Axis = WHOLE,
+    cap: float = 0.0,
+    ignore_index: int = IGNORE,
 ) -> Tensor:
     """Return the cross entropy of each token by itself, [N] in float32 or wider: 0 for one that does not count.
 
@@ -105,15 +119,20 @@ def token_losses(
     tensor([1.3863, 0.0000])
     """
     terms = Terms(0.0, 0.0, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
-    targets = mark_targets(targets, mask, IGNORE, terms.columns)
+    targets = mark_targets(targets, mask, ignore_index, terms.columns)
 
     def losses_of(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-        lse, at_target, _ = _statistics(cap_logits(widen(x @ w.to(x.dtype).T), cap), targets, terms, axis).unbind(-1)
-        return torch.where(targets != NONE, lse - at_target, 0.0)
+        return of_tokens(_statistics(cap_logits(widen(x @ w.to(x.dtype).T), cap), targets, terms, axis), targets)
 
     rows = chunk_rows(x.shape[0], w.shape[0], x.dtype, kind_of(x))
     losses = [remat(losses_of)(some, w, its) for some, its in zip(x.split(rows), targets.split(rows))]
     return torch.cat(losses) if losses else x.new_zeros(0)
+
+
+def of_tokens(statistics: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy [n] of each token from the statistics [n, 3] of whole rows."""
+    lse, at_target, _ = statistics.unbind(-1)
+    return torch.where(targets != NONE, lse - at_target, 0.0)
 
 
 def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
@@ -162,9 +181,12 @@ def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
 
 
 def _run(
-    how: str, terms: Terms, axis: Axis, wants: tuple[bool, bool], x: Tensor, w: Tensor, targets: Tensor
-) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
-    """Return (loss, gradients of x and w; None for one that is not needed)."""
+    how: str, terms: Terms, axis: Axis, wants: tuple[bool, bool, bool], x: Tensor, w: Tensor, targets: Tensor
+) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
+    """Return (loss, gradients of x and w; None for one that is not needed); for the loss a pair of it and those of each
+    token if the last of `wants` says so."""
+    each = wants[2]
+    wanted = any(wants[:2])
     n, columns = x.shape[0], w.shape[0]
     weight = w.to(x.dtype)
     rows = chunk_rows(n, columns, x.dtype, kind_of(x))
@@ -177,12 +199,12 @@ def _run(
         some, its = x[start : start + rows], targets[start : start + rows]
         logits = torch.mm(some, weight.T, out=buffer[: some.shape[0], :columns])
         if axis.size == 1:
-            statistics, g = rows_of(logits, its, None, terms, any(wants), how, overwrite=True)
+            statistics, g = rows_of(logits, its, None, terms, wanted, how, overwrite=True)
         else:
             statistics = _gather_statistics(
                 rows_of(logits, its, None, terms, False, how, overwrite=False)[0], terms, axis
             )
-            g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if any(wants) else None
+            g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if wanted else None
         made.append(statistics)
         if g is not None and dx is not None:
             torch.mm(g, weight, out=dx[start : start + rows])
@@ -191,7 +213,9 @@ def _run(
             dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some)
     if wants[1]:
         dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
-    return total_loss(torch.cat(made), targets, terms), (dx, dw)
+    statistics = torch.cat(made)
+    loss = total_loss(statistics, targets, terms)
+    return (loss, of_tokens(statistics, targets)) if each else loss, (dx, dw)
 
 
 def _chunked(
@@ -207,12 +231,13 @@ def _chunked(
     z_loss: float = 0.0,
     smoothing: float = 0.0,
     cap: float = 0.0,
-) -> Tensor:
+    each: bool = False,
+) -> Any:
     terms = Terms(z_loss, smoothing, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     wants = needs_grad(x), needs_grad(w)
     make = functools.partial(
-        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, wants
+        _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, (*wants, each)
     )
     return ValueAndGradients("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
 

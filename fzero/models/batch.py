@@ -27,6 +27,7 @@ OTHER_NAMES = {
 
 
 EMPTY = torch.empty(0)
+SOURCES = "sources"  # bool [B, S]: of which source of a mixture each row is
 BY_TOKEN = ("tokens", "targets", "mask")  # the entries [B, T] that embedding and head read
 
 

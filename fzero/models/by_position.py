@@ -11,6 +11,7 @@ from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
 from fzero.models.base import Batch, Ctx, Loss, Model
+from fzero.models.by_source import sums_by_source
 from fzero.models.layers import enter
 from fzero.models.preference import expect_own_head
 
@@ -54,7 +55,7 @@ def by_position(model: Model) -> Model:
             here = which == i
             extra[f"loss/{end}"] = torch.where(here, losses, 0.0).sum()
             extra[f"tokens/{end}"] = (here & counts).sum().double()
-        return Loss(losses.sum(), counts.sum(), extra)
+        return Loss(losses.sum(), counts.sum(), extra | sums_by_source(batch, losses, counts))
 
     return model._replace(head=head)
 

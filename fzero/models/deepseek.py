@@ -304,10 +304,11 @@ def deepseek(config: DeepSeekConfig) -> Model:
         return {**state, "x": x, "balance": state["balance"] + balance, **counts}
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens = token_loss(*head_inputs(c, params, main(state), ctx), batch, ctx)
+        total, num_tokens, by_source = token_loss(*head_inputs(c, params, main(state), ctx), batch, ctx)
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(state["balance"].dtype)
         balance = (state["balance"] * weight).sum()
-        extra, counts = {"cross_entropy": total, "balance": balance}, {n: state[n] for n in (LOAD, ENTROPY)}
+        extra = {"cross_entropy": total, "balance": balance, **by_source}
+        counts = {n: state[n] for n in (LOAD, ENTROPY)}
         total, sums = total + c.balance_coef * balance, tables("blocks_experts", rows(counts, 0, layers))
         if c.n_mtp:
             extra["mtp"] = mtp.loss(c, params, state["x"], batch, ctx)

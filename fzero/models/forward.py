@@ -15,7 +15,8 @@ from fzero.core.stack import Block, depth, in_turn, stack
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.models.base import Ctx, Loss, Model, stacks_of
-from fzero.models.batch import BY_TOKEN, Batch, check_batch, has_tokens
+from fzero.models.batch import BY_TOKEN, SOURCES, Batch, check_batch, has_tokens
+from fzero.models.by_source import sums_by_source
 from fzero.models.place import balanced_positions, patterns_of
 from fzero.models.stack_over_pp import stack_over_pp
 from fzero.sharding import Plan
@@ -150,15 +151,22 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
     return model.logits(params, transform(model, params, batch, ctx), ctx)
 
 
-def token_loss(x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return (cross entropy summed over the tokens that count, their number) for normalised activations x [B, T, D] and
-    w [V, D]; cap: of the logits, 0 for none.
+def token_loss(
+    x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return (cross entropy summed over the tokens that count, their number, further sums to report) for normalised
+    activations x [B, T, D] and w [V, D]; cap: of the logits, 0 for none.
 
-    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); both results
+    The further sums are those of `sums_by_source`, for a batch that has sources.
+
+    Under tp w is this rank's rows [V/tp, D] and x is inside the tensor-parallel region (`layers.enter`); the results
     are the same on all ranks of tp.
     """
     targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
     options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
     options |= {"cap": cap} if cap else {}
-    num_tokens = counted_tokens(targets, mask).sum()
-    return linear_cross_entropy(x.reshape(-1, x.shape[-1]), w, targets, mask, **options), num_tokens
+    counts, flat = counted_tokens(targets, mask), x.reshape(-1, x.shape[-1])
+    if SOURCES not in batch:
+        return linear_cross_entropy(flat, w, targets, mask, **options), counts.sum(), {}
+    total, losses = linear_cross_entropy(flat, w, targets, mask, each=True, **options)
+    return total, counts.sum(), sums_by_source(batch, losses, counts)

@@ -136,14 +136,14 @@ def mixtral(config: MoEConfig) -> Model:
         }
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
+        total, num_tokens, by_source = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
         z: Tensor = state["z"]
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(z.dtype)
         positions = positions_of_batch(batch, ctx)
         load = state["load"].sum(1) / positions
         balance = (c.n_experts * (load * state["prob"]).sum(-1) / c.n_layers**2 * weight).sum()
         z = (z / c.n_layers * weight).sum()
-        extra = {"cross_entropy": total, "balance": balance, "router_z": z}
+        extra = {"cross_entropy": total, "balance": balance, "router_z": z, **by_source}
         total = total + (0.0 if by_bias else c.balance_coef) * balance + c.z_coef * z
         room = moe_kernels.room_of(c.capacity_factor, positions, c.top_k, c.n_experts) if c.capacity_factor else 0
         return Loss(total, num_tokens, extra, tables("blocks", state, room))

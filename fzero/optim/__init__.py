@@ -15,6 +15,7 @@ from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rule
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.norm import global_norm
 from fzero.optim.schedules import (
+    by_tokens,
     constant,
     cosine,
     exponential,
@@ -56,6 +57,7 @@ __all__ = [
     "apply_updates",
     "bind",
     "by_label",
+    "by_tokens",
     "chain",
     "clip_by_global_norm",
     "clip_by_value",

@@ -7,6 +7,7 @@ torch.func.vmap too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -171,6 +172,35 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         return value
 
     return schedule
+
+
+@checked()
+def by_tokens(schedule: Schedule, rates: Sequence[tuple[int, int]]) -> Schedule:
+    """Return `schedule`, a function of the tokens before a step, as a function of the steps before it.
+
+    rates: (the first step of a part of the run, the tokens of each of its steps), as a batch or a length that grows
+    makes several parts. Raises ValueError unless the first begins at step 0, the others after one another, and all have
+    tokens.
+
+    >>> by_tokens(linear(1.0, 0.0, steps=80), [(0, 10), (2, 20)])(torch.arange(6)).tolist()
+    [1.0, 0.875, 0.75, 0.5, 0.25, 0.0]
+    """
+    begins = [begin for begin, _ in rates]
+    for begin, rate in rates:
+        check_steps("by_tokens", 0, begin=begin)
+        check_steps("by_tokens", 1, rate=rate)
+    if not begins or begins[0] != 0 or any(not a < b for a, b in itertools.pairwise(begins)):
+        raise ValueError(f"by_tokens: rates begin at the steps {begins}; they must ascend from 0")
+    steeper = [rate - before for (_, rate), before in zip(rates, [0, *(rate for _, rate in rates)])]
+
+    def of_step(step: Tensor | int) -> Tensor:
+        t = time_of(step)
+        tokens = t * steeper[0]
+        for begin, more in zip(begins[1:], steeper[1:]):
+            tokens = tokens + (t - begin).clamp(min=0.0) * more
+        return schedule(tokens)
+
+    return of_step
 
 
 @checked()

@@ -30,9 +30,11 @@ from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_config import load_settings
 from fzero.optim import GradientTransformation, Schedule, with_average
 from fzero.run import run_folder
+from fzero.run.batch_ramp import shared_batch
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
+from fzero.run.stages import token_rates
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.memory import Offload
@@ -117,14 +119,14 @@ def build(
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
+    rates = token_rates(config)
     options = {"kernels": Kernels.parse(t.kernels), "seed": t.seed, "updates": max(1, plan.delayed)}
-    tx = make_optimizer(config.optim, t.steps, **options)
+    tx = make_optimizer(config.optim, t.steps, rates, **options)
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
         nvme.need(buffer_bytes(plan, config))
-    g = config.guard
-    spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
+    spike = spike_of(config)
     execution = Execution(
         t.remat,
         bool(t.compiled),
@@ -150,13 +152,21 @@ def build(
     evaluated = models.by_position(model) if t.loss_by_position else model
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
-    schedule = make_schedule(config.optim, config.optim.lr, t.steps)
+    schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
+
+
+def spike_of(config: RunConfig) -> Spike | None:
+    """What a spike of the loss is; None where none is looked for."""
+    g = config.guard
+    return Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:
     """The delayed updates of a step; raises ValueError if they cannot share the micro-batches of a data rank evenly."""
-    if micro_batches % config.train.updates:
+    t = config.train
+    ranks = t.batch // t.micro_batch // micro_batches
+    if shared_batch(t.batch, t.batch_ramp) // t.micro_batch // ranks % t.updates:
         raise ValueError(
             f"train.updates is {config.train.updates} and each data rank has {micro_batches} micro-batches a step, "
             "which so many updates cannot share evenly; change train.batch, or the mesh"
@@ -204,6 +214,11 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
     """The micro-batches of a step that one data rank computes; ValueError if the ranks cannot share them evenly."""
     t, ranks = config.train, mesh.data_size
     total = t.batch // t.micro_batch
+    if shared_batch(t.batch, t.batch_ramp) // t.micro_batch % ranks and not total % ranks:
+        raise ValueError(
+            f"train.batch_ramp is {t.batch_ramp}, whose batches in pieces of train.micro_batch={t.micro_batch} the "
+            f"{ranks} data ranks cannot share evenly; begin with, and grow by, multiples of {ranks * t.micro_batch}"
+        )
     if total % ranks:
         fits = [m for m in range(1, t.batch + 1) if t.batch % m == 0 and (t.batch // m) % ranks == 0]
         fix = f"use --micro-batch {' or '.join(map(str, fits[-3:]))}" if fits else f"use a --batch that {ranks} divides"

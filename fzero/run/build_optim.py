@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,9 +24,16 @@ def make_policy(config: RunConfig) -> Policy:
     return fp16(config.precision.loss_scale) if name == "fp16" else POLICIES[name]()
 
 
-def make_schedule(config: Optim, peak: float, steps: int) -> Schedule:
-    """The learning rate of a run of `steps` steps with this peak."""
+def make_schedule(config: Optim, peak: float, steps: int, rates: Sequence[tuple[int, int]] = ((0, 1),)) -> Schedule:
+    """The learning rate of a run of `steps` steps with this peak, as a function of the steps made before.
+
+    rates: of the run's tokens by steps, for a schedule by tokens (see `optim.by_tokens`).
+    """
     s = config.schedule
+    if s.tokens:
+        own = replace(s, tokens=0, warmup_tokens=0, decay_tokens=0)
+        own = replace(own, warmup_steps=s.warmup_tokens, decay_steps=s.decay_tokens)
+        return optim.by_tokens(make_schedule(replace(config, schedule=own), peak, s.tokens), rates)
     after, end = steps - s.warmup_steps, peak * s.end
     if s.name == "one_cycle":
         return optim.one_cycle(peak, steps, s.rise)
@@ -56,16 +65,22 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 def make_optimizer(
-    config: Optim, steps: int, *, kernels: Kernels = AUTO, seed: int = 0, updates: int = 1
+    config: Optim,
+    steps: int,
+    rates: Sequence[tuple[int, int]] = ((0, 1),),
+    *,
+    kernels: Kernels = AUTO,
+    seed: int = 0,
+    updates: int = 1,
 ) -> GradientTransformation:
     """The optimizer of a config: clipping, then the named one with its schedule.
 
-    kernels: the forms of its operations. seed: for stochastic rounding of its states. updates: of a step, all
-    at its rate.
+    rates: as of `make_schedule`. kernels: the forms of its operations. seed: for stochastic rounding of its states.
+    updates: of a step, all at its rate.
     """
 
     def rate(peak: float) -> Schedule:
-        of_step = make_schedule(config, peak, steps)
+        of_step = make_schedule(config, peak, steps, rates)
         return of_step if updates == 1 else lambda count: of_step(count // updates)
 
     lr, betas = rate(config.lr), (config.beta1, config.beta2)

@@ -14,7 +14,7 @@ from fzero.models import MLPConfig, ModelConfig
 from fzero.run.config_checks import (
     validate,
 )
-from fzero.run.stages import stages_of
+from fzero.run.stages import expect_stages
 from fzero.sharding.pipelines import Pipeline
 
 
@@ -23,6 +23,8 @@ class Data:
     """The training text."""
 
     path: str = "stdlib"  # a prepared corpus, or text to prepare once: a file, a folder, "stdlib"
+    # several prepared corpora in place of path, such as "web=corpora/web:0.7,code=corpora/code:0.3"; see docs/data.md
+    mixture: str = ""
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256
@@ -45,6 +47,10 @@ class Schedule:
     rise: float = 0.3  # fraction of the steps until the peak
     warmup: str = "log"  # DeepSpeed's warmup: log, or linear
     start: float = 0.0  # the fraction that DeepSpeed's warmup begins with
+    # tokens after which it ends: the rate then follows the tokens of the run and not its steps; 0: its steps
+    tokens: int = 0
+    warmup_tokens: int = 0  # in place of warmup_steps and decay_steps, with tokens
+    decay_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class Train:
 
     steps: int = 1000
     batch: int = 16
+    # of a batch that grows: its first size, by how much and after how many tokens it grows, up to `batch`: "16:16:1e8"
+    batch_ramp: str = ""
     micro_batch: int = 4
     seed: int = 0
     remat: str = "none"
@@ -194,4 +202,4 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        stages_of(self)
+        expect_stages(self)

@@ -14,12 +14,15 @@ from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, che
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, flat, format_list
+from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import sizes
 from fzero.models.score import head_of
 from fzero.optim.deepspeed_schedules import RISES
+from fzero.run.batch_ramp import Ramp, shared_batch
+from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
@@ -33,20 +36,7 @@ from fzero.train.execution import CAPTURE
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
-# The keys that each schedule and optimizer uses.
-SCHEDULES: dict[str, tuple[str, ...]] = {
-    "constant": ("warmup_steps",),
-    "linear": ("warmup_steps", "end"),
-    "cosine": ("warmup_steps", "end"),
-    "polynomial": ("warmup_steps", "end", "power"),
-    "exponential": ("warmup_steps", "end"),
-    "inverse_sqrt": ("warmup_steps",),
-    "one_cycle": ("rise",),
-    "wsd": ("warmup_steps", "end", "decay_steps", "decay"),
-    "warmup_lr": ("warmup_steps", "warmup", "start"),
-    "warmup_decay_lr": ("warmup_steps", "warmup", "start"),
-    "warmup_cosine_lr": ("warmup_steps", "warmup", "start", "end"),
-}
+# The keys that each optimizer uses.
 ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adamw": (*ADAM, "states"),
@@ -65,6 +55,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
+    **{f"optim.schedule.{n}": COUNT for n in ("tokens", "warmup_tokens", "decay_tokens")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     "optim.schedule.start": FRACTION,
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
@@ -122,6 +113,10 @@ def check_leaf(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}{nearest(str(value), allowed)}; it must be one of {', '.join(allowed)}")
     if name == "train.loggers":
         check_loggers(value)
+    if name == "train.batch_ramp" and value:
+        Ramp.parse(value)
+    if name == "data.mixture" and value:
+        Mixture.parse(value)
     if name == "context":
         Context.parse(value)
     if name == "experts":
@@ -146,21 +141,15 @@ def validate(config: RunConfig) -> None:
             f"train.micro_batch is {t.micro_batch} and does not divide train.batch={t.batch}; use one of "
             f"{format_list(divisors)}"
         )
+    if t.batch_ramp:
+        Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
+    validate_tokens(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
         raise ValueError(
             f"data.seq_len is {c.data.seq_len} and the model takes {c.model.max_len} (model.max_len); make "
             "one fit the other"
         )
-    if c.objective != "text" and not c.data.within_documents:
-        raise ValueError(
-            f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
-            "other; leave it out"
-        )
-    if c.objective != "text" and c.data.packing != "stream":
-        raise ValueError(
-            f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
-            "is; leave it out"
-        )
+    validate_data(c)
     if t.loss_by_position and c.objective not in ("text", "chat"):
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
@@ -210,6 +199,26 @@ def validate(config: RunConfig) -> None:
             )
 
 
+def validate_data(c: RunConfig) -> None:
+    """Raise ValueError for ways of reading that the objective does not have, and for several corpora beside one."""
+    if c.objective != "text" and not c.data.within_documents:
+        raise ValueError(
+            f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
+            "other; leave it out"
+        )
+    if c.data.mixture and (c.objective != "text" or c.data.path != "stdlib"):
+        what, fix = ("objective", c.objective) if c.objective != "text" else ("data.path", c.data.path)
+        raise ValueError(
+            f"data.mixture is {c.data.mixture!r} and {what} is {fix}: a mixture names its own corpora, of text; leave "
+            "one of them out"
+        )
+    if c.objective != "text" and c.data.packing != "stream":
+        raise ValueError(
+            f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
+            "is; leave it out"
+        )
+
+
 def validate_head(config: RunConfig) -> None:
     """Raise ValueError if the model has not the head that the objective trains."""
     head = head_of(config.model)
@@ -229,7 +238,7 @@ def validate_delayed(c: RunConfig, offload: Offload) -> None:
         if t.updates > 1:
             raise ValueError(f"train.updates is {t.updates} and train.update is {t.update}; use train.update=delayed")
         return
-    pieces = t.batch // t.micro_batch
+    pieces = shared_batch(t.batch, t.batch_ramp) // t.micro_batch
     if pieces % t.updates:
         raise ValueError(
             f"train.updates is {t.updates}, and a step has {pieces} micro-batches (train.batch={t.batch} in pieces of "
@@ -287,7 +296,7 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
             "optim.schedule",
             optim.get("schedule", {}),
             config.optim.schedule.name,
-            {*SCHEDULES[config.optim.schedule.name], "name"},
+            {*keys_of(config.optim.schedule.name), "name"},
         ),
     ):
         for key in given:

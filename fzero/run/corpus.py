@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import sysconfig
 from collections import deque
@@ -17,9 +18,12 @@ from fzero import data
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import user_folder
+from fzero.data.mixed import MixedStream
+from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
+from fzero.data.mixture import Mixture
 from fzero.data.reference import read_reference
 from fzero.data.rows import RowStream
-from fzero.data.stream import Batch, Rest
+from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
@@ -31,16 +35,16 @@ Say = Callable[[str], None]
 
 def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = None) -> Path:
     """The prepared corpus of a run: `data.path` itself, or made from it: the standard library's in the user's cache,
-    a text's in `folder`/data, and so that of conversations, by tokenizer and chat template of the model in `init`.
+    a text's in `folder`/data, and so that of conversations, by tokenizer and chat template of the model in `init`, and
+    that of a mixture, which names the corpora.
     """
     config, path = value.data, Path(value.data.path)
+    if config.mixture:
+        meta = write_mixture(Mixture.parse(config.mixture), folder / run_folder.DATA)
+        expect_tokenizer(config.tokenizer, meta["tokenizer"], "the corpora of data.mixture were")
+        return folder / run_folder.DATA
     if config.path != "stdlib" and (path / "meta.json").is_file():
-        meta = read_meta(path)
-        if config.tokenizer not in ("bytes", meta["tokenizer"]):
-            raise ValueError(
-                f"data.tokenizer is {config.tokenizer!r} and {path} was prepared with {meta['tokenizer']!r}; "
-                "leave it out"
-            )
+        expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
     if value.objective != "text":
         return conversations.prepare_for(value, folder / run_folder.DATA, say, init)
@@ -69,10 +73,19 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
     return target
 
 
+def expect_tokenizer(asked: str, used: str, which: str) -> None:
+    """Raise ValueError if a run asks for another tokenizer than what is prepared already has."""
+    if asked not in ("bytes", used):
+        raise ValueError(f"data.tokenizer is {asked!r} and {which} prepared with {used!r}; leave it out")
+
+
 def corpus_digest(corpus: Path) -> str:
-    """A SHA-256 that identifies a corpus: of meta.json, which holds that of the text."""
-    read_meta(corpus)
-    return hashlib.sha256((corpus / "meta.json").read_bytes()).hexdigest()
+    """A SHA-256 that identifies a corpus: of meta.json, which holds that of the text.
+
+    Raises ValueError if a corpus of a mixture has changed since the run began.
+    """
+    sources_of(corpus)
+    return digest(corpus)
 
 
 MicroBatchReader = Callable[[int, int], Batch]
@@ -100,16 +113,33 @@ def sample_at(cursor: int, skips: Skips) -> int:
 
 
 def first_samples(config: RunConfig, skips: Skips) -> list[int]:
-    """The first sample of each stage of a run, by the numbers of the whole order: those that the stages before it have
-    consumed, and the batches that they left out."""
+    """The first sample of each stage of a run that has rows of its own, by the numbers of the whole order: those that
+    the stages before it have consumed, and the batches that they left out."""
     found, cursor = [], 0
     for stage in stages_of(config):
         first = cursor
         for begin, count in sorted(skips):
             first += count if begin < first else 0
-        found.append(first)
+        found += [] if stage.reads_on else [first]
         cursor += stage.samples
     return found
+
+
+def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, int]:
+    """(the training rows of the last stage of a config, the sample of the whole order that is their first one).
+
+    skips: as in `sample_at`. Raises ValueError if the split is too short.
+    """
+    firsts, streams, rows = first_samples(config, skips), list[Any](), 0
+    for stage in stages_of(config):
+        if not stage.reads_on:
+            # What the stages before it have left of an epoch, it reads first.
+            i, rows = len(streams), 0
+            rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
+            streams.append(open_stream(stage.config, corpus, "train", config.train.batch, rest))
+        rows += stage.samples
+        expect_rows_left(streams[-1], rows)
+    return streams[-1], firsts[-1]
 
 
 def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> MicroBatchReader:
@@ -119,13 +149,7 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
     Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_at`.
     Raises ValueError if the split is too short.
     """
-    t, firsts = config.train, first_samples(config, skips)
-    streams: list[Any] = []
-    for i, stage in enumerate(stages_of(config)):
-        # What the stages before it have left of an epoch, it reads first.
-        rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
-        streams.append(open_stream(stage.config, corpus, "train", t.batch, rest))
-    stream, before = streams[-1], firsts[-1]
+    t, (stream, before) = config.train, open_last(config, corpus, skips)
 
     def read(sample: int, m: int) -> Batch:
         return drop_documents(config, stream.samples_at(sample - before + m * t.micro_batch, t.micro_batch))
@@ -133,19 +157,54 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
     return read
 
 
+def open_counts(config: RunConfig, corpus: Path, skips: Skips = ()) -> Callable[[int], dict[str, Any]]:
+    """A function from the first sample of a batch to {"rows_by_source": {name: its rows of that batch}}; to {} where
+    there is no mixture."""
+    if not config.data.mixture:
+        return lambda sample: {}
+    stream, before = open_last(config, corpus, skips)
+    assert isinstance(stream, MixedStream)
+
+    def counted(sample: int) -> dict[str, Any]:
+        first = sample - before
+        found = zip(stream.counts(first), stream.counts(first + config.train.batch))
+        return {"rows_by_source": {name: b - a for name, (a, b) in zip(stream.mixture.names, found)}}
+
+    return counted
+
+
+def expect_rows_left(stream: Any, rows: int) -> None:
+    """Raise ValueError if a mixture ends before a stage has its rows."""
+    if isinstance(stream, MixedStream) and stream.rows is not None and stream.rows < rows:
+        raise ValueError(
+            f"data.mixture: its sources have {stream.rows:,} rows of {stream.seq_len} tokens within their epochs and "
+            f"tokens, and the run takes {rows:,}; raise their limits, leave one without, or take fewer steps"
+        )
+
+
 def open_stream(
-    config: RunConfig, corpus: Path, split: str, batch: int, rest: Rest | None = None
-) -> data.TokenStream | RowStream:
-    """The batches of a split: rows of text, after those of `rest`, or rows of whole conversations."""
-    tokens, seed = data.open_tokens(corpus, split), config.train.seed
+    config: RunConfig, corpus: Path, split: str, batch: int, rest: Any = None
+) -> data.TokenStream | MixedStream | RowStream:
+    """The batches of a split: rows of text, after those of `rest`, of one corpus or of a mixture's, or rows of whole
+    conversations.
+
+    rest: what `rest_after` of the stream of the stage before gives.
+    """
+    seed, seq_len, packing = config.train.seed, config.data.seq_len, config.data.packing
+    if config.data.mixture:
+        rests = itertools.repeat(None) if rest is None else rest.rests
+        found = zip(open_sources(corpus, split), rests)
+        streams = tuple(data.TokenStream(tokens, seq_len, batch, seed, packing, its) for tokens, its in found)
+        return MixedStream(Mixture.parse(config.data.mixture), streams, batch, rest)
+    tokens = data.open_tokens(corpus, split)
     if tokens.kind == "text":
-        return data.TokenStream(tokens, config.data.seq_len, batch, seed, config.data.packing, rest)
+        return data.TokenStream(tokens, seq_len, batch, seed, packing, rest)
     if rest is not None:
         raise ValueError(
             f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
         )
     known = config.dpo.reference if config.objective == "dpo" else ""
-    return RowStream(tokens, config.data.seq_len, batch, seed, read_reference(corpus, split, known) if known else None)
+    return RowStream(tokens, seq_len, batch, seed, read_reference(corpus, split, known) if known else None)
 
 
 def open_data(
@@ -199,7 +258,8 @@ def drop_documents(config: RunConfig, batch: Batch) -> Batch:
 def bytes_per_token(corpus: Path) -> float:
     """The mean number of UTF-8 bytes of a token of the corpus; 1 for the byte tokenizer."""
     meta = read_meta(corpus)
-    if meta["tokenizer"] == "bytes" or meta.get("kind", "text") != "text":  # a template's text is not counted
+    counted = meta.get("kind", "text") == "text" and "text_bytes" in meta.get("source", {})  # a template's is not
+    if meta["tokenizer"] == "bytes" or not counted:
         return 1.0
     counts = [split["tokens"] - split["documents"] for split in meta["splits"].values()]
     return meta["source"]["text_bytes"] / max(1, sum(counts))

@@ -11,9 +11,11 @@ import torch
 from fzero.comm.tables import BY_DATA_RANK, device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.copy_buckets import read_scalars
+from fzero.models.by_source import KINDS
 from fzero.optim import AverageState
 from fzero.run.build import Job
 from fzero.run.corpus import on_device_ahead
+from fzero.run.measure.by_source import losses_by_source
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.resume.newest_state import to_memory
 from fzero.train.state import TrainState
@@ -26,7 +28,7 @@ def evaluate_all(
     """{"val_loss": nats per token on the validation split, ...}: cross entropy; also per byte unless tokens are
     bytes, and of the average. Of an objective that
     reports more also the means of that, such as val_accuracy; with train.loss_by_position val_loss_by_position, the
-    means of ranges of positions by their ends.
+    means of ranges of positions by their ends; of a mixture val_loss_by_source.
 
     The data ranks evaluate a share of the batches each; their sums are added in the order of the batches, as on one
     process. Communicates: what the model does, and two float64 per batch over dp and rp.
@@ -38,7 +40,9 @@ def evaluate_all(
         sums, more = [], {}
         for batch in on_device_ahead(batches(), job.device):
             loss = job.eval_step(params, batch)
-            more = loss.extra if placed or OBJECTIVES[job.config.objective].reports else {}
+            more = loss.extra
+            if not (placed or OBJECTIVES[job.config.objective].reports):
+                more = {key: value for key, value in more.items() if key.partition("/")[0] in KINDS}
             of_tokens = (loss.extra.get("cross_entropy", loss.total), loss.num_tokens)
             sums += [x.double() for x in (*of_tokens, *more.values())]
         with mesh.ledger.phase("evaluate"):
@@ -46,10 +50,12 @@ def evaluate_all(
             table = gather_rows(rows.reshape(-1, 2 + len(more)), mesh, leaf="sums", axes=BY_DATA_RANK)
         total, count, *rest = (sum(column) for column in table.transpose(0, 1).flatten(0, 1).T.tolist())
         out[name] = total / max(count, 1)
+        reported: dict[str, float] = dict(zip(more, rest))
+        out |= losses_by_source(job.config, reported, name)
         if placed:
-            out[f"{name}_by_position"] = means_by_position(dict(zip(more, rest)))
+            out[f"{name}_by_position"] = means_by_position(reported)
         else:
-            out |= {name.replace("loss", key): value / max(count, 1) for key, value in zip(more, rest)}
+            out |= {name.replace("loss", key): value / max(count, 1) for key, value in reported.items()}
         if bytes_per_token != 1.0:
             out[f"{name}_per_byte"] = out[name] / bytes_per_token
     return {name: value for name, value in out.items() if isinstance(value, dict) or math.isfinite(value)}

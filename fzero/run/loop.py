@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ import torch
 from fzero import data
 from fzero.comm.tables import any_rank
 from fzero.core import gpu, prng, pytree
+from fzero.data.mixed_corpus import sources_of
+from fzero.data.mixture import Mixture, described
 from fzero.data.packing import figures
+from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
 from fzero.run import config_table, conversations, corpus, machine, run_folder
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
+from fzero.run.config import RunConfig
 from fzero.run.evaluate import evaluate_all
 from fzero.run.generate import Sampling, generate
 from fzero.run.measure import attempts
@@ -83,7 +88,8 @@ def begin_stage(attempt: Attempt, step: int) -> Attempt:
     if there is not attempt:
         expect_memory(there.job, there.coordinator)
         c = there.job.config
-        attempt.options.say(f"after step {step} in another stage: {c.train.batch} x {c.data.seq_len} a step")
+        where = "" if stage_at(attempt.config, step).reads_on else " in another stage"
+        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step")
     return there
 
 
@@ -118,6 +124,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
     until = min(attempt.last_step, stage_at(attempt.config, int(state.step)).end)
     skips, tried = coordinator.share(lambda: rollback.read_log(folder)[:2])
     batch_at, validation = corpus.open_data(config, path, mesh, skips)
+    taken = corpus.open_counts(config, path, skips)
     bytes_per_token, specs = corpus.bytes_per_token(path), specs_of(job)
     first, cursor, checked = int(state.step), int(state.data_cursor), int(state.step)
     open_parts = functools.cache(lambda: corpus.open_micro_batches(config, path, skips))
@@ -155,7 +162,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
             if fault := rows.settle():  # of the step before, where that was not read yet
                 break
             with mesh.ledger.phase("checkpoint"):
-                fields = disk_row(job, traffic) | saver.poll()
+                fields = disk_row(job, traffic) | saver.poll() | taken(sample(step - 1))
             traffic = job.nvme.moved() if job.nvme else traffic
             if due.evaluate:
                 with mesh.ledger.phase("evaluate"):
@@ -176,7 +183,8 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         signal = any_rank(stop[0] if stop else 0, mesh)
         if config.guard.check_every and checked != step:
             compare(state, step)
-        saver.close(state, step)
+        ended = bool(signal) or step >= attempt.last_step
+        saver.close(state if ended else None, step)  # the next stage goes on from here
         if job.nvme is not None and job.nvme.store is not None:
             job.nvme.store.trim()
     return state, signal, None
@@ -223,18 +231,9 @@ def announce(attempt: Attempt) -> None:
     """Print the model, the corpus, the run folder and the peak for MFU."""
     job, folder, path, coordinator, options, _ = attempt
     config, say = job.config, options.say
-    tokens = data.open_tokens(path)
-    size = tokens.tokens.shape[0]
     say(f"{config.preset or 'model'}: {num_params(job):,} parameters; run folder {folder}")
-    say(f"{path}: {size:,} tokens; {config.train.batch} x {config.data.seq_len} a step")
-    if tokens.kind == "text" and config.data.packing != "stream":
-        found = figures(tokens, config.data.packing, config.data.seq_len)
-        say(
-            f"packing {config.data.packing}: {found.rows:,} sequences an epoch, {found.filled:.2%} of their positions "
-            f"filled up; {found.cut:.1%} of the documents are longer than a sequence and cut"
-        )
-    if tokens.sums is None:
-        say(f"{path}: has no checksums (an earlier version prepared it), so damage to it is not noticed")
+    for line in corpus_lines(config, path):
+        say(line)
     if coordinator.size > 1:
         say(str(job.plan).splitlines()[0])
     if job.plan.context is not None:
@@ -249,6 +248,26 @@ def announce(attempt: Attempt) -> None:
     where = f" by {coordinator.size} processes together" * (coordinator.size > 1)
     given, measured = ("the", f" measured here{where}") if options.peak_measured else ("the given", "")
     say(f"MFU: model FLOPs (6N + 12LTD) over {given} {rate}{measured}")
+
+
+def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
+    """The lines about the corpus of a run, or about each of its mixture."""
+    sources = sources_of(path)
+    for place in [source.path for source in sources] or [path]:
+        tokens = data.open_tokens(place)
+        yield f"{place}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
+        if tokens.kind == "text" and config.data.packing != "stream":
+            found = figures(tokens, config.data.packing, config.data.seq_len)
+            yield (
+                f"packing {config.data.packing}: {found.rows:,} sequences an epoch, {found.filled:.2%} of their "
+                f"positions filled up; {found.cut:.1%} of the documents are longer than a sequence and cut"
+            )
+        if tokens.sums is None:
+            linked = "linked" in read_meta(place)
+            why = "another system's file" if linked else "an earlier version prepared it"
+            yield f"{place}: has no checksums ({why}), so damage to it is not noticed"
+    if sources:
+        yield from described(Mixture.parse(config.data.mixture))
 
 
 def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:

@@ -18,6 +18,7 @@ from fzero.core import gpu, numa
 from fzero.core.storage import is_url
 from fzero.core.tables import Table
 from fzero.data.chat import read_chat
+from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
 from fzero.run import corpus, machine, run_folder, run_lock
 from fzero.run import weights as weights_module
@@ -98,6 +99,8 @@ def start(
         for stage in stages_of(config):
             corpus.open_stream(stage.config, path, "train", stage.config.train.batch)
             corpus.open_stream(stage.config, path, "val", stage.config.train.micro_batch)
+        if config.data.mixture:  # its sources may end before the run
+            corpus.open_micro_batches(config, path)
         attempt = Attempt(job, folder, path, coordinator, options, config)
         with explained(job, folder, coordinator, "the first state"):
             state = first_state(job, weights.params if weights else None)
@@ -244,9 +247,11 @@ def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: i
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths of its corpus and its checkpoints."""
+    """The config with absolute paths of its corpora and its checkpoints."""
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
+    if config.data.mixture:
+        config = replace(config, data=replace(config.data, mixture=str(Mixture.parse(config.data.mixture).absolute())))
     place = config.train.checkpoints
     if place and not is_url(place):
         config = replace(config, train=replace(config.train, checkpoints=str(Path(place).absolute())))

@@ -3,7 +3,8 @@
 A config has the values of the last stage, and in `stages` a text for each one before it: its last step, and what it has
 otherwise than the stage after it, such as "1000: data.seq_len=8192 train.batch=512 train.micro_batch=8". So the values
 of step i, and its data, are a function of the config and i, and a run that is resumed with another length has the
-config of one that was started with both.
+config of one that was started with both. With `train.batch_ramp` a stage is several, one for each size of its batches,
+which read on where the one before stopped.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table
 from fzero.kernels.rope import RopeScaling
+from fzero.run.batch_ramp import Ramp
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -37,45 +39,91 @@ class Stage(NamedTuple):
 
     begin: int  # steps made before it
     end: int  # steps made after it
-    config: RunConfig  # of a run whose last stage it is
+    written: RunConfig  # of a run whose last stage it is, with the largest of its batches
+    batch: int
+    reads_on: bool = False  # in the rows of the stage before it, of which it has the length and all but the batch
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of a run whose last stage it is."""
+        c = self.written
+        return c if self.batch == c.train.batch else with_values(c, {"train.batch": self.batch}, c.stages)
 
     @property
     def samples(self) -> int:
         """The samples that its steps consume."""
-        return (self.end - self.begin) * self.config.train.batch
+        return (self.end - self.begin) * self.batch
 
     @property
     def tokens(self) -> int:
         """The positions of those."""
-        return self.samples * self.config.data.seq_len
+        return self.samples * self.written.data.seq_len
 
 
 def stages_of(config: RunConfig) -> list[Stage]:
     """The stages of a run, the first one first; raises ValueError for a text that is none."""
-    found, after = [config], []
+    found = written_stages(config)
+    if not config.train.batch_ramp:
+        return found
+    ramp, tokens, out = Ramp.parse(config.train.batch_ramp), 0, list[Stage]()
+    for stage in found:
+        begin = stage.begin
+        for batch, steps in ramp.pieces(stage.batch, stage.written.data.seq_len, tokens, stage.end - begin):
+            out.append(stage._replace(begin=begin, end=begin + steps, batch=batch, reads_on=begin > stage.begin))
+            begin, tokens = begin + steps, tokens + out[-1].tokens
+    return out
+
+
+def written_stages(config: RunConfig) -> list[Stage]:
+    """The stages of a run as its config writes them, each with the largest of its batches."""
+    ends = ends_of(config)
+    found = [config]
     for i in range(len(config.stages) - 1, -1, -1):
-        end, values = read_stage(config.stages[i])
-        after.insert(0, end)
-        found.insert(0, with_values(found[0], values, config.stages[:i]))
-    ends = [*after, config.train.steps]
+        found.insert(0, with_values(found[0], read_stage(config.stages[i])[1], config.stages[:i]))
+    return [Stage(begin, end, each, each.train.batch) for begin, end, each in zip([0, *ends], ends, found)]
+
+
+def ends_of(config: RunConfig) -> list[int]:
+    """The last step of each stage that a config writes; raises ValueError if they do not rise."""
+    ends = [*(read_stage(text)[0] for text in config.stages), config.train.steps]
     for one, other in pairwise([0, *ends]):
         if not one < other:
             raise ValueError(
                 f"stages end after the steps {', '.join(map(str, ends))}, the last by train.steps; each must be above "
                 "the one before"
             )
-    return [Stage(begin, end, each) for begin, end, each in zip([0, *ends], ends, found)]
+    return ends
+
+
+def expect_stages(config: RunConfig) -> None:
+    """Raise ValueError for a text that is no stage, stages whose ends do not rise, and values of one that are wrong or
+    do not go together. It makes no config with stages, so that making a config calls this once for each of them."""
+    ends_of(config)
+    after = config
+    for text in reversed(config.stages):
+        after = with_values(after, read_stage(text)[1], ())
 
 
 def stage_at(config: RunConfig, step: int) -> Stage:
     """The stage that makes the step after `step` steps; the last one where all are made."""
-    return next((stage for stage in stages_of(config) if step < stage.end), stages_of(config)[-1])
+    found = stages_of(config)
+    return next((stage for stage in found if step < stage.end), found[-1])
 
 
 def tokens_before(config: RunConfig, step: int) -> int:
     """The positions of all batches of the first `step` steps."""
     found = stages_of(config)
     return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).tokens for stage in found)
+
+
+def token_rates(config: RunConfig) -> list[tuple[int, int]]:
+    """(steps before it, the tokens of a step of it) of each stage."""
+    return [(stage.begin, stage.batch * stage.written.data.seq_len) for stage in stages_of(config)]
+
+
+def samples_before(config: RunConfig, step: int) -> int:
+    """The samples that the first `step` steps consume: `state.data_cursor` after them."""
+    return sum(stage._replace(end=max(stage.begin, min(stage.end, step))).samples for stage in stages_of(config))
 
 
 def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
@@ -88,7 +136,8 @@ def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
     >>> stage_at(config, 39).config.data.seq_len, stage_at(config, 40).config.data.seq_len
     (256, 128)
     """
-    now = stage_at(config, step).config
+    written = written_stages(config)
+    now = next((one for one in written if step < one.end), written[-1]).config
     new = with_values(now, values, ())
     mine, theirs = staged(now), staged(new)
     apart = {key for key, value in mine.items() if value != theirs[key]}
@@ -96,7 +145,7 @@ def change_stage(config: RunConfig, values: Table, step: int) -> RunConfig:
         return now
     stages = now.stages
     if stages and read_stage(stages[-1])[0] == step:  # it would have no step
-        return change_stage(stages_of(now)[-2].config, theirs, step)
+        return change_stage(written_stages(now)[-2].config, theirs, step)
     apart |= {key for keys in TOGETHER if apart & set(keys) for key in keys if key in mine}
     text = " ".join(f"{key}={'none' if mine[key] is None else mine[key]}" for key in mine if key in apart)
     return replace(new, stages=(*stages, f"{step}: {text}") if step else ())

@@ -21,7 +21,7 @@ import torch
 
 from fzero import checkpoint
 from fzero.comm.mesh_text import mesh_text
-from fzero.core.tables import Table
+from fzero.core.tables import Table, flat
 from fzero.data.stream import Batch
 from fzero.run import corpus, machine, run_folder, weights
 from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
@@ -131,12 +131,12 @@ def replay(
             tolerance = 0.0 if exact else CLOSE[config.precision.policy]
         found: list[Comparison] = []
         for made in replay_steps(again, state, step):
-            number, recorded = int(made.state.step), rows.get(int(made.state.step), {})
+            number = int(made.state.step)
+            recorded = dict(flat(rows.get(number, {})))
             if "digest" in recorded:
                 made.row["digest"] = digest_text(made.state.params, specs_of(job).params, job.mesh)
-            found += [
-                Comparison(number, n, recorded[n], made.row[n]) for n in made.row if n in recorded and n != "step"
-            ]
+            here = dict(flat(made.row))
+            found += [Comparison(number, n, recorded[n], here[n]) for n in here if n in recorded and n != "step"]
             if number in kept:
                 parted = any(row.leaf and not row.same for row in found)
                 found += compare_leaves(job, made.state, kept[number], number, explain=not parted)

@@ -22,6 +22,7 @@ from fzero.core.storage import naming
 from fzero.run import run_folder
 from fzero.run.build import Job
 from fzero.run.measure import experts, norms
+from fzero.run.measure.by_source import losses_by_source
 from fzero.run.measure.flops import TokenFlop
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.rank_times import RankTimes
@@ -69,9 +70,10 @@ def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
     """`metrics_row` of numbers that are in the host's memory, by name."""
     skipped, num_tokens, scale = bool(read.pop("skipped")), int(read.pop("num_tokens")), read.pop("loss_scale")
     layers = {name: int(read.pop(name)) for name in ("speculated", "put_right") if name in read}
+    by_source = losses_by_source(job.config, read)
     values = {**read, "lr": float(job.schedule(step)), "loss_scale": scale}
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens, **layers}
+    row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens, **layers, **by_source}
     if row["skipped"]:
         row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
     return row

@@ -37,14 +37,19 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The numbers among the values of a step, as loggers draw them; a tensor of one element is waited for.
+    """The numbers among the values of a step, and those by source or by position, as loggers draw them; a tensor of one
+    element is waited for.
 
     >>> numbers({"step": 3, "loss": 1.5, "skipped": False, "phases": {"forward": 0.1}})
     {'loss': 1.5, 'skipped': False}
+    >>> numbers({"loss_by_source": {"web": 1.5}})
+    {'loss_by_source/web': 1.5}
     """
     row = values if isinstance(values, Mapping) else pytree.named_leaves(values)
     row = {name: x.item() if isinstance(x, Tensor) and x.numel() == 1 else x for name, x in row.items()}
-    return {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+    parts = [(name, one) for name, one in row.items() if "_by_" in name and isinstance(one, Mapping)]
+    inner = [(f"{name}/{key}", x) for name, one in parts for key, x in one.items()]
+    return {name: x for name, x in [*row.items(), *inner] if name != "step" and isinstance(x, int | float)}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 from fzero.comm.mesh_text import mesh_text
+from fzero.run.batch_ramp import shared_batch
 from fzero.run.config import RunConfig
 from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Coordinator, Ended
 from fzero.run.ranks.signals import stop_signals
@@ -33,7 +34,7 @@ def fit_mesh(
 
 def refit_mesh(config: RunConfig, sizes: Mapping[str, int], processes: int) -> tuple[dict[str, int], str]:
     """(the mesh of `fit_mesh` for the run, a line that describes it)."""
-    micro_batches = config.train.batch // config.train.micro_batch
+    micro_batches = shared_batch(config.train.batch, config.train.batch_ramp) // config.train.micro_batch
     mesh = fit_mesh(sizes, processes, micro_batches, canonical=config.reduce == "canonical")
     used = math.prod(mesh.values())
     line = f"mesh: {mesh_text(mesh)} for {processes} process{'es' * (processes > 1)}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.tables import Table, flat, put
+from fzero.data.mixture import Mixture
 from fzero.models.presets import family_of
 from fzero.run import run_folder, run_lock
 from fzero.run.config import RunConfig
@@ -73,11 +74,13 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
 
 
 def apply_settings(old: RunConfig, table: Table) -> RunConfig:
-    """The run's config with the values of `table`, and an absolute path of the corpus."""
+    """The run's config with the values of `table`, and absolute paths of its corpora."""
     path = old.data.path
     new = apply_table(replace(old, mesh={}), table)
     if new.data.path not in ("stdlib", path):
         new = replace(new, data=replace(new.data, path=str(Path(new.data.path).absolute())))
+    if new.data.mixture:
+        new = replace(new, data=replace(new.data, mixture=str(Mixture.parse(new.data.mixture).absolute())))
     return new
 
 

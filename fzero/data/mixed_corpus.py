@@ -1,0 +1,104 @@
+"""The corpus of a run on a mixture: a folder whose meta.json names the corpora, and a copy of their tokenizer.
+
+    meta.json       as of a prepared corpus (fzero/data/tokens.py), with the sums of its sources' counts, and `mixture`:
+                    the name, the path and the SHA-256 of the meta.json of each source
+    tokenizer.json  when the tokenizer is not bytes
+
+The meta.json of a source has checksums of its content, so the SHA-256 of this one stands for all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero.core.storage import naming, write_text
+from fzero.data.mixture import Mixture
+from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, open_tokens, read_meta
+
+
+class SourceCorpus(NamedTuple):
+    """A source as the mixture's meta.json names it."""
+
+    name: str
+    path: Path
+    sha256: str  # of its meta.json
+
+
+def digest(folder: str | Path) -> str:
+    """The SHA-256 of the meta.json of a corpus, which identifies its content."""
+    read_meta(folder)
+    return hashlib.sha256((Path(folder) / "meta.json").read_bytes()).hexdigest()
+
+
+def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
+    """Write the corpus of a mixture in the new folder `out`; returns its meta.json.
+
+    Raises ValueError naming a source that is no corpus of text, or has tokens of another tokenizer than the first one;
+    nothing is written then.
+    """
+    metas = [read_meta(source.path) for source in mixture.sources]
+    first = mixture.sources[0]
+    for source, meta in zip(mixture.sources, metas):
+        if "mixture" in meta or meta.get("kind", "text") != "text":
+            kind = "a mixture itself" if "mixture" in meta else f"a corpus of {meta['kind']}"
+            raise ValueError(f"mixture: {source.path} is {kind}; a mixture is of corpora of text")
+        mine, its = (tokenizer_of(path, m) for path, m in ((first.path, metas[0]), (source.path, meta)))
+        if mine != its:
+            raise ValueError(
+                f"mixture: {source.path} has tokens of another tokenizer ({meta['tokenizer']}) than {first.path} "
+                f"({metas[0]['tokenizer']}); prepare both with one tokenizer.json"
+            )
+    splits = {
+        split: {n: sum(meta["splits"][split][n] for meta in metas) for n in ("tokens", "documents")} for split in SPLITS
+    }
+    named = [{"name": source.name, "path": source.path, "sha256": digest(source.path)} for source in mixture.sources]
+    own = {key: metas[0][key] for key in ("tokenizer", "eos", "vocab_size", "dtype")}
+    meta = {"format": FORMAT, "version": VERSION, **own, "splits": splits, "mixture": named}
+    if all("text_bytes" in one.get("source", {}) for one in metas):
+        meta["source"] = {"text_bytes": sum(one["source"]["text_bytes"] for one in metas)}
+    with naming(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
+            folder = Path(temporary) / "corpus"
+            folder.mkdir()
+            if own["tokenizer"] != "bytes":
+                write_text(folder, "tokenizer.json", (Path(first.path) / "tokenizer.json").read_text(encoding="utf-8"))
+            write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
+            os.rename(folder, out)
+    return meta
+
+
+def tokenizer_of(folder: str | Path, meta: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells one tokenizer from another: its ids and, unless tokens are bytes, its file."""
+    path = Path(folder) / "tokenizer.json"
+    if meta["tokenizer"] != "bytes" and not path.is_file():
+        raise ValueError(f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; put it back")
+    content = b"" if meta["tokenizer"] == "bytes" else path.read_bytes()
+    return meta["vocab_size"], meta["eos"], hashlib.sha256(content).hexdigest()
+
+
+def sources_of(folder: str | Path) -> list[SourceCorpus]:
+    """The sources of a mixture's corpus; [] for a corpus that is none.
+
+    Raises ValueError naming a source that is not what it was when the mixture was written.
+    """
+    found = [
+        SourceCorpus(one["name"], Path(one["path"]), one["sha256"]) for one in read_meta(folder).get("mixture", [])
+    ]
+    for source in found:
+        if digest(source.path) != source.sha256:
+            raise ValueError(
+                f"{source.path}: has changed since the run began, whose mixture has it as {source.name}; put that "
+                "corpus back, or start a new run"
+            )
+    return found
+
+
+def open_sources(folder: str | Path, split: str) -> list[Tokens]:
+    """The split of each source of a mixture's corpus; raises ValueError as `sources_of` and `open_tokens` do."""
+    return [open_tokens(source.path, split) for source in sources_of(folder)]

@@ -1,0 +1,195 @@
+"""A mixture of corpora as a value: which ones, by which weights, how much of each; and its text.
+
+    web=corpora/web:0.7,code=corpora/code:0.2:0.4@1e9:epochs=2,corpora/math:0.1:tokens=5e8
+
+is, source by source, a name (default: the last part of its path), the folder of a prepared corpus, its weight, other
+weights from a token of the run on, and the most that is read of it. Weights are parts of their sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from fzero.core.kinds import expect_fields
+
+FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus of a mixture."""
+
+    name: str
+    path: str
+    weights: tuple[tuple[int, Fraction], ...]  # (tokens of the run before it, weight from there on), the first at 0
+    epochs: Fraction | None = None  # the most that is read of it, None for no end
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
+
+    def __str__(self) -> str:
+        own = "" if self.name == Path(self.path).name else f"{self.name}="
+        (_, first), *later = self.weights
+        parts = [f"{own}{self.path}", written(first), *(f"{written(weight)}@{token}" for token, weight in later)]
+        parts += [] if self.epochs is None else [f"epochs={written(self.epochs)}"]
+        return ":".join([*parts, *([] if self.tokens is None else [f"tokens={self.tokens}"])])
+
+    def weight_at(self, token: int) -> Fraction:
+        """The weight after so many tokens of the run."""
+        return next(weight for begin, weight in reversed(self.weights) if begin <= token)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sources of a mixture; `str` gives the text that `parse` reads back equal.
+
+    >>> mixture = Mixture.parse("corpora/web:0.7,corpora/code:0.3:1@1e6")
+    >>> mixture.names, str(mixture)
+    (('web', 'code'), 'corpora/web:0.7,corpora/code:0.3:1@1000000')
+    >>> [(token, [str(weight) for weight in weights]) for token, weights in mixture.periods()]
+    [(0, ['7/10', '3/10']), (1000000, ['7/10', '1'])]
+    """
+
+    sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        expect_fields(self)
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def parse(cls, text: str) -> Mixture:
+        """The Mixture of a text; raises ValueError for a text that is none, weights below 0, weights whose sum is 0
+        from some token on, and two sources of one name or one path."""
+        sources = tuple(read_source(part) for part in text.split(","))
+        for i, source in enumerate(sources):
+            for other in sources[:i]:
+                if Path(source.path).absolute() == Path(other.path).absolute():
+                    raise ValueError(
+                        f"mixture: {source.path} is named twice; give it once, with the sum of its weights"
+                    )
+                if source.name == other.name:
+                    raise ValueError(
+                        f"mixture: {other.path} and {source.path} are both named {source.name!r}; give them names: "
+                        f"one={other.path}:..., two={source.path}:..."
+                    )
+        found = cls(sources)
+        for token, weights in found.periods():
+            if not sum(weights):
+                raise ValueError(
+                    f"mixture: the weights of {', '.join(found.names)} sum to 0 from token {token:,} on; give one of "
+                    "them a weight above 0"
+                )
+        return found
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.sources))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the sources."""
+        return tuple(source.name for source in self.sources)
+
+    def periods(self) -> list[tuple[int, list[Fraction]]]:
+        """(tokens of the run before it, the weights of all sources) of each period with weights of its own."""
+        begins = sorted({begin for source in self.sources for begin, _ in source.weights})
+        return [(begin, [source.weight_at(begin) for source in self.sources]) for begin in begins]
+
+    def absolute(self) -> Mixture:
+        """The mixture with absolute paths."""
+        return Mixture(tuple(replace(one, path=str(Path(one.path).absolute())) for one in self.sources))
+
+
+def read_source(text: str) -> Source:
+    """The Source of its text; raises ValueError."""
+    path, options = split_options(text)
+    name, equals, rest = path.partition("=")
+    named = bool(equals) and "/" not in name
+    path = rest if named else path
+    name = name if named else Path(path).name
+    if not path or not name:
+        raise ValueError(f"mixture has {text!r} without a path; {FORM}")
+    weights, limits = list[tuple[int, Fraction]](), dict[str, Any]()
+    for option in options:
+        key, equals, value = option.partition("=")
+        if equals:
+            if key in limits:
+                raise ValueError(f"mixture: {path} has {key} twice; give it once")
+            limits[key] = number(value, option, text)
+            if not limits[key] > 0 or (key == "tokens" and limits[key].denominator != 1):
+                kind = "a whole number" if key == "tokens" else "a number"
+                raise ValueError(f"mixture: {path} has {option}; it must be {kind} above 0")
+            continue
+        value, at, token = option.partition("@")
+        begin = number(token, option, text) if at else Fraction(0)
+        weight = number(value, option, text)
+        if not 0 <= weight < 10**12:
+            raise ValueError(f"mixture: the weight of {path} is {value}; it must be at least 0 and below 1e12")
+        if begin.denominator != 1 or begin < 0:
+            raise ValueError(f"mixture: {path} has {option}; a weight begins at a whole number of tokens")
+        if bool(weights) != bool(at) or (weights and int(begin) <= weights[-1][0]):
+            raise ValueError(
+                f"mixture: {path} has {option}; its weight comes first, and others after it with rising tokens, as in "
+                "0.3:0.5@1e9"
+            )
+        weights.append((int(begin), weight))
+    if not weights:
+        raise ValueError(f"mixture has {text!r} without a weight; {FORM}")
+    tokens = limits.get("tokens")
+    return Source(name, path, tuple(weights), limits.get("epochs"), None if tokens is None else int(tokens))
+
+
+def split_options(text: str) -> tuple[str, list[str]]:
+    """(the path of a source, its options): the parts at its end that are no part of a path.
+
+    >>> split_options("s3://bucket/web:0.7:epochs=2")
+    ('s3://bucket/web', ['0.7', 'epochs=2'])
+    """
+    parts = text.strip().split(":")
+    end = len(parts)
+    while end > 1 and is_option(parts[end - 1]):
+        end -= 1
+    return ":".join(parts[:end]), parts[end:]
+
+
+def is_option(text: str) -> bool:
+    """Whether a part of a source's text is a weight or a limit, though perhaps a wrong one."""
+    if text.partition("=")[0] in ("epochs", "tokens"):
+        return True
+    return re.fullmatch(r"[-+.\d][^/]*(/\d+)?", text) is not None
+
+
+def number(text: str, option: str, source: str) -> Fraction:
+    """The number of a text; raises ValueError naming the option and the source it is of."""
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"mixture has {source!r}: {option!r} has no number; {FORM}") from None
+
+
+def written(value: Fraction) -> str:
+    """The text of a number, exactly: decimal if it ends, else a fraction.
+
+    >>> written(Fraction("0.125")), written(Fraction(1, 3))
+    ('0.125', '1/3')
+    """
+    places = next((n for n in range(40) if (value * 10**n).denominator == 1), None)
+    if places is None:
+        return str(value)
+    digits = str(int(value * 10**places)).rjust(places + 1, "0")
+    return f"{digits[:-places]}.{digits[-places:]}" if places else digits
+
+
+def described(mixture: Mixture) -> Iterator[str]:
+    """The lines that say what a mixture is of, for the start of a run."""
+    periods = mixture.periods()
+    for begin, weights in periods:
+        total = sum(weights)
+        shares = ", ".join(f"{name} {float(w / total):.4g}" for name, w in zip(mixture.names, weights))
+        yield f"mixture{f' from token {begin:,} on' if len(periods) > 1 else ''}: {shares}"

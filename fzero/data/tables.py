@@ -1,0 +1,104 @@
+"""Read the texts of a column of .parquet and .arrow files, such as those of a dataset that Hugging Face's `datasets`
+saved. It needs pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fzero.core.foreign import read_json
+
+SUFFIXES = (".parquet", ".arrow")
+ROWS = 256  # read at a time
+END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow
+
+
+def column_of(path: Path, name: str, key: str) -> Iterator[tuple[int, str | None]]:
+    """(the number of a row, from 0 on, and its text at `key` or None) of a file, a few rows in memory at a time.
+
+    name: of the file, for messages. Raises ValueError if pyarrow is not installed, the file is damaged or truncated, or
+    has no column of texts of this name.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(f"{name}: reading it needs pyarrow: pip install fzero[parquet]") from None
+    row = 0
+    try:
+        for batch in (_parquet if path.suffix == ".parquet" else _arrow)(path, name, key):
+            for text in batch.to_pylist():
+                yield row, text
+                row += 1
+    except (OSError, pyarrow.ArrowException) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"{name}: not a sound {path.suffix} file ({said}); replace it or leave it out") from None
+
+
+def _parquet(path: Path, name: str, key: str) -> Iterator[Any]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        expect_texts(file.schema_arrow, name, key)
+        for batch in file.iter_batches(batch_size=ROWS, columns=[key]):
+            yield batch.column(0)
+
+
+def _arrow(path: Path, name: str, key: str) -> Iterator[Any]:
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as file:
+        whole = file.read(6) == b"ARROW1"  # of a file with an index; else a stream
+        file.seek(0)
+        if whole:
+            opened: Any = pyarrow.ipc.open_file(file)
+            batches = map(opened.get_batch, range(opened.num_record_batches))
+        else:
+            # pyarrow takes a stream that was cut off between two parts for a whole one.
+            file.seek(max(0, file.size() - len(END)))
+            if file.read() != END:
+                raise OSError("it does not end with the mark of a stream's end, so that it is truncated")
+            file.seek(0)
+            opened = batches = pyarrow.ipc.open_stream(file)
+        expect_texts(opened.schema, name, key)
+        for batch in batches:
+            for begin in range(0, len(batch), ROWS):
+                yield batch.column(key).slice(begin, ROWS)
+
+
+def expect_texts(schema: Any, name: str, key: str) -> None:
+    """Raise ValueError if a file has no column of texts of this name."""
+    import pyarrow.types as kinds
+
+    if key not in schema.names:
+        raise ValueError(
+            f"{name}: wanted a column {key!r}, found {', '.join(schema.names)}; name the right one with --text-key"
+        )
+    kind = schema.field(key).type
+    if not (kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind)):
+        raise ValueError(f"{name}: the column {key!r} is of {kind}, wanted texts; name another with --text-key")
+
+
+def saved_dataset(folder: Path) -> list[Path] | None:
+    """The files of a folder that `datasets` saved (save_to_disk), in their order; None for another folder.
+
+    Raises ValueError for one of several splits, and where a file is missing.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = read_json(folder / "dataset_dict.json").get("splits", [])
+        raise ValueError(
+            f"{folder}: is a dataset of the splits {', '.join(map(str, splits))}; name one: {folder / str(splits[0])}"
+            if isinstance(splits, list) and splits
+            else f"{folder}: is a dataset of no split; name a folder with rows"
+        )
+    if not ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
+        return None
+    names = read_json(folder / "state.json").get("_data_files")
+    if not isinstance(names, list) or not all(isinstance(one, dict) and "filename" in one for one in names):
+        raise ValueError(f"{folder / 'state.json'}: does not list the files of a dataset (_data_files); save it again")
+    found = [folder / Path(str(one["filename"])).name for one in names]
+    for path in found:
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file, but state.json lists it; put it back, or save the dataset again")
+    return found

@@ -1,0 +1,213 @@
+"""The data of step i is a pure function of (config, i), each row exactly once: by brute force over meshes, kills, a
+batch that grows, weights that change, sources that end, and sequences that become longer."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import ranks
+from launched import rows, torchrun
+
+from fzero import data
+from fzero.data.mixed import SOURCES
+from fzero.run import corpus
+from fzero.run.config_table import from_json, from_table, to_json
+from fzero.run.stages import samples_before, stage_at, stages_of, tokens_before
+from fzero.sharding import fake_mesh
+
+NAMES = ("web", "code", "math", "books", "news")
+# Weights that change twice, one source that ends after 1.5 epochs, and one that ends after so many tokens.
+MIXTURE = "web:0.4:0.1@700,code:0.3:0.5@1500,math:0.1:epochs=1.5,books:0.15:0@1500,news:0.05:0.2@700:tokens=150"
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("law")
+    for name, count in zip(NAMES, (50, 30, 6, 24, 10)):
+        texts = [f"{name} {i}: {i * i} is the square of {i}. " * (1 + i % 3) for i in range(count)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        data.prepare(folder / f"{name}.jsonl", folder / name, val_fraction=0.1)
+    return folder
+
+
+def config_of(home, **train):
+    mixture = ",".join(f"{home}/{part}" for part in MIXTURE.split(","))
+    return from_table(
+        {
+            "preset": "mlp-tiny",
+            "data": {"mixture": mixture, "seq_len": 8},
+            "train": {"steps": STEPS, "batch": 16, "micro_batch": 1, "batch_ramp": "4:4:300", **train},
+        }
+    )
+
+
+def keys_of(batch):
+    """A key for each row: its source and its tokens."""
+    of = batch[SOURCES].int().argmax(1).tolist()
+    return [(NAMES[source], tuple(row)) for source, row in zip(of, batch["tokens"].tolist())]
+
+
+def in_order(parts, micro):
+    """The rows of a batch from those of each data rank: micro-batch m is one of rank m mod R."""
+    pieces = [[part[i : i + micro] for i in range(0, len(part), micro)] for part in parts]
+    return [row for m in range(len(pieces[0])) for piece in pieces for row in piece[m]]
+
+
+def one_process(config, path):
+    """The rows of all steps, read one after the other."""
+    found = []
+    for stage in stages_of(config):
+        stream, before = corpus.open_last(stage.config, path)
+        for step in range(stage.begin, stage.end):
+            found.append(keys_of(stream.samples_at(samples_before(config, step) - before, stage.config.train.batch)))
+    return found
+
+
+def killed_and_resumed(config, path, rng):
+    """The rows of each step, as attempts of a run read them that are killed at any step, go on from the checkpoint
+    before, every third step, on another mesh; each reads what it reads anew."""
+    found, saved = {}, {0: 0}  # saved: the cursor of each checkpoint
+    while len(found) < STEPS:
+        begin = max(saved)
+        size, cursor, opened = rng.choice((1, 2, 4)), saved[begin], {}
+        for step in range(begin, min(STEPS, begin + rng.randint(1, 9))):
+            stage = stage_at(config, step)
+            if stage.begin not in opened:
+                opened[stage.begin] = [
+                    corpus.open_data(stage.config, path, fake_mesh({"dp": size} if size > 1 else {}, rank))[0]
+                    for rank in range(size)
+                ]
+            parts = [keys_of(batch_at(corpus.sample_at(cursor, []))) for batch_at in opened[stage.begin]]
+            got = in_order(parts, stage.config.train.micro_batch)
+            assert found.setdefault(step, got) == got
+            cursor += sum(map(len, parts))
+            if (step + 1) % 3 == 0:
+                saved[step + 1] = cursor
+            assert cursor == samples_before(config, step + 1)
+        if len(found) == STEPS:
+            break
+    return [found[step] for step in range(STEPS)]
+
+
+def expect_weights(config, path, made):
+    """Every source has given what its weights add up to, up to two rows, and each of its rows equally often."""
+    seq_len, own = config.data.seq_len, data.Mixture.parse(config.data.mixture)
+    read = Counter(source for step in made for source, _ in step)
+    stream = corpus.open_last(stages_of(config)[0].config, path)[0]
+    total, ideal, given = sum(map(len, made)), [Fraction(0)] * 5, [0] * 5
+    for row, (source, _) in enumerate(row for step in made for row in step):
+        open_ = [stream.most(i) is None or given[i] < stream.most(i) for i in range(5)]
+        weights = [one.weight_at(row * seq_len) * is_open for one, is_open in zip(own.sources, open_)]
+        ideal = [x + w / sum(weights) for x, w in zip(ideal, weights)]
+        given[NAMES.index(source)] += 1
+        ended = [stream.most(i) == given[i] for i in range(5)]
+        ideal = [Fraction(g) if end else x for x, g, end in zip(ideal, given, ended)]
+        assert max(abs(x - g) for x, g in zip(ideal, given)) < 3, row
+    assert read == dict(zip(NAMES, stream.counts(total)))
+    for i, name in enumerate(NAMES):
+        rows_of_epoch = stream.streams[i].samples_per_epoch
+        mine = Counter(row for step in made for source, row in step if source == name)
+        whole = Counter(map(tuple, stream.streams[i].samples_at(0, rows_of_epoch)["tokens"].tolist()))
+        for row, count in mine.items():
+            times = whole[row]
+            assert read[name] // rows_of_epoch * times <= count <= -(-read[name] // rows_of_epoch) * times
+    assert read["math"] == stream.most(2) and read["news"] == 150 // seq_len, "both have ended in this run"
+
+
+@pytest.fixture
+def mixed(home):
+    config = config_of(home)
+    path = home / "data"
+    if not path.exists():
+        corpus.find_corpus(config, home, print)
+    return config, path
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 25))])
+def test_any_kills_and_meshes_read_what_one_process_reads(mixed, seed):
+    config, path = mixed
+    made = one_process(config, path)
+    assert [len(rows) for rows in made] == [stage_at(config, step).config.train.batch for step in range(STEPS)]
+    assert sorted({len(rows) for rows in made}) == [4, 8, 12, 16] and tokens_before(config, STEPS) > 2000
+    assert killed_and_resumed(config, path, random.Random(seed)) == made
+    if not seed:
+        expect_weights(config, path, made)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+@pytest.mark.parametrize("seed", range(4))
+def test_and_so_with_sequences_that_become_longer(mixed, seed, packing):
+    config, path = mixed
+    longer = replace(
+        config,
+        data=replace(config.data, seq_len=12, packing=packing),
+        stages=("17: data.seq_len=8",),
+    )
+    made = one_process(longer, path)
+    assert [len(rows[0][1]) for rows in made] == [8] * 17 + [12] * 23
+    assert killed_and_resumed(longer, path, random.Random(seed)) == made
+    if packing == "stream":
+        return
+    # Of a source that is read less than once no token comes twice.
+    stream = corpus.open_last(stages_of(longer)[0].config, path)[0]
+    assert stream.counts(sum(len(rows) for rows in made[:17]))[0] < stream.streams[0].samples_per_epoch
+
+
+def rows_on(mesh, text, path, steps):
+    """Of each of these steps the rows of this rank's micro-batches."""
+    config, found = from_json(text), []
+    for step in steps:
+        stage = stage_at(config, step)
+        batch_at = corpus.open_data(stage.config, path, mesh)[0]
+        found.append(keys_of(batch_at(samples_before(config, step))))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_ranks_of_processes_have_the_rows_of_one(mixed, sizes):
+    config, path = mixed
+    made, steps = one_process(config, path), [0, 3, 9, 20, 39]
+    count = 2 if sizes == {"dp": 2} else 4
+    got = ranks.run(count, rows_on, to_json(config), path, steps, mesh=sizes)
+    data_ranks = {"{'dp': 4}": (0, 1, 2, 3), "{'dp': 2, 'tp': 2}": (0, 2)}.get(str(sizes), (0, 1))
+    of_data = [got[i] for i in data_ranks]
+    for i, step in enumerate(steps):
+        assert in_order([rank[i] for rank in of_data], 1) == made[step]
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_moves_to_other_meshes_trains_as_one_process(home, fz, monkeypatch):
+    """Through checkpoints and torchrun, with canonical sums: the bits of the parameters after each step, its loss and
+    the losses and rows of its sources."""
+    monkeypatch.chdir(home)
+    run = [
+        *("--model", "mlp-tiny", "--steps", 14, "--batch", 16, "--batch-ramp", "4:4:150", "--micro-batch", 1),
+        *("--seq-len", 8, "--mixture", MIXTURE, "--reduce", "canonical", "--precision", "fp32", "--peak-tflops", 1),
+        *("--set", "train.compiled=false", "--set", "precision.fp32_matmul=default", "--set", "train.digest_every=1"),
+        *("--set", "train.checkpoint_every=3", "--set", "train.eval_every=7", "--prompt", ""),
+    ]
+    assert fz("pretrain", *run, "--out", "alone")[0] == 0
+    assert fz("pretrain", *run, "--out", "moved", "--stop-at", 4)[0] == 0
+    for count, stop in ((2, 6), (4, 11)):
+        mesh = ("--mesh", f"dp={count}", "--stop-at", stop, "--prompt", "")
+        torchrun(home, count, "--out", "moved", "--resume", *mesh)
+    assert fz("pretrain", "--out", "moved", "--resume", "--mesh", "dp=1", "--prompt", "")[0] == 0
+    names = ("step", "loss", "digest", "loss_by_source", "rows_by_source", "tokens", "lr", "val_loss_by_source")
+    alone, moved = ([{n: row.get(n) for n in names} for row in rows(home / run)] for run in ("alone", "moved"))
+    assert alone == moved and len({row["tokens"] for row in alone}) == 14
+
+
+@pytest.mark.exhaustive
+def test_a_planted_mistake_is_found(mixed, monkeypatch):
+    """A reader that goes on from the step in place of the samples reads other rows."""
+    config, path = mixed
+    made = one_process(config, path)
+    monkeypatch.setattr(corpus, "sample_at", lambda cursor, skips: cursor // 16 * 16)
+    with pytest.raises(AssertionError):
+        assert killed_and_resumed(config, path, random.Random(0)) == made
