@@ -14,6 +14,7 @@ from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.norm import global_norm
+from fzero.optim.onebit import OneBitState, onebit_adam
 from fzero.optim.schedules import (
     constant,
     cosine,
@@ -42,6 +43,7 @@ __all__ = [
     "Lion8State",
     "LionState",
     "MuonState",
+    "OneBitState",
     "Pass",
     "SGDState",
     "Schedule",
@@ -73,6 +75,7 @@ __all__ = [
     "muon",
     "newton_schulz",
     "one_cycle",
+    "onebit_adam",
     "polynomial",
     "scale_by_rules",
     "sgd",

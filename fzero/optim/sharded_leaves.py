@@ -38,6 +38,7 @@ from fzero.optim.norm import (
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.redistribute import gather_layers, gather_parts
+from fzero.sharding.sign_sums import SignSums, sums_tree
 from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -78,6 +79,8 @@ class ShardedLeaves(NamedTuple):
     windows: Callable[[str, tuple[int, ...]], tuple[list[Window], tuple[int, ...]]]
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]  # (name, shape of the shard) -> that of the whole leaf
     square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> its squares, for `norm`
+    # of a plan with codec grads=1bit: the sums that its optimizer makes of this rank's own terms
+    signs: SignSums | None = None
 
 
 WHOLE = ShardedLeaves(
@@ -210,7 +213,15 @@ def _layers_here(
 
 def shards_of(plan: Plan) -> ShardedLeaves:
     """The ShardedLeaves of a plan."""
-    return sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    shards = sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    return shards._replace(signs=SignSums(plan)) if plan.codec is not None and plan.codec.signs else shards
+
+
+def shards_of_sums(plan: Plan) -> ShardedLeaves:
+    """The ShardedLeaves of what a plan's optimizer is given: terms of sums that it makes itself are parts of a leaf."""
+    if plan.codec is None or not plan.codec.signs:
+        return shards_of(plan)
+    return sharded(sums_tree(plan), plan.mesh, like=plan.like)
 
 
 def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:
