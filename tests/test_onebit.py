@@ -3,27 +3,44 @@
 import contextlib
 import dataclasses
 import math
+import tempfile
 from unittest import mock
 
 import pytest
 import ranks
 import torch
+from checkpoint_cases import assert_same_bits
 from close import assert_close
 from law_cases import FP64
+from zero_cases import batch_for, model_of
 
 import fzero
-from fzero import optim
+from fzero import checkpoint, optim
+from fzero.checkpoint.restore_errors import error_lines
+from fzero.checkpoint.restore_state import restore_state
+from fzero.comm.collectives import all_gather, psum
 from fzero.core import pytree
 from fzero.core.precision import LossScale
+from fzero.sharding import sign_sums
+from fzero.sharding.describe import once_in_full
+from fzero.sharding.sign_sums import SignSums
 from fzero.train.batch import local_batch
+from fzero.train.local import Local, init_local
+from fzero.train.state import meta_state, state_specs
 
 exhaustive = pytest.mark.exhaustive
 STEPS, FREEZE, RATE, B1, B2, EPS, DECAY = 20, 6, 0.05, 0.8, 0.9, 1e-6, 0.1
 SHAPES = {"blocks/w": (2, 8, 16), "b": (8,), "u": (8, 32), "v": (8, 32)}  # b travels as it is
 SCALED = dataclasses.replace(FP64, loss_scale=LossScale(init=2.0**10, window=4, hysteresis=1))
 SKIPPED = (3, 9, 13)  # steps whose gradient is not finite on one rank
-BETAS = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": "w|u"}
-MAKE = {"onebit_adam": lambda clip: optim.onebit_adam(RATE, freeze=FREEZE, clip=clip, **BETAS)}
+BETAS = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": "w|u$"}  # of w and u alone
+MAKE = {
+    "onebit_adam": lambda clip=0.0, freeze=FREEZE: optim.onebit_adam(RATE, freeze=freeze, clip=clip, **BETAS),
+    "onebit_lamb": lambda clip=0.0, freeze=FREEZE: optim.onebit_lamb(RATE, freeze=freeze, clip=clip, **BETAS),
+    "zero_one_adam": lambda clip=0.0, freeze=9: optim.zero_one_adam(RATE, kappa=2, freeze=freeze, clip=clip, **BETAS),
+}
+FULL = {"onebit_adam": range(FREEZE), "onebit_lamb": range(FREEZE), "zero_one_adam": (0, 1, 2, 4, 6)}  # after 6: 10
+SCALE = {"onebit_adam": "rms", "onebit_lamb": "rms", "zero_one_adam": "mean"}
 
 
 # ---- by hand: a loss whose gradient is the batch itself --------------------------------------------------------------
@@ -66,17 +83,14 @@ def by_steps(mesh, method, stage, micro_batches, policy, skipped, clip):
     return whole, (state.opt_state.worker, state.opt_state.server, at), momenta
 
 
-def mean_abs(x, mask):
-    """The scale of a block [n]."""
-    return x.abs().sum() / mask.sum()
+def coded(x, on, scale):
+    """What a block [n] of which the elements `on` are not masked is sent as."""
+    size = x[on].abs().mean() if scale == "mean" else x[on].square().mean().sqrt()
+    return size * torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x)) * on
 
 
-def sign(x):
-    return torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x))
-
-
-def sign_sum(n, terms, e, f, mask):
-    """(sum by signs of terms [n, layers, ...], new errors e of their shape, new f [layers, ...]) as the paper has it."""
+def sign_sum(n, terms, e, f, mask, scale):
+    """(sum by signs of terms [n, layers, ...], new errors e like them, new f [layers, ...]) as the paper has it."""
     layers, shape = terms.shape[1], terms.shape[2:]
     x, new = (terms + e).view(n, layers, n, -1), torch.zeros(n, layers, n, terms[0, 0].numel() // n).double()
     served, y = torch.zeros_like(new[0]), f.view(layers, n, -1).clone()
@@ -86,11 +100,10 @@ def sign_sum(n, terms, e, f, mask):
             at = on[layer, part]
             for r in range(n):
                 one = x[r, layer, part]
-                sent = mean_abs(one[at], at) * sign(one) * at
+                sent = coded(one, at, scale)
                 new[r, layer, part] = (one - sent) * at
                 y[layer, part] += sent
-            total = y[layer, part]
-            served[layer, part] = mean_abs(total[at], at) * sign(total) * at
+            served[layer, part] = coded(y[layer, part], at, scale)
     left = (y - served) * on
     return served.view(layers, *shape), new.view(n, layers, *shape), left.view(layers, *shape)
 
@@ -103,19 +116,51 @@ def norm_of(tree):
     return torch.stack([x.square().sum() for x in tree.values()]).sum().sqrt()
 
 
+def norms(x, name):
+    """The norm of a leaf, or of each of its layers, to be multiplied with it."""
+    return torch.linalg.vector_norm(stack(x, name), dim=tuple(range(1, stack(x, name).dim())), keepdim=True)
+
+
+class Lamb:
+    """What 1-bit LAMB does with a direction."""
+
+    def __init__(self):
+        self.fresh, self.average, self.factor = {}, {}, {}
+
+    def scaled(self, k, p, first, r, full, moments):
+        m, before, v, correct2 = moments
+        r_norm, layers = norms(r, k), lambda x: stack(x, k)
+        if full:
+            self.fresh[k] = v
+            ratio = (norms(p, k) / r_norm).clamp(0.01, 10.0)
+            self.average[k] = 0.9 * self.average.get(k, 0.0) + 0.1 * ratio
+            return (ratio * layers(r)).view(p.shape)
+        g = (m - B1 * before) / (1 - B1)
+        self.fresh[k] = B2 * self.fresh[k] + (1 - B2) * g * g
+        quotient = ((v / correct2).sqrt() + EPS) / ((self.fresh[k] / correct2).sqrt() + EPS)
+        factor = torch.stack([x.max() for x in layers(quotient)]).view(r_norm.shape)
+        if k in ("blocks/w", "u"):
+            share = (norms(first, k) / r_norm).clamp(max=1.0)
+            factor = factor * share + 1 - share
+        last = self.factor.get(k, torch.ones_like(factor))
+        self.factor[k] = torch.minimum(torch.maximum(factor.clamp(0.5, 4.0), 0.9 * last), 1.1 * last)
+        return (self.average[k] * self.factor[k] * layers(r)).view(p.shape)
+
+
 def by_hand(n, method, micro_batches, skipped, clip):
-    """The same by the method written out: (parameters, errors, errors of servers, what was owed)."""
+    """The same by the method written out: (parameters, errors, errors of servers)."""
     p = {name: leaf.clone() for name, leaf in pytree.named_leaves(first_params()).items()}
     m, v = ({name: torch.zeros_like(leaf) for name, leaf in p.items()} for _ in range(2))
     e = {name: torch.zeros(n, *stack(p[name], name).shape).double() for name in p if name != "b"}
     f = {name: torch.zeros_like(x[0]) for name, x in e.items()}
-    t = 0
+    t, moved, lamb = 0, 0, Lamb()
     for i in range(STEPS):
         if i in skipped:
             continue
-        batch = data(i, 2 * micro_batches * n, ())
+        batch, before = data(i, 2 * micro_batches * n, ()), dict(m)
         g = {k: x.view(micro_batches, n, 2, *SHAPES[k]).sum((0, 2)) / (2 * micro_batches * n) for k, x in batch.items()}
-        if t < FREEZE:
+        full = t in FULL[method]
+        if full:
             total = {k: x.sum(0) for k, x in g.items()}
             by = min(1.0, clip / norm_of(total)) if clip else 1.0
             for k in p:
@@ -127,14 +172,17 @@ def by_hand(n, method, micro_batches, skipped, clip):
                     m[k] = B1 * m[k] + (1 - B1) * g[k].sum(0)
                     continue
                 terms = torch.stack([stack(B1 * m[k] / n + (1 - B1) * g[k][r], k) for r in range(n)])
-                sent, e[k], f[k] = sign_sum(n, terms, e[k], f[k], stack(m[k] != 0, k))
+                sent, e[k], f[k] = sign_sum(n, terms, e[k], f[k], stack(m[k] != 0, k), SCALE[method])
                 m[k] = sent.view(m[k].shape)
             by = min(1.0, clip / norm_of(m)) if clip else 1.0
             m = {k: by * x for k, x in m.items()}
-        t += 1
+        t, moved = t + 1, moved + full
         for k in p:
-            r = (m[k] / (1 - B1**t)) / ((v[k] / (1 - B2 ** min(t, FREEZE))).sqrt() + EPS)
-            p[k] = p[k] - RATE * (r + DECAY * p[k] * (k in ("blocks/w", "u")))
+            first = (m[k] / (1 - B1**t)) / ((v[k] / (1 - B2**moved)).sqrt() + EPS)
+            r = first + DECAY * p[k] * (k in ("blocks/w", "u"))
+            if method == "onebit_lamb":
+                r = lamb.scaled(k, p[k], first, r, full, (m[k], before[k], v[k], 1 - B2**moved))
+            p[k] = p[k] - RATE * r
     return p, e, f
 
 
@@ -149,15 +197,15 @@ def expect_law(n, method, stage, micro_batches=1, policy=FP64, skipped=(), clip=
         assert_close(server, cut, rtol=1e-11, atol=1e-12)
     assert all(float(x.abs().max()) > 1e-4 for x in [*e.values(), *f.values()])
     if not clip:
-        expect_nothing_lost(n, micro_batches, skipped, results)
+        expect_nothing_lost(n, method, micro_batches, skipped, results)
 
 
-def expect_nothing_lost(n, micro_batches, skipped, results):
+def expect_nothing_lost(n, method, micro_batches, skipped, results):
     """b1 m + (1 - b1) g is owed in a step and the new m is sent: the differences add up to the errors."""
     momenta, made = results[0][2], [i for i in range(STEPS) if i not in skipped]
     for name in momenta[0]:
         owed = torch.zeros(SHAPES[name], dtype=torch.float64)
-        for before, i in zip(made[FREEZE - 1 :], made[FREEZE:]):
+        for before, i in ((made[t - 1], made[t]) for t in range(len(made)) if t not in FULL[method]):
             g = data(i, 2 * micro_batches * n, ())[name].sum(0) / (2 * micro_batches * n)
             owed += B1 * momenta[before][name] + (1 - B1) * g - momenta[i][name]
         left = sum(worker[name][:, 0] for _, (worker, *_), _ in results)
@@ -184,9 +232,248 @@ def test_steps_are_the_method_written_out(method, n, stage, micro_batches, optio
     expect_law(n, method, stage, micro_batches, **options)
 
 
+# ---- planted mistakes ------------------------------------------------------------------------------------------------
+
+SEND, SERVE, ENCODE, SIGNS = SignSums.send, SignSums.serve, sign_sums.encode, SignSums.by_signs
+OTHER = {"u": "v", "v": "u"}
+
+
+def forgets(self, sums, term, worker, server, scale):
+    SIGNS(self, sums, term, {k: x.clone() for k, x in worker.items()}, server, scale)
+
+
+def serves_nothing_later(self, sums, term, worker, server, scale):
+    SIGNS(self, sums, term, worker, {k: torch.zeros_like(x) for k, x in server.items()}, scale)
+
+
+def of_another_leaf(self, sums, term, worker, server, scale):
+    SIGNS(self, sums, term, {k: worker[OTHER.get(k, k)] for k in worker}, server, scale)
+
+
+def with_scale_of_another_block(x, mask, scale):
+    bits, sizes = ENCODE(x, mask, scale)
+    return bits, sizes.roll(1, 0)
+
+
+def unmasked(self, name, last, term, worker, scale):
+    return SEND(self, name, torch.ones_like(last), term, worker, scale)
+
+
+MISTAKES = {
+    "a rank's error forgotten": (SignSums, "by_signs", forgets),
+    "a server's error forgotten": (SignSums, "by_signs", serves_nothing_later),
+    "the error of another leaf": (SignSums, "by_signs", of_another_leaf),
+    "the scale of another block": (sign_sums, "encode", with_scale_of_another_block),
+    "rows without a gradient in the mean": (SignSums, "send", unmasked),
+    "terms that are not shared": (SignSums, "ranks", lambda self, name: 1),
+}
+QUICK = ("a server's error forgotten", "the scale of another block")
+
+
 def with_mistake(mesh, mistake, *case):
     with mock.patch.object(*MISTAKES[mistake]) if mistake else contextlib.nullcontext():
         return by_steps(mesh, *case)
 
 
-MISTAKES = {}
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[exhaustive] * (name not in QUICK)) for name in MISTAKES]
+)  # fmt: skip
+def test_a_mistake_breaks_the_law(mistake):
+    with pytest.raises((AssertionError, RuntimeError)):
+        expect_law(2, "onebit_adam", 1, 2, SCALED, SKIPPED, mistake=mistake)
+
+
+# ---- models on every mesh --------------------------------------------------------------------------------------------
+
+
+def noted(notes):
+    """`SignSums.send` that adds up what a rank owes."""
+
+    def send(self, name, last, term, worker, scale):
+        notes[name] = notes.get(name, 0.0) + term * (last != 0)
+        return SEND(self, name, last, term, worker, scale)
+
+    return send
+
+
+def trained(mesh, method, name, stage, policy, options):
+    """(by leaf the largest difference of what was owed from what was sent and is left; {link: bytes} in the last step
+    of the warm-up and in the last one, by the ledger; by the plan; bytes of signs; layers and elements of their leaves)
+    of this rank."""
+    model, tx, notes, came, sent = model_of(name), MAKE[method](freeze=2), {}, {}, []
+    plan = fzero.zero_plan(stage, model, mesh, policy=policy, codec="grads=1bit", **options)
+    state = fzero.init_state(model, tx, plan, seed=3)
+    step = fzero.make_train_step(model, tx, plan, micro_batches=2)
+    with mock.patch.object(SignSums, "send", noted(notes)):
+        for i in range(5):
+            mesh.ledger.clear()
+            state, metrics = step(state, local_batch(batch_for(i, 4 * mesh.data_size), mesh, 2))
+            assert not bool(metrics.skipped) and math.isfinite(metrics.grad_norm)
+            sent.append([row for row in mesh.ledger.rows() if row.phase not in ("metrics", "check")])
+            for leaf, m in pytree.named_leaves(state.opt_state.m).items() if notes else ():
+                came[leaf] = came.get(leaf, 0.0) + m
+    worst, signs = {}, SignSums(plan)
+    assert set(notes) == plan.coded_grads == set(state.opt_state.worker)
+    for leaf, owed in notes.items():
+        axis, at = signs.axes[leaf], 1 if leaf.startswith("blocks/") else 0
+        all_of_it = psum(owed - state.opt_state.worker[leaf].view(owed.shape), axis)
+        left = all_gather(state.opt_state.server[leaf].contiguous(), axis, at)
+        worst[leaf] = float((all_of_it - came[leaf] - left).abs().max() / all_of_it.abs().max())
+    links = {link: found for link, found in plan.sent_by_link().items() if link != "tp"}
+    said = [{k: once_in_full(plan, k) + 2 * part for k, (part, _) in links.items()}]
+    said.append({k: once + 2 * part for k, (part, once) in links.items()})
+    found = [{k: sum(row.bytes for row in sent[i] if row.axis == k) for k in links} for i in (1, 4)]
+    of_signs = [row for row in sent[4] if row.leaf in plan.coded_grads and row.dtype == "uint8"]
+    by_collective = {
+        kind: sum(r.bytes for r in of_signs if r.collective == kind) for kind in ("all_to_all", "all_gather")
+    }
+    layers = {leaf: owed.shape[0] if leaf.startswith("blocks/") else 1 for leaf, owed in notes.items()}
+    return worst, found, said, by_collective, [(layers[leaf], owed.numel()) for leaf, owed in notes.items()]
+
+
+PRODUCTS = {
+    "dp2": ({"dp": 2}, "llama", 1, FP64, {}),
+    "dp4, tied": ({"dp": 4}, "gpt2", 0, FP64, {}),
+    "dp2 x tp2": ({"dp": 2, "tp": 2}, "llama", 1, FP64, {"sequence": True}),
+    "dp2 x cp2": ({"dp": 2, "cp": 2}, "llama", 1, FP64, {}),
+    "dp2, stage 3": ({"dp": 2}, "llama", 3, FP64, {"reduce": "once"}),
+    "dp2, bf16": ({"dp": 2}, "llama", 1, "bf16", {}),
+    "dp2, fp16": ({"dp": 2}, "llama", 0, "fp16", {}),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[exhaustive] * (name != "dp2 x tp2")) for name in PRODUCTS])
+def test_nothing_is_lost_on_any_mesh(case):
+    sizes, name, stage, policy, options = PRODUCTS[case]
+    n = math.prod(sizes.values())
+    results = ranks.run(n, trained, "onebit_adam", name, stage, policy, options, mesh=sizes, timeout_s=300)
+    data, scale = n // sizes.get("tp", 1), 8 if policy is FP64 else 4
+    for worst, found, said, signs, leaves in results:
+        assert max(worst.values()) < (1e-11 if policy is FP64 else 1e-3)
+        assert found == said  # in the last step of the warm-up, and in the last one
+        each = sum(elements // 8 + layers * data * scale for layers, elements in leaves) * (data - 1) // data
+        assert signs == {"all_to_all": each, "all_gather": each}
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def made_on(mesh, stage):
+    model, tx = model_of("llama"), optim.with_average(optim.onebit_adam(1e-2, freeze=2), 0.9)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, codec="grads=1bit")
+    return model, tx, plan, fzero.make_train_step(model, tx, plan)
+
+
+def go(mesh, step, state, first, last):
+    for i in range(first, last):
+        state, _ = step(state, local_batch(batch_for(i, 8), mesh, 1))
+    return state
+
+
+def owed_of(state):
+    """Copies of (errors of this rank, errors of what it serves, m) of leaves that are sent by signs."""
+    inner = state.opt_state.inner
+    found = [pytree.named_leaves(tree) for tree in (inner.worker, inner.server, inner.m)]
+    return [{k: x.clone() for k, x in leaves.items() if k in inner.worker} for leaves in found]
+
+
+def saved(mesh, folder, stage):
+    """The errors of this rank after 4 steps, saved; and the state of 2 more."""
+    model, tx, plan, step = made_on(mesh, stage)
+    state = go(mesh, step, fzero.init_state(model, tx, plan, seed=3), 0, 4)
+    checkpoint.save(folder, state, step=4, specs=state_specs(plan, tx), mesh=mesh)
+    return owed_of(state), go(mesh, step, state, 4, 6)
+
+
+def resumed(mesh, folder, stage):
+    _, tx, plan, step = made_on(mesh, stage)
+    path, like = checkpoint.latest(folder), meta_state(plan, tx)
+    state = restore_state(path, like, state_specs(plan, tx), plan, None)
+    return owed_of(state), go(mesh, step, state, 4, 6), error_lines(path, plan, pytree.names(like))
+
+
+def all_owed(results, tp=1):
+    """{leaf: what all ranks owe of it}; of a leaf that tp cuts, a list of its parts."""
+    found = {}
+    for name in results[0][0][0]:
+        parts = []
+        for part in range(tp):
+            mine = results[part::tp]
+            worker = sum(owed[0][name][:, 0] for owed, *_ in mine)
+            server = torch.cat([stack(owed[1][name], name) for owed, *_ in mine], 1)
+            parts.append(worker + server)
+        found[name] = parts
+    return found
+
+
+def test_a_resumed_run_goes_on_bit_by_bit_and_loses_nothing_elsewhere():
+    with tempfile.TemporaryDirectory() as folder:
+        before = ranks.run(2, saved, folder, 1)
+        for (_, went_on), (_, state, said) in zip(before, ranks.run(2, resumed, folder, 1)):
+            assert_same_bits(state, went_on)
+            assert said == []
+        after = ranks.run(4, resumed, folder, 0)
+        assert "leaves of errors were other ranks'; each rank begins with its share of their sums" in after[0][2][0]
+        was, now = all_owed(before), all_owed(after)
+        assert was.keys() == now.keys()
+        for name in was:
+            assert_close(now[name][0], was[name][0], rtol=1e-12, atol=1e-14)
+            assert float(now[name][0].abs().max()) > 0
+        assert_close(after[0][0][2], before[0][0][2], rtol=0, atol=0)  # m is whole on every rank
+        alone = ranks.run(1, resumed, folder, 1)[0]
+        assert alone[0][:2] == [{}, {}] and "which are dropped: the run keeps none" in alone[2][0]
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+MATRIX = {"w": torch.zeros(16, 8)}
+
+
+@pytest.mark.parametrize(
+    "sizes, stage, options, words",
+    [
+        ({"dp": 2}, 2, {}, 'stage 2 sums each micro-batch into shards; use reduce="once", or stage 0 or 1'),
+        ({"dp": 2, "rp": 2}, 1, {}, "rp is 2; write these ranks as dp"),
+        ({"dp": 2}, 1, {"offload": "opt=host"}, "w rests in memory 'host', which is updated layer by layer"),
+        ({"dp": 2}, 1, {"offload": "opt=nvme"}, "w rests in memory 'nvme', which is updated layer by layer"),
+        ({"dp": 2}, 1, {"reduce": "canonical"}, 'reduce="canonical" promises the same bits on every mesh'),
+    ],
+)
+def test_plans_without_signs_are_one_line(sizes, stage, options, words):
+    with pytest.raises(ValueError, match=words) as found:
+        fzero.zero_plan(stage, MATRIX, fzero.fake_mesh(sizes), codec="grads=1bit", **options)
+    assert str(found.value).startswith("codec grads=1bit: ") and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("text", ["grads=1bit,loco", "grads=1bit,params=int8", "grads=1bit,hpz", "grads=1bit,block=64"])
+def test_other_codecs_beside_signs_are_one_line(text):
+    with pytest.raises(ValueError, match="codec: grads is 1bit, whose optimizer has errors and scales of its own"):
+        fzero.zero_plan(3, MATRIX, fzero.fake_mesh({"dp": 2}), codec=text, reduce="once")
+    with pytest.raises(ValueError, match="params is '1bit'.*; it must be one of int8, int4, fp8_e4m3"):
+        fzero.zero_plan(3, MATRIX, fzero.fake_mesh({"dp": 2}), codec="params=1bit")
+
+
+def test_experts_over_ep_are_one_line():
+    model = model_of("moe dropless", n_experts=4)
+    with pytest.raises(ValueError, match=r"ep=2 shards the experts .*, whose sums are over fewer ranks"):
+        fzero.zero_plan(1, model, fzero.fake_mesh({"ep": 2}), codec="grads=1bit")
+
+
+def test_plan_and_optimizer_go_together():
+    mesh, tx = fzero.fake_mesh({"dp": 2}), optim.onebit_adam(freeze=3)
+    signs, full = (fzero.zero_plan(1, MATRIX, mesh, codec=codec) for codec in ("grads=1bit", None))
+    for other in (optim.adamw(), optim.chain(optim.clip_by_global_norm(1.0), tx)):
+        with pytest.raises(
+            ValueError, match=r"leaves sums of gradients to the optimizer, and this one makes none; use op"
+        ):
+            fzero.make_train_step(linear, other, signs)
+    with pytest.raises(ValueError, match=r'sends signs .*; write zero_plan\(\.\.\., codec="grads=1bit"\)'):
+        fzero.make_train_step(linear, tx, full)
+    with pytest.raises(
+        ValueError, match="delayed updates: codec grads=1bit keeps the errors of one gradient at a time"
+    ):
+        signs.with_updates(1)
+    with pytest.raises(ValueError, match="local steps: codec grads=1bit keeps errors that are of one member"):
+        init_local(fzero.init_state(MATRIX, tx, signs, seed=0), signs, optim.sgd(1.0), Local())
+    with pytest.raises(ValueError, match="onebit_adam: freeze is 0; it must be a whole number of at least 1"):
+        optim.onebit_adam(freeze=0)

@@ -15,6 +15,7 @@ from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rule
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.norm import global_norm
 from fzero.optim.onebit import OneBitState, onebit_adam
+from fzero.optim.onebit_lamb import onebit_lamb
 from fzero.optim.schedules import (
     constant,
     cosine,
@@ -30,6 +31,7 @@ from fzero.optim.schedules import (
 )
 from fzero.optim.sgd import SGDState, sgd
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, bind, sharded
+from fzero.optim.zero_one_adam import zero_one_adam
 
 __all__ = [
     "WHOLE",
@@ -76,6 +78,7 @@ __all__ = [
     "newton_schulz",
     "one_cycle",
     "onebit_adam",
+    "onebit_lamb",
     "polynomial",
     "scale_by_rules",
     "sgd",
@@ -87,4 +90,5 @@ __all__ = [
     "warmup_lr",
     "with_average",
     "wsd",
+    "zero_one_adam",
 ]

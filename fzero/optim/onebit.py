@@ -12,10 +12,10 @@ from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked, expect_count
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
-from fzero.optim.leafwise import without_partial
+from fzero.optim.leafwise import Slot, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
-from fzero.sharding.sign_sums import SignSums
+from fzero.sharding.sign_sums import SCALES, SignSums
 from fzero.sharding.spec import Spec
 
 
@@ -35,16 +35,20 @@ class OneBitState(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What a method makes an update of: a leaf of which this rank updates a part."""
+    """What a method makes an update of: of a leaf the part that this rank updates."""
 
     name: str
-    m: Tensor  # of the part, in the dtype of the sums
-    before: Tensor  # m before the step
+    m: Tensor
+    before: Tensor | None  # m before the step, for a method with an `extra`
     v: Tensor
-    p: Tensor
+    p: Tensor  # in their dtype
+    decay: float
     correct1: Tensor  # 1 - b1^t
     correct2: Tensor  # 1 - b2^k, where v has moved k times
     full: bool  # whether this step's sum was made in full
+
+
+Direction = Callable[[Moments, dict[str, Any], ShardedLeaves], Tensor]
 
 
 class Method(NamedTuple):
@@ -52,13 +56,14 @@ class Method(NamedTuple):
 
     full: count -> bool 0-dim: whether the sum of gradients of this step is made in full, and v moves.
     moved: count -> how often v has moved, with this step.
-    direction: (Moments, extra, shards) -> the update but for the rate and decay; it may write to its leaf of `extra`.
+    direction: (Moments, `extra` of the state, shards) -> the update but for the rate, and its sign; it may write to its
+    leaf of `extra`. extra: the slots there.
     """
 
     full: Callable[[Tensor], Tensor]
     moved: Callable[[Tensor], Tensor]
-    direction: Callable[[Moments, dict[str, Any], ShardedLeaves], Tensor]
-    extra: Callable[[str, Tensor], dict[str, tuple[Tensor, Spec | None]]] = lambda name, p: {}
+    direction: Direction
+    extra: dict[str, Slot] = {}  # noqa: RUF012
 
 
 class Numbers(NamedTuple):
@@ -67,8 +72,24 @@ class Numbers(NamedTuple):
     lr: float | Tensor | Schedule
     b1: float
     b2: float
+    eps: float
     weight_decay: float
     clip: float
+    scale: str
+
+    def check(self, owner: str) -> Numbers:
+        """The same, if they are in their ranges."""
+        check_number(owner, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
+        check_number(owner, high=1.0, b1=self.b1, b2=self.b2)
+        if self.scale not in SCALES:
+            raise ValueError(f"{owner}: scale is {self.scale!r}; it must be one of {', '.join(SCALES)}")
+        return self
+
+
+def warm_up(owner: str, freeze: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The `full` and `moved` of a Method whose first `freeze` steps are made in full."""
+    expect_count(f"{owner}: freeze", freeze)
+    return lambda count: count < freeze, lambda count: (count + 1).clamp(max=freeze)
 
 
 @checked(**OPTIMIZER)
@@ -82,6 +103,7 @@ def onebit_adam(
     weight_decay: float = 0.01,
     mask: Mask = None,
     clip: float = 0.0,
+    scale: str = "rms",
 ) -> GradientTransformation:
     """Return 1-bit Adam: AdamW for `freeze` steps; then v stays, and ranks exchange the signs of their momentum.
 
@@ -97,6 +119,7 @@ def onebit_adam(
     lr: a number, a 0-dim tensor, or a schedule. freeze: the steps of the warm-up; the paper has 15 to 20% of a run.
     weight_decay: λ. mask: which leaves decay (a regex, a predicate (name, leaf), None for all). clip: the largest norm
     of the gradient in the warm-up, then of the momentum; 0: as it is. In a chain it would be given terms, not sums.
+    scale: of a block of signs: "rms", which keeps its norm, or "mean" of the magnitudes, which loses least.
     Communicates: a psum of gradients in the warm-up; then an all_to_all and an all_gather of bits, and scales.
     Raises ValueError for numbers out of range.
 
@@ -107,30 +130,23 @@ def onebit_adam(
     Ref: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
     arXiv:2102.02888, algorithm 1.
     """
-    numbers = checked_numbers("onebit_adam", Numbers(lr, b1, b2, weight_decay, clip), eps)
-    expect_count("onebit_adam: freeze", freeze)
-    method = Method(lambda count: count < freeze, lambda count: (count + 1).clamp(max=freeze), adam_direction(eps))
-    return one_bit("onebit_adam", numbers, method, mask)
+    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale)
+    return one_bit("onebit_adam", numbers, Method(*warm_up("onebit_adam", freeze), adam_direction(eps)), mask)
 
 
-def checked_numbers(owner: str, numbers: Numbers, eps: float) -> Numbers:
-    """The numbers, if they are in their ranges."""
-    check_number(owner, lr=numbers.lr, eps=eps, weight_decay=numbers.weight_decay, clip=numbers.clip)
-    check_number(owner, high=1.0, b1=numbers.b1, b2=numbers.b2)
-    return numbers
-
-
-def adam_direction(eps: float) -> Callable[[Moments, dict[str, Any], ShardedLeaves], Tensor]:
-    """Adam's: m̂ / (√v̂ + eps), and 0 where v is 0."""
+def adam_direction(eps: float) -> Direction:
+    """Adam's: m̂ / (√v̂ + eps), and 0 where v is 0; and λ p."""
 
     def direction(x: Moments, extra: dict[str, Any], shards: ShardedLeaves) -> Tensor:
-        return torch.where(x.v > 0, (x.m / x.correct1) / ((x.v / x.correct2).sqrt() + eps), 0.0)
+        r = torch.where(x.v > 0, (x.m / x.correct1) / ((x.v / x.correct2).sqrt() + eps), 0.0)
+        return r.add_(x.p, alpha=x.decay)
 
     return direction
 
 
 def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> GradientTransformation:
     """The transformation of a method, see `onebit_adam`."""
+    numbers.check(owner)
     check, decays = check_mask(owner, mask), decay_predicate(mask)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
@@ -147,7 +163,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
                 m[name], worker[name], server[name] = signs.zeros(name, device)
             v = {name: x.clone() for name, x in zeros.items()}
             count = torch.zeros((), dtype=torch.int64, device=device)
-            extra = by_slot({name: method.extra(name, p) for name, p in named.items()}, 0)
+            extra = {key: {name: slot.init(name, zeros[name]) for name in named} for key, slot in method.extra.items()}
             whole = pytree.from_named(m, params), pytree.from_named(v, params)
             return OneBitState(count, *whole, worker, server, extra)
 
@@ -158,13 +174,12 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
                 assert signs is not None
                 at = signs.specs[name]
                 m[name], worker[name], server[name] = at.whole, at.worker.spec, at.served
-            empty = torch.empty(0, device="meta")
             extra = {
-                slot: {name: leaf or named[name] for name, leaf in leaves.items()}
-                for slot, leaves in by_slot({name: method.extra(name, empty) for name in named}, 1).items()
+                key: {name: slot.spec(name, one) for name, one in named.items()} for key, slot in method.extra.items()
             }
             whole = pytree.from_named(m, specs), pytree.from_named(named, specs)
-            return OneBitState(Spec(), *whole, worker, server, extra)
+            count: Any = Spec()  # in a tensor's place
+            return OneBitState(count, *whole, worker, server, extra)
 
         def update(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
             state = pytree.map(lambda x: x.clone(), state)
@@ -190,19 +205,17 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
             own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
             full = bool(method.full(state.count))
-            before = {name: own(name, x).clone() for name, x in m.items()}
+            before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
             move_momentum(shards, numbers, full, g, state, (m, v))
             t = (state.count + 1).to(torch.float64)
             correct = 1 - numbers.b1**t, 1 - numbers.b2 ** method.moved(state.count).to(torch.float64)
             lr = lr_at(numbers.lr, state.count)
             for name, p in named.items():
                 wide_p = p.to(v[name].dtype)
-                found = Moments(
-                    name, own(name, m[name]), before.pop(name), v[name], wide_p, *casts(correct, wide_p), full
-                )
-                r = method.direction(found, state.extra, shards)
                 decay = numbers.weight_decay if decays(name, p) else 0.0
-                yield name, -lr.to(r.dtype) * (r + decay * wide_p if decay else r)
+                parts = own(name, m[name]), before.pop(name, None), v[name], wide_p, decay
+                r = method.direction(Moments(name, *parts, *casts(correct, wide_p), full), state.extra, shards)
+                yield name, r.mul_(-lr.to(r.dtype))
 
         needs = "tree" if shards is WHOLE else "elementwise"
         made = GradientTransformation(init, update, spec, needs, donate, apply, unit="tree", sums=True)
@@ -241,7 +254,7 @@ def move_momentum(
     if signs is not None:
         shares = {name: b1 / signs.ranks(name) for name in sent}
         term = lambda name: (m[name] * shares[name]).add_(g.pop(name).to(m[name].dtype), alpha=1 - b1)  # noqa: E731
-        signs.by_signs({name: m[name] for name in sent}, term, state.worker, state.server)
+        signs.by_signs({name: m[name] for name in sent}, term, state.worker, state.server, numbers.scale)
     by = clip_factor(shards, {name: own(name, x) for name, x in m.items()}, numbers.clip)
     if by is not None:
         for x in m.values():
@@ -270,12 +283,3 @@ def wide(p: Tensor) -> torch.dtype:
 def signed(signs: SignSums | None, named: dict[str, Any]) -> list[str]:
     """The leaves among `named` that are sent by signs."""
     return sorted(signs.names & named.keys()) if signs is not None else []
-
-
-def by_slot(found: dict[str, dict[str, Any]], which: int) -> dict[str, dict[str, Any]]:
-    """{slot: {leaf: tensor or spec}} of {leaf: {slot: (tensor, spec)}}."""
-    out: dict[str, dict[str, Any]] = {}
-    for name, slots in found.items():
-        for slot, pair in slots.items():
-            out.setdefault(slot, {})[name] = pair[which]
-    return out

@@ -71,6 +71,8 @@ class ShardedLeaves(NamedTuple):
     psum: Callable[
         [str, Tensor, Dims], Tensor
     ]  # (name, x of any shape, dims) -> summed over the axes that shard those dims
+    # (name, x of any shape, dims) -> its largest value, element by element, over the axes that shard those dims
+    amax: Callable[[str, Tensor, Dims], Tensor]
     # (name, shard, f) -> the shard of f(x), with whole matrices in the last two dims of x, of some of the layers
     on_matrices: Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
     norm: Callable[[Tree], Tensor]  # tree of shards -> the 2-norm of the whole tree, the same on all ranks
@@ -88,6 +90,7 @@ WHOLE = ShardedLeaves(
     gather=lambda name, x, dims=None: x,
     own=lambda name, x, dims=None: x,
     psum=lambda name, x, dims: x,
+    amax=lambda name, x, dims: x,
     on_matrices=lambda name, x, f: f(x),
     norm=global_norm,
     vary=lambda name, x: x,
@@ -109,7 +112,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
     Communicates: `norm` one psum per axis that shards any leaf, of one number per set of axes, or if ordered of one
     float64 number per row; `on_matrices` an all_to_all per axis there and back if the layers divide by its ranks, else
-    a gather; `gather` and `psum` one collective per axis; the others nothing.
+    a gather; `gather`, `psum` and `amax` one collective per axis; the others nothing.
     Raises ValueError for a leaf without a shape, dims that their axes do not divide, and, if ordered, an axis dp on
     another dim than that of the rows; and in each function for a leaf without a spec.
 
@@ -150,6 +153,11 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
                 x = pvary(psum(x, axis, leaf=name), axis, leaf=name)
         return x
 
+    def amax(name: str, x: Tensor, dims: Dims) -> Tensor:
+        for _, axis in over(name, dims):
+            x = all_gather(x[None], axis, 0, leaf=name).amax(0)
+        return x
+
     def on_matrices(name: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         return _run_whole(name, x, f, over(name, (-2, -1)))
 
@@ -176,7 +184,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
     square = _row_squares if ordered else _piece_square
     return ShardedLeaves(
-        parts, gather, own, total, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
+        parts, gather, own, total, amax, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
     )
 
 

@@ -106,6 +106,11 @@ class Codec:
         """Whether the optimizer makes the sums of gradients by signs."""
         return self.grads == SIGNS
 
+    @property
+    def feedback(self) -> bool:
+        """Whether what is lost on the way is kept, and sent later."""
+        return self.loco is not None or self.signs
+
     @classmethod
     def parse(cls, text: str) -> Codec:
         """The Codec of a text such as "params=int8,grads=int4,hpz,block=64"; raises ValueError for another one."""

@@ -313,10 +313,10 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
         for name in names
     )
     rest = [n for n, leaf in plan.leaves.items() if leaf.trained and n not in names and leaf.dtype.is_floating_point]
-    lines = [
-        f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds {2 * whole * each:,} bytes of"
-        f" their momentum and of its errors, and {own * each:,} of the errors of what it serves"
-    ]
+    held = (
+        f"{2 * whole * each:,} bytes of their momentum and of its errors, and {own * each:,} of the errors of what it"
+    )
+    lines = [f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds {held} serves"]
     lines += [f"  sums that travel as they are: those of {', '.join(rest)}"] if rest else []
     for link, sent in sent_by_link(plan).items():
         full = once_in_full(plan, link)

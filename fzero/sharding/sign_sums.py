@@ -1,7 +1,7 @@
 """Sums over the ranks that have other data, in one bit for each element: what rounding takes is kept and sent later.
 
     x = term + e        of a rank: what it owes, and what it did not send before
-    s, b                the mean of |x| over a block, and the signs of x
+    s, b                the mean of |x| over a block, or its root mean square, and the signs of x
     e' = x - s b        stays with the rank
     y = sum of s b over the ranks + f       on the rank that serves the block
     S, B, f' = y - S B                      the same again: S B is what arrives on all ranks
@@ -11,8 +11,8 @@ layer of a leaf that one rank serves. Elements whose last sum is exactly 0 are m
 mean and owe nothing, as the sign of a zero would be one of noise.
 
 Sources: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
-arXiv:2102.02888, section 4.2 and algorithm 1 (two-sided error feedback); the mean of |x|: Lu et al. 2022, "0/1 Adam",
-arXiv:2202.06009, section 4, where DeepSpeed's takes the root of the mean square.
+arXiv:2102.02888, algorithm 1 (the root mean square, which keeps the magnitude); Lu et al. 2022, "Maximizing
+communication efficiency for large-scale training via 0/1 Adam", arXiv:2202.06009 (the mean of |x|).
 """
 
 from __future__ import annotations
@@ -65,10 +65,15 @@ def _powers(device: torch.device) -> Tensor:
     return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def encode(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(bits [.., n / 8], the mean of |x| over its unmasked elements [..]) of x [.., n], which is 0 where `mask` is
-    False."""
-    return pack_signs(x), x.abs().sum(-1) / mask.sum(-1).clamp_(min=1)
+SCALES = ("mean", "rms")
+
+
+def encode(x: Tensor, mask: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    """(bits [.., n / 8], scales [..]) of x [.., n], which is 0 where `mask` is False: the mean of |x| over the others,
+    or its root mean square ("rms")."""
+    size = torch.linalg.vector_norm(x, 1 if scale == "mean" else 2, -1)
+    number = mask.sum(-1).clamp_(min=1).to(size.dtype)
+    return pack_signs(x), size / (number if scale == "mean" else number.sqrt())
 
 
 def decode(bits: Tensor, scale: Tensor, mask: Tensor) -> Tensor:
@@ -215,24 +220,25 @@ class SignSums:
         term: Callable[[str], Tensor],
         worker: Mapping[str, Tensor],
         server: Mapping[str, Tensor],
+        scale: str,
     ) -> None:
         """Write the sums of `term(name)` over the ranks into `sums`, and the new errors into `worker` and `server`.
 
-        sums: the last ones, exactly 0 where elements are masked. The same on all ranks.
+        sums: the last ones, exactly 0 where elements are masked. The same on all ranks. scale: see `encode`.
         Communicates: for each leaf an all_to_all and an all_gather of signs, with a scale for each block.
         """
-        sent = {name: self.send(name, sums[name], term(name), worker[name]) for name in sums}
-        served = {name: self.serve(name, sums[name], sent.pop(name).wait(), server[name]) for name in sums}
+        sent = {name: self.send(name, sums[name], term(name), worker[name], scale) for name in sums}
+        served = {name: self.serve(name, sums[name], sent.pop(name).wait(), server[name], scale) for name in sums}
         for name, last in sums.items():
             blocks = self.blocks(name, last)
-            bits, scale = from_message(served.pop(name).wait(), blocks.shape[0], self.dtype)
-            blocks.copy_(decode(bits, scale, blocks != 0))
+            coded = from_message(served.pop(name).wait(), blocks.shape[0], self.dtype)
+            blocks.copy_(decode(*coded, blocks != 0))
 
     def blocks(self, name: str, x: Tensor) -> Tensor:
         """A leaf, whole over data ranks, as [layers or 1, ranks, n]: a view."""
         return x.view(x.shape[0] if is_stacked(name) else 1, self.ranks(name), -1)
 
-    def send(self, name: str, last: Tensor, term: Tensor, worker: Tensor) -> Any:
+    def send(self, name: str, last: Tensor, term: Tensor, worker: Tensor, scale: str) -> Any:
         """Start to send a rank's signs; `worker` becomes what they leave out. `term` is overwritten."""
         x, error, mask = (
             self.blocks(name, term),
@@ -240,22 +246,22 @@ class SignSums:
             self.blocks(name, last) != 0,
         )
         x.add_(error).mul_(mask)
-        bits, scale = encode(x, mask)
-        error.copy_(x.sub_(decode(bits, scale, mask)))
-        return start_all_to_all(to_message(bits, scale), self.axes[name], leaf=name)
+        coded = encode(x, mask, scale)
+        error.copy_(x.sub_(decode(*coded, mask)))
+        return start_all_to_all(to_message(*coded), self.axes[name], leaf=name)
 
-    def serve(self, name: str, last: Tensor, message: Tensor, server: Tensor) -> Any:
+    def serve(self, name: str, last: Tensor, message: Tensor, server: Tensor, scale: str) -> Any:
         """Add up what came of the blocks that this rank serves, and start to send the signs of the sums."""
         axis, blocks = self.axes[name], self.blocks(name, last)
         mask = blocks[:, axis.rank] != 0
-        bits, scale = from_message(message, blocks.shape[0], self.dtype)
+        bits, scales = from_message(message, blocks.shape[0], self.dtype)
         error = server.view(mask.shape)
         error.mul_(mask)
         for rank in range(axis.size):
-            error.add_(decode(bits[:, rank], scale[:, rank], mask))
-        bits, scale = encode(error, mask)
-        error.sub_(decode(bits, scale, mask))
-        return start_all_gather(to_message(bits[:, None], scale[:, None]), axis, leaf=name)
+            error.add_(decode(bits[:, rank], scales[:, rank], mask))
+        bits, scales = encode(error, mask, scale)
+        error.sub_(decode(bits, scales, mask))
+        return start_all_gather(to_message(bits[:, None], scales[:, None]), axis, leaf=name)
 
 
 class Worker(NamedTuple):

@@ -126,10 +126,10 @@ def expect_local(plan: Plan, local: Local) -> None:
             f"local steps: the plan sums gradients over rp={plan.sizes['rp']}; make it, its state and its step with "
             "mesh.member(), the mesh of one member"
         )
-    if plan.codec is not None and plan.codec.loco is not None:
+    if plan.codec is not None and plan.codec.feedback:
         raise ValueError(
             f"local steps: codec {plan.codec} keeps errors that are of one member, and members agree on all of a "
-            "state; leave loco out"
+            "state; leave loco or 1bit out"
         )
     if plan.stages is not None and local.fragments > 1:
         raise ValueError(
