@@ -32,6 +32,7 @@ from fzero.optim import GradientTransformation, Schedule, with_average
 from fzero.run import run_folder
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import codec_of
 from fzero.run.config_table import to_table
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
@@ -109,7 +110,7 @@ def build(
         sequence=Context.parse(config.context, over_tp=config.sequence),
         offload=config.offload,
         pipeline=config.pipeline,
-        codec=config.codec or None,
+        codec=codec_of(config) or None,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     plan = plan.with_experts(config.experts)

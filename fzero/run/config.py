@@ -63,6 +63,9 @@ class Optim:
     nesterov: bool = False
     adjust: str = "original"  # how muon scales an update with the matrix's shape
     states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
+    # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps; zero_one_adam: the steps in which v
+    # moves at all, 0: all
+    freeze_steps: int = 0
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
     schedule: Schedule = Schedule()
 
@@ -178,7 +181,9 @@ class RunConfig:
     sequence: bool = False  # sequence parallelism over tp
     context: str = "auto"  # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
     experts: str = "auto"  # how tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]
-    codec: str = ""  # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are
+    # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are, or "grads=1bit"
+    # of an optimizer that sends signs
+    codec: str = ""
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again

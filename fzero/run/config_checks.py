@@ -56,7 +56,10 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
     "adafactor": ("lr", "weight_decay", "decay"),
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
+    **dict.fromkeys(("onebit_adam", "onebit_lamb", "zero_one_adam"), (*ADAM, "freeze_steps")),
 }
+SEND_SIGNS = ("onebit_adam", "onebit_lamb", "zero_one_adam")  # with the codec that leaves them the sums of gradients
+SIGNS = "grads=1bit"
 
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
@@ -64,7 +67,7 @@ BOUNDS: dict[str, Bounds] = {
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
-    **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
+    **{f"optim.{n}": COUNT for n in ("freeze_steps", "schedule.warmup_steps", "schedule.decay_steps")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     "optim.schedule.start": FRACTION,
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
@@ -180,6 +183,7 @@ def validate(config: RunConfig) -> None:
             "params=nvme,opt=nvme"
         )
     validate_delayed(c, offload)
+    validate_signs(c)
     if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
         raise ValueError(
             f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
@@ -274,6 +278,30 @@ def validate_guard(config: RunConfig) -> None:
             f"guard.rollback_steps is {g.rollback_steps} and the last {t.keep_last} checkpoints, {t.checkpoint_every} "
             "steps apart, "
             f"reach back {reach}; {fix}"
+        )
+
+
+def codec_of(config: RunConfig) -> str:
+    """The codec of a run: its own, or that of its optimizer."""
+    return SIGNS if config.optim.name in SEND_SIGNS else config.codec
+
+
+def validate_signs(c: RunConfig) -> None:
+    """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
+    name, signs = c.optim.name, c.optim.name in SEND_SIGNS
+    if signs and c.codec not in ("", SIGNS):
+        raise ValueError(
+            f"optim.name is {name}, which sends signs of its momentum, and codec is {c.codec}; leave --codec out"
+        )
+    if not signs and c.codec and Codec.parse(c.codec).signs:
+        raise ValueError(
+            f"codec is {c.codec} and optim.name is {name}, which makes no sums of gradients; use optim.name="
+            f"{' or '.join(SEND_SIGNS)}"
+        )
+    if signs and c.optim.freeze_steps >= c.train.steps:
+        raise ValueError(
+            f"optim.freeze_steps is {c.optim.freeze_steps} and train.steps {c.train.steps}, so that {name} would never "
+            "send signs; use fewer, or 0 for its own number"
         )
 
 
