@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import OPTIMIZER, checked, expect_count
+from fzero.core.autodiff import transforms
 from fzero.core.pytree import Tree
 from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
 from fzero.optim.leafwise import Slot, without_partial
@@ -201,6 +202,11 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
 
         def steps(grads: Tree, state: OneBitState, params: Tree) -> Iterator[tuple[str, Tensor]]:
             """(leaf, its update), once its part of `state` is overwritten with the new one."""
+            if transforms():
+                raise ValueError(
+                    f"{owner}: the host asks in each step which sums it makes, so that no torch.func transform can see "
+                    "it; call the step outside of one"
+                )
             named, g = pytree.named_leaves(params), pytree.named_leaves(grads)
             m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
             own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
@@ -235,7 +241,7 @@ def move_momentum(
     """Overwrite m, and in a step with a full sum v, or else the errors of `state`; `g` is emptied of leaves that are
     sent."""
     (m, v), signs, b1, b2 = moments, shards.signs, numbers.b1, numbers.b2
-    sent = list(state.worker)
+    sent = [name for name in state.worker if m[name].numel()]  # a stage may have no layer of a stack
     own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
     if full and signs is not None:
         g.update(signs.in_full({name: g.pop(name) for name in sent}))

@@ -25,7 +25,7 @@ from torch import Tensor
 from fzero.core.pytree import nearest
 from fzero.sharding.moves import rounded_once
 from fzero.sharding.sign_sums import served_by_all
-from fzero.sharding.slices import shard_dim
+from fzero.sharding.slices import is_stacked, shard_dim
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 LeafPlan = Any
@@ -166,7 +166,9 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     expect_codec(codec, plan, any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values()))
     if codec.signs:
         signed = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]
-        signed = [name for name in signed if served_by_all(name, plan.leaves[name], plan.sizes)]
+        signed = [n for n in signed if served_by_all(n, plan.leaves[n], plan.sizes)]
+        # What pp shards beside the layers is summed over the stages that use it, behind the sums over data ranks.
+        signed = [name for name in signed if plan.sizes["pp"] == 1 or is_stacked(name)]
         return replace(plan, codec=codec, coded_grads=frozenset(signed))
     leaves = dict(plan.leaves)
     if codec.hpz:
@@ -245,12 +247,11 @@ def expect_signs(codec: Codec, plan: Plan) -> None:
             f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
             'micro-batch into shards; use reduce="once", or stage 0 or 1'
         )
-    for axis, what in (("rp", "write these ranks as dp"), ("pp", "use dp, tp or cp")):
-        if sizes[axis] > 1:
-            raise ValueError(
-                f"codec {codec}: signs are sent over one link of all ranks with other data, and {axis} is "
-                f"{sizes[axis]}; {what}"
-            )
+    if sizes["rp"] > 1:
+        raise ValueError(
+            f"codec {codec}: signs are sent over one link of all ranks with other data, and rp is {sizes['rp']}; write "
+            "these ranks as dp"
+        )
     for name, leaf in plan.leaves.items():
         if "ep" in leaf.compute.axes and sizes["ep"] > 1:
             raise ValueError(

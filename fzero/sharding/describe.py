@@ -319,11 +319,9 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
     lines = [f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds {held} serves"]
     lines += [f"  sums that travel as they are: those of {', '.join(rest)}"] if rest else []
     for link, sent in sent_by_link(plan).items():
-        full = once_in_full(plan, link)
-        lines.append(
-            f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step "
-            f"({before[link][0]:,.0f} and {before[link][1]:,.0f} without signs; {full:,.0f} in a step of a full sum)"
-        )
+        was = f" ({before[link][1]:,.0f} without signs, {once_in_full(plan, link):,.0f} in a step of a full sum)"
+        was = was if sent != before[link] else ""
+        lines.append(f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{was}")
     return lines
 
 

@@ -113,8 +113,12 @@ def served_by_all(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> bool:
     spec = served_spec(name, leaf, sizes)
     if not link_of(leaf, sizes) or "dp" not in spec.axes:
         return False
-    layers = leaf.shape[0] if is_stacked(name) else 1
-    return local_numel(leaf.shape, spec, sizes) // layers % 8 == 0
+    return local_numel(leaf.shape, spec, sizes) // layers_of(name, leaf) % 8 == 0
+
+
+def layers_of(name: str, leaf: LeafPlan) -> int:
+    """The layers of a leaf that a rank has, the most over pp; 1 for one that is not stacked."""
+    return max(map(len, leaf.compute.rows), default=leaf.shape[0]) if is_stacked(name) else 1
 
 
 def sum_dtype(plan: Plan) -> torch.dtype:
@@ -124,10 +128,9 @@ def sum_dtype(plan: Plan) -> torch.dtype:
 
 
 def sign_bytes(plan: Plan, name: str) -> float:
-    """The bytes of a leaf's signs and scales, which a rank sends the other ranks' part of, twice a sum."""
+    """The bytes of a leaf's signs and scales, of which a rank sends what is not its own, twice a sum."""
     leaf, sizes = plan.leaves[name], plan.sizes
-    layers = leaf.shape[0] if is_stacked(name) else 1
-    blocks = layers * ranks_of(link_of(leaf, sizes), sizes)
+    blocks = layers_of(name, leaf) * ranks_of(link_of(leaf, sizes), sizes)
     return local_numel(leaf.shape, leaf.compute, sizes) / 8 + blocks * sum_dtype(plan).itemsize
 
 
@@ -150,7 +153,7 @@ def worker_errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], Any]) -
     for name in sorted(sign_leaves(plan)):
         leaf, dim = plan.leaves[name], shard_dim(name)
         lead, axes = leaf.compute.dims[:dim] or ((),), tuple(link_of(leaf, plan.sizes).split("+"))
-        spec = Spec((*lead, axes, *leaf.compute.dims[dim:]))
+        spec = Spec((*lead, axes, *leaf.compute.dims[dim:]), rows=leaf.compute.rows)
         shape = (leaf.shape[0] if dim else 1, math.prod(plan.sizes[axis] for axis in axes), *leaf.shape[dim:])
         found[name] = make(shape, spec)
     return found
