@@ -12,6 +12,7 @@ import torch
 from checkpoint_cases import assert_same_bits
 from close import assert_close
 from law_cases import FP64
+from plan_cases import made
 from zero_cases import batch_for, model_of
 
 import fzero
@@ -21,8 +22,15 @@ from fzero.checkpoint.restore_state import restore_state
 from fzero.comm.collectives import all_gather, psum
 from fzero.core import pytree
 from fzero.core.precision import LossScale
+from fzero.planner.candidates import Candidate
+from fzero.planner.closed_layer import Basis, takes_codec
+from fzero.planner.devices import device
+from fzero.planner.estimate import estimate_model_states
+from fzero.planner.step_trace import state_bytes, trace_step
+from fzero.run import build
 from fzero.sharding import sign_sums
 from fzero.sharding.describe import once_in_full
+from fzero.sharding.sent import sent_of
 from fzero.sharding.sign_sums import SignSums
 from fzero.train.batch import local_batch
 from fzero.train.local import Local, init_local
@@ -214,21 +222,25 @@ def expect_nothing_lost(n, method, micro_batches, skipped, results):
         assert_close(owed.view(left.shape), left, rtol=1e-11, atol=1e-11)
 
 
+CASES = [
+    (2, 1, 2, {"policy": SCALED, "skipped": SKIPPED}),
+    (4, 0, 1, {"clip": 0.25}),
+    (2, 0, 1, {}),
+    (4, 1, 1, {}),
+    (2, 2, 2, {"clip": 0.25}),
+    (4, 3, 2, {"policy": SCALED, "skipped": SKIPPED}),
+    (2, 3, 1, {}),
+    (4, 2, 1, {}),
+]
+FIRST = {("onebit_adam", 0), ("zero_one_adam", 1), ("onebit_lamb", 0)}
+
+
 @pytest.mark.parametrize(
-    "n, stage, micro_batches, options",
-    [
-        (2, 1, 2, {"policy": SCALED, "skipped": SKIPPED}),
-        (4, 0, 1, {"clip": 0.25}),
-        pytest.param(2, 0, 1, {}, marks=exhaustive),
-        pytest.param(4, 1, 1, {}, marks=exhaustive),
-        pytest.param(2, 2, 2, {"clip": 0.25}, marks=exhaustive),
-        pytest.param(4, 3, 2, {"policy": SCALED, "skipped": SKIPPED}, marks=exhaustive),
-        pytest.param(2, 3, 1, {}, marks=exhaustive),
-        pytest.param(4, 2, 1, {}, marks=exhaustive),
-    ],
-)
-@pytest.mark.parametrize("method", MAKE)
-def test_steps_are_the_method_written_out(method, n, stage, micro_batches, options):
+    "method, case",
+    [pytest.param(m, i, marks=[exhaustive] * ((m, i) not in FIRST)) for m in MAKE for i in range(len(CASES))],
+)  # fmt: skip
+def test_steps_are_the_method_written_out(method, case):
+    n, stage, micro_batches, options = CASES[case]
     expect_law(n, method, stage, micro_batches, **options)
 
 
@@ -286,6 +298,9 @@ def test_a_mistake_breaks_the_law(mistake):
 # ---- models on every mesh --------------------------------------------------------------------------------------------
 
 
+KINDS = ("all_to_all", "all_gather")
+
+
 def noted(notes):
     """`SignSums.send` that adds up what a rank owes."""
 
@@ -322,11 +337,12 @@ def trained(mesh, method, name, stage, policy, options):
     links = {link: found for link, found in plan.sent_by_link().items() if link != "tp"}
     said = [{k: once_in_full(plan, k) + 2 * part for k, (part, _) in links.items()}]
     said.append({k: once + 2 * part for k, (part, once) in links.items()})
+    mine = sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
+    by_table = {kind: sum(one.once for one in mine if (one.collective, one.itemsize) == (kind, 1)) for kind in KINDS}
     found = [{k: sum(row.bytes for row in sent[i] if row.axis == k) for k in links} for i in (1, 4)]
     of_signs = [row for row in sent[4] if row.leaf in plan.coded_grads and row.dtype == "uint8"]
-    by_collective = {
-        kind: sum(r.bytes for r in of_signs if r.collective == kind) for kind in ("all_to_all", "all_gather")
-    }
+    by_collective = {kind: sum(row.bytes for row in of_signs if row.collective == kind) for kind in KINDS}
+    assert by_table == (by_collective if mine else dict.fromkeys(KINDS, 0))
     layers = {leaf: owed.shape[0] if leaf.startswith("blocks/") else 1 for leaf, owed in notes.items()}
     return worst, found, said, by_collective, [(layers[leaf], owed.numel()) for leaf, owed in notes.items()]
 
@@ -343,7 +359,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[exhaustive] * (name != "dp2 x tp2")) for name in PRODUCTS])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[exhaustive] * (name != "dp2, bf16")) for name in PRODUCTS])
 def test_nothing_is_lost_on_any_mesh(case):
     sizes, name, stage, policy, options = PRODUCTS[case]
     n = math.prod(sizes.values())
@@ -351,7 +367,7 @@ def test_nothing_is_lost_on_any_mesh(case):
     data, scale = n // sizes.get("tp", 1) // sizes.get("pp", 1), 8 if policy is FP64 else 4
     for worst, found, said, signs, leaves in results:
         assert max(worst.values()) < (1e-11 if policy is FP64 else 1e-3)
-        if "pp" not in sizes:  # whose plan says what each rank sends, see below
+        if "pp" not in sizes:  # where the plan's table says what each rank sends
             assert found == said  # in the last step of the warm-up, and in the last one
         each = sum(elements // 8 + layers * data * scale for layers, elements in leaves) * (data - 1) // data
         assert signs == {"all_to_all": each, "all_gather": each}
@@ -424,6 +440,65 @@ def test_a_resumed_run_goes_on_bit_by_bit_and_loses_nothing_elsewhere():
         assert_close(after[0][0][2], before[0][0][2], rtol=0, atol=0)  # m is whole on every rank
         alone = ranks.run(1, resumed, folder, 1)[0]
         assert alone[0][:2] == [{}, {}] and "which are dropped: the run keeps none" in alone[2][0]
+
+
+def not_donated(mesh):
+    """The states of steps that keep their input, and that do not."""
+    out = []
+    for donate in (True, False):
+        model, tx, plan, _ = made_on(mesh, 1)
+        step = fzero.make_train_step(model, tx, plan, donate=donate)
+        state = go(mesh, step, fzero.init_state(model, tx, plan, seed=3), 0, 3)
+        before = pytree.map(torch.clone, state.opt_state)
+        after = go(mesh, step, state, 3, 4)
+        if not donate:
+            assert_same_bits(state.opt_state, before)
+        out.append(after)
+    return out
+
+
+@exhaustive
+def test_a_step_that_keeps_its_input_gives_the_same():
+    for donated, kept in ranks.run(2, not_donated):
+        assert_close(kept.params, donated.params, rtol=1e-9, atol=1e-11)
+        assert_close(kept.opt_state, donated.opt_state, rtol=1e-8, atol=1e-10)
+
+
+# ---- configs and plans of runs ---------------------------------------------------------------------------------------
+
+
+def test_a_config_has_the_codec_of_its_optimizer():
+    config = made(optimizer="onebit_adam", mesh={"dp": 2}, zero=1)
+    job = build.build(config, fzero.fake_mesh(config.mesh))
+    assert job.plan.codec.signs and job.tx.sums and config.codec == ""
+    held = state_bytes(job, build.like_of(job))[0]["opt"]
+    said = estimate_model_states(config.model, config.mesh, zero=1, precision="fp32", optimizer="onebit_adam").optimizer
+    assert 0 <= said / held - 1 < 0.02  # the estimate takes norms for leaves that are sent by signs
+    for options, words in (
+        ({"codec": "grads=int4"}, "sends signs of its momentum, and codec is grads=int4; leave --codec out"),
+        (
+            {"optim_freeze_steps": 10},
+            "optim.freeze_steps is 10 and train.steps 10, so that onebit_lamb would never send",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            made(optimizer="onebit_lamb", mesh={"dp": 2}, **options)
+    with pytest.raises(ValueError, match=r"codec is grads=1bit and optim.name is adamw, which makes no sums"):
+        made(codec="grads=1bit", mesh={"dp": 2})
+
+
+def test_a_search_tries_the_stages_and_meshes_that_signs_have():
+    basis = Basis(made(optimizer="zero_one_adam", ranks=2), device("h100"), 2, {})
+    taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "acts=host")
+             if takes_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
+    assert taken == [(zero, 1, off) for zero in (0, 1) for off in ("", "acts=host")]
+
+
+def test_a_plan_counts_what_a_step_sends():
+    config = made(optimizer="onebit_adam", mesh={"dp": 2}, zero=0)
+    trace, plan = trace_step(config, config.mesh), build.build(config, fzero.fake_mesh(config.mesh)).plan
+    sent = sum(row.bytes for row in trace.ledger if row.axis == "dp" and row.phase in ("reduce", "update"))
+    assert sent == plan.sent_by_link()["dp"][1]
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
