@@ -202,15 +202,10 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
 
         def steps(grads: Tree, state: OneBitState, params: Tree) -> Iterator[tuple[str, Tensor]]:
             """(leaf, its update), once its part of `state` is overwritten with the new one."""
-            if transforms():
-                raise ValueError(
-                    f"{owner}: the host asks in each step which sums it makes, so that no torch.func transform can see "
-                    "it; call the step outside of one"
-                )
             named, g = pytree.named_leaves(params), pytree.named_leaves(grads)
             m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
             own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
-            full = bool(method.full(state.count))
+            full = is_full(owner, method, state.count)
             before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
             move_momentum(shards, numbers, full, g, state, (m, v))
             t = (state.count + 1).to(torch.float64)
@@ -228,6 +223,16 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
         return made._replace(on=on)
 
     return on(WHOLE)
+
+
+def is_full(owner: str, method: Method, count: Tensor) -> bool:
+    """Whether the sums of this step are made in full: the host waits for the answer."""
+    if transforms():
+        raise ValueError(
+            f"{owner}: the host asks in each step which sums it makes, so that no torch.func transform can see it; "
+            "call the step outside of one"
+        )
+    return bool(method.full(count))
 
 
 def move_momentum(

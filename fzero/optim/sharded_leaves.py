@@ -146,17 +146,10 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return _own(x, over(name, dims), named_specs[name])
 
     def total(name: str, x: Tensor, dims: Dims) -> Tensor:
-        for _, axis in over(name, dims):
-            if x.numel() <= _SMALL:
-                x = functools.reduce(torch.add, all_gather(x[None], axis, 0, leaf=name).unbind(0))
-            else:
-                x = pvary(psum(x, axis, leaf=name), axis, leaf=name)
-        return x
+        return _total(name, x, over(name, dims))
 
     def amax(name: str, x: Tensor, dims: Dims) -> Tensor:
-        for _, axis in over(name, dims):
-            x = all_gather(x[None], axis, 0, leaf=name).amax(0)
-        return x
+        return _amax(name, x, over(name, dims))
 
     def on_matrices(name: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         return _run_whole(name, x, f, over(name, (-2, -1)))
@@ -196,6 +189,21 @@ def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh
             x = gather_parts(x, spec, mesh, leaf=name)
         else:
             x = all_gather(x, axis, dim, leaf=name)
+    return x
+
+
+def _total(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
+    for _, axis in over:
+        if x.numel() <= _SMALL:
+            x = functools.reduce(torch.add, all_gather(x[None], axis, 0, leaf=name).unbind(0))
+        else:
+            x = pvary(psum(x, axis, leaf=name), axis, leaf=name)
+    return x
+
+
+def _amax(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
+    for _, axis in over:
+        x = all_gather(x[None], axis, 0, leaf=name).amax(0)
     return x
 
 
