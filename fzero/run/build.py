@@ -34,6 +34,7 @@ from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
 from fzero.run.config_checks import codec_of
 from fzero.run.config_table import to_table
+from fzero.run.members import Members, members_of
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.memory import Offload
@@ -61,11 +62,12 @@ class Job(NamedTuple):
     eval_step: Callable[[Tree, Any], Any]
     check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see make_check
     device: torch.device = HOST  # of this process: where the state is that does not rest elsewhere
+    members: Members | None = None  # that train apart, each by the plan
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the plan."""
-        return self.plan.mesh
+        """The mesh of the run: that of the plan, or of all members."""
+        return self.plan.mesh if self.members is None else self.members.mesh
 
     @property
     def policy(self) -> Policy:
@@ -101,10 +103,11 @@ def build(
             "does not divide"
         )
     model = with_objective(config, models.build(config.model) if model is None else model)
+    members = members_of(config.local, mesh)
     plan = zero_plan(
         config.zero,
         model,
-        mesh,
+        mesh if members is None else mesh.member(),
         policy=make_policy(config),
         reduce=config.reduce,
         sequence=Context.parse(config.context, over_tp=config.sequence),
@@ -148,11 +151,12 @@ def build(
         update=t.update,
         nvme=nvme,
     )
+    train_step = train_step if members is None else members.step(train_step, plan)
     evaluated = models.by_position(model) if t.loss_by_position else model
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
-    return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
+    return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:
@@ -219,7 +223,8 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
 
 def specs_of(job: Job) -> TrainState:
     """The Spec of every leaf of the state."""
-    return state_specs(job.plan, job.tx)
+    specs = state_specs(job.plan, job.tx)
+    return specs if job.members is None else job.members.specs(specs, job.plan)
 
 
 def first_state(job: Job, params: Tree | None = None) -> TrainState:
@@ -243,7 +248,8 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
-    return init_state(start, job.tx, job.plan, **options)
+    state = init_state(start, job.tx, job.plan, **options)
+    return state if job.members is None else job.members.first_state(state, job.plan)
 
 
 def has_factors(params: Tree) -> bool:
@@ -272,7 +278,8 @@ def restore(job: Job, path: checkpoint.Folder) -> TrainState:
 
 def like_of(job: Job) -> TrainState:
     """This rank's state with its leaves on the meta device."""
-    return meta_state(job.plan, job.tx)
+    state = meta_state(job.plan, job.tx)
+    return state if job.members is None else job.members.first_state(state, job.plan)
 
 
 def save_store(

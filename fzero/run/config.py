@@ -161,6 +161,20 @@ class DPO:
 
 
 @dataclass(frozen=True)
+class LocalSteps:
+    """Members, the replicas over rp, that train apart and agree once in `every` steps: see docs/codec.md."""
+
+    method: str = ""  # localsgd, slowmo or diloco; "": the replicas sum their gradients in each step
+    every: int = 20  # steps
+    lr: float = 0.0  # of the outer optimizer; 0: the method's own
+    momentum: float = 0.0  # of the outer optimizer; 0: the method's own
+    codec: str = ""  # in which differences travel: int8, int4 or fp8_e4m3; "": as they are
+    fragments: int = 1  # parts of the layers, which agree one after the other
+    overlap: int = 0  # steps that what is sent has to arrive
+    mix: float = 0.0  # the weight of what a member has itself when it begins again
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
@@ -184,6 +198,7 @@ class RunConfig:
     # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are, or "grads=1bit"
     # of an optimizer that sends signs
     codec: str = ""
+    local: LocalSteps = LocalSteps()
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again

@@ -30,6 +30,7 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
 from fzero.train.execution import CAPTURE
+from fzero.train.local import Local
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -58,6 +59,8 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
     **dict.fromkeys(("onebit_adam", "onebit_lamb", "zero_one_adam"), (*ADAM, "freeze_steps")),
 }
+# By method of local steps the rate and the momentum of its outer optimizer.
+OUTER = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.6), "diloco": (0.7, 0.9)}
 SEND_SIGNS = ("onebit_adam", "onebit_lamb", "zero_one_adam")  # with the codec that leaves them the sums of gradients
 SIGNS = "grads=1bit"
 
@@ -88,6 +91,8 @@ BOUNDS: dict[str, Bounds] = {
         "guard.rollback_steps": COUNT,
         "guard.check_every": COUNT,
     },
+    **{"local.every": SIZE, "local.fragments": SIZE, "local.overlap": COUNT, "local.lr": RATE},
+    **{"local.momentum": FRACTION, "local.mix": FRACTION},
     "dpo.beta": POSITIVE,
     "dpo.smoothing": (0.0, True, 0.5),
     **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},
@@ -111,6 +116,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.compress": ("none", "zstd"),
     "train.on_save_error": ("continue", "stop"),
     "train.update": UPDATES,
+    "local.method": ("", *OUTER),
     "device": gpu.KINDS,
     "reduce": REDUCE,
     "guard.nonfinite": ("skip", "rollback", "stop"),
@@ -184,6 +190,7 @@ def validate(config: RunConfig) -> None:
         )
     validate_delayed(c, offload)
     validate_signs(c)
+    validate_local(c)
     if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
         raise ValueError(
             f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
@@ -303,6 +310,33 @@ def validate_signs(c: RunConfig) -> None:
             f"optim.freeze_steps is {c.optim.freeze_steps} and train.steps {c.train.steps}, so that {name} would never "
             "send signs; use fewer, or 0 for its own number"
         )
+
+
+def validate_local(c: RunConfig) -> None:
+    """Raise ValueError for local steps that do not go with the mesh, the checkpoints or the rest of a config."""
+    local, t = c.local, c.train
+    if not local.method:
+        if local != type(local)():
+            raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
+        return
+    Local(local.every, local.codec, local.fragments, local.overlap, local.mix)
+    said = f"local.method is {local.method}"
+    if c.mesh.get("rp", 1) < 2:
+        raise ValueError(f"{said}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2")
+    if t.checkpoint_every % local.every:
+        raise ValueError(
+            f"{said}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
+            "steps after which members agree; make it a multiple"
+        )
+    if local.method == "localsgd" and (local.lr or local.momentum):
+        raise ValueError(f"{said}, which takes the mean of the members; leave local.lr and local.momentum out")
+    for wrong, what in (
+        (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),
+        (t.update == "delayed", "train.update is delayed, and members agree on one version of the parameters; use end"),
+        (c.optim.name in SEND_SIGNS, f"optim.name is {c.optim.name}, whose errors are of one member; use adamw"),
+    ):
+        if wrong:
+            raise ValueError(f"{said} and {what}")
 
 
 def refuse_unused(config: RunConfig, table: Table) -> None:
