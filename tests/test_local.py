@@ -366,6 +366,7 @@ def test_a_command_with_plain_members_is_the_command_without(tmp_path):
         ({"local": {"method": "diloko"}}, "local.method is 'diloko' .did you mean diloco"),
         ({"local": {"method": "diloco", "fragments": 21}}, "local: fragments is 21; it must be in .1, every = 20"),
         ({"train_capture": "auto"}, "train.capture is auto: a recorded step has no agreement in it"),
+        ({"guard": {"check_every": 40}}, "guard.check_every is 40: ranks compute each other's micro-batches"),
         ({"optimizer": "onebit_adam"}, "optim.name is onebit_adam, whose errors are of one member"),
     ],
 )

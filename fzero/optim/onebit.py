@@ -157,7 +157,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             check(params)
             named = pytree.named_leaves(params)
             device = next((p.device for p in named.values()), torch.device("cpu"))
-            zeros = {name: torch.zeros_like(p, dtype=wide(p)) for name, p in named.items()}
+            zeros = {name: p.new_zeros(p.shape, dtype=wide(p)) for name, p in named.items()}
             m, worker, server = dict(zeros), {}, {}
             for name in signed(signs, named):
                 assert signs is not None

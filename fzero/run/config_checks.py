@@ -333,6 +333,11 @@ def validate_local(c: RunConfig) -> None:
     for wrong, what in (
         (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),
         (t.update == "delayed", "train.update is delayed, and members agree on one version of the parameters; use end"),
+        (
+            c.guard.check_every > 0,
+            f"guard.check_every is {c.guard.check_every}: ranks compute each other's micro-batches, and members have "
+            "other parameters; use 0",
+        ),
         (c.optim.name in SEND_SIGNS, f"optim.name is {c.optim.name}, whose errors are of one member; use adamw"),
     ):
         if wrong:
