@@ -6,6 +6,7 @@ import math
 import tempfile
 from unittest import mock
 
+import launched
 import pytest
 import ranks
 import torch
@@ -17,6 +18,7 @@ from zero_cases import batch_for, model_of
 
 import fzero
 from fzero import checkpoint, optim
+from fzero.checkpoint import restore_errors
 from fzero.checkpoint.restore_errors import error_lines
 from fzero.checkpoint.restore_state import restore_state
 from fzero.comm.collectives import all_gather, psum
@@ -402,24 +404,30 @@ def saved(mesh, folder, stage):
     return owed_of(state), go(mesh, step, state, 4, 6)
 
 
-def resumed(mesh, folder, stage):
+def resumed(mesh, folder, stage, mistake=None):
     _, tx, plan, step = made_on(mesh, stage)
     path, like = checkpoint.latest(folder), meta_state(plan, tx)
-    state = restore_state(path, like, state_specs(plan, tx), plan, None)
+    with mock.patch.object(restore_errors, "read_share", SHARES[mistake]) if mistake else contextlib.nullcontext():
+        state = restore_state(path, like, state_specs(plan, tx), plan, None)
     return owed_of(state), go(mesh, step, state, 4, 6), error_lines(path, plan, pytree.names(like))
 
 
-def all_owed(results, tp=1):
-    """{leaf: what all ranks owe of it}; of a leaf that tp cuts, a list of its parts."""
+READ = restore_errors.read_share
+SHARES = {
+    "each rank has all of it": lambda held, sources, whole, *rest: READ(held, sources, whole, *rest) * whole[1],
+    "that of one rank": lambda held, sources, *rest: torch.zeros_like(READ(held, sources, *rest)),
+    "that of another leaf": lambda held, sources, *rest: READ(
+        held, [source.replace("mlp/w_up", "mlp/w_gate") for source in sources], *rest
+    ),
+}
+
+
+def all_owed(results):
+    """{leaf: what all ranks owe of it}."""
     found = {}
     for name in results[0][0][0]:
-        parts = []
-        for part in range(tp):
-            mine = results[part::tp]
-            worker = sum(owed[0][name][:, 0] for owed, *_ in mine)
-            server = torch.cat([stack(owed[1][name], name) for owed, *_ in mine], 1)
-            parts.append(worker + server)
-        found[name] = parts
+        worker = sum(owed[0][name][:, 0] for owed, *_ in results)
+        found[name] = worker + torch.cat([stack(owed[1][name], name) for owed, *_ in results], 1)
     return found
 
 
@@ -432,14 +440,39 @@ def test_a_resumed_run_goes_on_bit_by_bit_and_loses_nothing_elsewhere():
             assert said == []
         after = ranks.run(4, resumed, folder, 0)
         assert "leaves of errors were other ranks'; each rank begins with its share of their sums" in after[0][2][0]
-        was, now = all_owed(before), all_owed(after)
-        assert was.keys() == now.keys()
-        for name in was:
-            assert_close(now[name][0], was[name][0], rtol=1e-12, atol=1e-14)
-            assert float(now[name][0].abs().max()) > 0
+        expect_kept(before, after)
+        for mistake in SHARES:
+            with pytest.raises(AssertionError):
+                expect_kept(before, ranks.run(4, resumed, folder, 0, mistake))
         assert_close(after[0][0][2], before[0][0][2], rtol=0, atol=0)  # m is whole on every rank
         alone = ranks.run(1, resumed, folder, 1)[0]
         assert alone[0][:2] == [{}, {}] and "which are dropped: the run keeps none" in alone[2][0]
+
+
+def expect_kept(before, after):
+    """What all ranks owe together is what those before them did."""
+    was, now = all_owed(before), all_owed(after)
+    assert was.keys() == now.keys()
+    for name in was:
+        assert_close(now[name], was[name], rtol=1e-12, atol=1e-14)
+        assert float(now[name].abs().max()) > 0
+
+
+@exhaustive
+@pytest.mark.parametrize("method", MAKE)
+def test_a_command_resumes_bit_by_bit(tmp_path, method):
+    args = [*launched.TINY, "--steps", 8, "--mesh", "dp=2", "--zero", 1]
+    for value in (f"optim.name={method}", "optim.freeze_steps=3", "train.checkpoint_every=4", "guard.check_every=4"):
+        args += ["--set", value]
+    launched.write_text(tmp_path)
+    said = launched.torchrun(tmp_path, 2, *args, "--out", "whole", "--prompt", "")
+    assert "codec grads=1bit: the optimizer sends signs of " in said
+    launched.torchrun(tmp_path, 2, *args, "--out", "parts", "--prompt", "", "--stop-at", 5)
+    launched.torchrun(tmp_path, 2, "--out", "parts", "--resume", "--prompt", "")
+    assert launched.rows(tmp_path / "whole") == launched.rows(tmp_path / "parts")
+    assert launched.hashes(tmp_path / "whole") == launched.hashes(tmp_path / "parts")
+    losses = [row["loss"] for row in launched.rows(tmp_path / "whole")]
+    assert losses[-1] < losses[0]
 
 
 def not_donated(mesh):
