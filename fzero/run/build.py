@@ -127,8 +127,6 @@ def build(
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
         nvme.need(buffer_bytes(plan, config))
-    g = config.guard
-    spike = Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
     execution = Execution(
         t.remat,
         bool(t.compiled),
@@ -147,16 +145,22 @@ def build(
         plan,
         micro_batches=micro_batches,
         execution=execution,
-        skip=Skip(spike=spike),
+        skip=skip_of(config),
         update=t.update,
         nvme=nvme,
     )
-    train_step = train_step if members is None else members.step(train_step, plan)
     evaluated = models.by_position(model) if t.loss_by_position else model
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
-    check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps)
+    check = make_check(model, tx, plan, execution=execution, nvme=nvme)
+    train_step = train_step if members is None else members.step(train_step, plan)
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
+
+
+def skip_of(config: RunConfig) -> Skip:
+    """Which steps make no update."""
+    g = config.guard
+    return Skip(spike=Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None)
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:
