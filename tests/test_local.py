@@ -3,17 +3,20 @@
 import functools
 import math
 
+import launched
 import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
 from law_cases import FP64
+from plan_cases import made
 from zero_cases import SIZES, model_of, whole
 
 import fzero
 from fzero import optim
 from fzero.checkpoint import restore, save, step_folder
 from fzero.core import pytree
+from fzero.run import build
 from fzero.train.batch import local_batch
 from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
 from fzero.train.state import state_specs
@@ -300,3 +303,86 @@ def test_a_plan_that_sums_over_members_is_refused():
     plan = fzero.zero_plan(0, model_of("llama"), mesh)
     with pytest.raises(ValueError, match=r"the plan sums gradients over rp=2; make it, .* with mesh.member\(\)"):
         make_local_step(lambda state, batch: (state, None), plan, OUTER["DiLoCo"], mesh["rp"])
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+STREAMING = ("local.fragments=2", "local.overlap=1", "local.mix=0.5", "local.codec=int4")
+
+
+def set_all(*values):
+    return [part for value in values for part in ("--set", value)]
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    "mesh, values",
+    [
+        ("dp=1,rp=2", ["local.method=diloco"]),
+        ("dp=1,rp=2", ["local.method=slowmo", *STREAMING]),
+        ("dp=2,rp=2", ["local.method=diloco", "zero=3"]),
+    ],
+)
+def test_a_command_with_members_resumes_bit_by_bit(tmp_path, mesh, values):
+    n, common = math.prod(int(size[-1]) for size in mesh.split(",")), set_all("local.every=2", *values)
+    args = [
+        *launched.TINY,
+        "--steps",
+        8,
+        "--mesh",
+        mesh,
+        *common,
+        *set_all("train.checkpoint_every=4", "optim.name=adamw"),
+    ]
+    launched.write_text(tmp_path)
+    said = launched.torchrun(tmp_path, n, *args, "--out", "whole", "--prompt", "")
+    assert "local steps: 2 members over rp agree once in 2 steps; a rank sends" in said
+    launched.torchrun(tmp_path, n, *args, "--out", "parts", "--prompt", "", "--stop-at", 4)
+    launched.torchrun(tmp_path, n, "--out", "parts", "--resume", "--prompt", "")
+    assert launched.rows(tmp_path / "whole") == launched.rows(tmp_path / "parts")
+    assert launched.hashes(tmp_path / "whole") == launched.hashes(tmp_path / "parts")
+    losses = [row["loss"] for row in launched.rows(tmp_path / "whole")]
+    assert losses[-1] < losses[0]
+
+
+@exhaustive
+def test_a_command_with_plain_members_is_the_command_without(tmp_path):
+    launched.write_text(tmp_path)
+    args = [*launched.TINY, "--steps", 6, *set_all("optim.name=sgd", "optim.clip=0", "optim.momentum=0")]
+    one = set_all("local.method=localsgd", "local.every=1")
+    launched.torchrun(tmp_path, 2, *args, "--mesh", "dp=1,rp=2", *one, "--out", "members", "--prompt", "")
+    launched.torchrun(tmp_path, 2, *args, "--mesh", "dp=1,rp=2", "--out", "plain", "--prompt", "")
+    found, expected = ([row["loss"] for row in launched.rows(tmp_path / run)] for run in ("members", "plain"))
+    assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"mesh": {"dp": 2}}, "local.method is diloco, and its members are the ranks of rp, which is 1"),
+        ({"train_checkpoint_every": 30}, "checkpoints are of steps after which members agree; make it a multiple"),
+        ({"local": {"every": 5}}, "local says how members agree and local.method is empty"),
+        ({"local": {"method": "localsgd", "lr": 0.5}}, "local.method is localsgd, which takes the mean of the members"),
+        ({"local": {"method": "diloko"}}, "local.method is 'diloko' .did you mean diloco"),
+        ({"local": {"method": "diloco", "fragments": 21}}, "local: fragments is 21; it must be in .1, every = 20"),
+        ({"train_capture": "auto"}, "train.capture is auto: a recorded step has no agreement in it"),
+        ({"guard": {"check_every": 40}}, "guard.check_every is 40: ranks compute each other's micro-batches"),
+        ({"optimizer": "onebit_adam"}, "optim.name is onebit_adam, whose errors are of one member"),
+    ],
+)
+def test_configs_with_members_that_do_not_fit_are_one_line(changes, words):
+    table = {"mesh": {"rp": 2}, "local": {"method": "diloco"}, "train_checkpoint_every": 40, **changes}
+    with pytest.raises(ValueError, match=words) as found:
+        made(**table)
+    assert "\n" not in str(found.value)
+
+
+def test_a_plan_of_a_run_with_members_is_that_of_one():
+    config = made(mesh={"rp": 2, "dp": 2}, local={"method": "diloco"}, train_checkpoint_every=40, zero=1)
+    job = build.build(config, fzero.fake_mesh(config.mesh))
+    assert (job.plan.sizes["rp"], job.mesh["rp"].size, job.mesh.size) == (1, 2, 4)
+    like, specs = build.like_of(job), build.specs_of(job)
+    assert pytree.names(like) == pytree.names(specs) and "extra/outer/0/params/embed/tokens" in pytree.names(like)
+    # x_0 of what a rank updates, in float32, both ways
+    held = sum(leaf.numel() for leaf in pytree.leaves(like.extra["outer"]["0"].params))
+    assert f"a rank sends {2 * 4 * held // 2:,} bytes over rp" in job.members.text(job.plan)

@@ -1,12 +1,14 @@
 """The errors of a codec from a checkpoint: as they are for the same senders, else their sum, shared by those of a run.
 
 What a leaf's senders owe together is what must not be lost: each of N' senders takes the N'-th part of the sum over
-those before, whichever they were.
+those before, whichever they were. So it is with those of an optimizer that sends signs; the errors of what a rank
+serves have the shape of their leaf, and are read like it.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
@@ -18,16 +20,24 @@ from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.core import pytree
 from fzero.sharding import Plan, Spec
 from fzero.sharding.error_feedback import ERROR, error_dtype, error_specs, errors_of
+from fzero.sharding.sign_sums import served_spec, sign_leaves, worker_errors_of
 from fzero.sharding.slices import is_stacked, local_shape, local_windows
 
+OF_SIGNS = re.compile(r"opt_state/(?:inner/)?(worker|server)/")  # how the name of an optimizer's errors begins
 
-def shared_errors(held: CheckpointReader, plan: Plan) -> dict[str, Callable[[], Tensor]]:
+
+def is_error(name: str) -> bool:
+    """Whether a leaf of a state is one of errors, which a checkpoint may lack, or have more of."""
+    return name.startswith(ERROR) or OF_SIGNS.match(name) is not None
+
+
+def shared_errors(held: CheckpointReader, plan: Plan, names: Collection[str]) -> dict[str, Callable[[], Tensor]]:
     """{leaf of errors in the state of a plan: what reads this rank's part}, of those that are not as in the checkpoint.
 
-    Raises ValueError naming a leaf of another shape.
+    names: the leaves of the state. Raises ValueError naming a leaf of another shape.
     """
-    shapes = whole_shapes(plan)
-    specs = pytree.named_leaves({"extra": error_specs(plan)})
+    shapes = whole_shapes(plan, names)
+    specs = pytree.named_leaves({"extra": error_specs(plan)}) | specs_of_signs(plan, names)
     return {
         name: partial(read_share, held, sources, shapes[name], specs[name], plan)
         for name, sources in sources_of(held.leaves, shapes).items()
@@ -35,10 +45,25 @@ def shared_errors(held: CheckpointReader, plan: Plan) -> dict[str, Callable[[], 
     }
 
 
-def whole_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """{leaf of errors in the state of a plan: the shape of all of it}."""
-    found = errors_of(plan, lambda shape, spec: shape)
-    return {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in found.items() for leaf, shape in leaves.items()}
+def whole_shapes(plan: Plan, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """{leaf of errors among `names`, those of the state of a plan: the shape of all of it}."""
+    found, workers = errors_of(plan, lambda shape, spec: shape), worker_errors_of(plan, lambda shape, spec: shape)
+    shapes = {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in found.items() for leaf, shape in leaves.items()}
+    for name, kind in of_signs(names):
+        shapes[name] = workers[leaf_of(name)] if kind == "worker" else plan.leaves[leaf_of(name)].shape
+    return shapes
+
+
+def specs_of_signs(plan: Plan, names: Collection[str]) -> dict[str, Spec]:
+    """{leaf of an optimizer's errors among `names`: its layout}."""
+    workers = worker_errors_of(plan, lambda shape, spec: spec)
+    served = {leaf: served_spec(leaf, plan.leaves[leaf], plan.sizes) for leaf in sign_leaves(plan)}
+    return {name: (workers if kind == "worker" else served)[leaf_of(name)] for name, kind in of_signs(names)}
+
+
+def of_signs(names: Collection[str]) -> list[tuple[str, str]]:
+    """(leaf of an optimizer's errors among `names`, "worker" or "server")."""
+    return [(name, found[1]) for name in names if (found := OF_SIGNS.match(name))]
 
 
 def sources_of(there: Collection[str], here: Collection[str]) -> dict[str, list[str]]:
@@ -51,7 +76,10 @@ def sources_of(there: Collection[str], here: Collection[str]) -> dict[str, list[
     found: dict[str, list[str]] = {}
     first: set[str] = set()
     for name in here:
-        leaf = leaf_of(name)
+        leaf, kind = leaf_of(name), OF_SIGNS.match(name)
+        if kind is not None:
+            found[name] = [other for other, of in of_signs(there) if (of, leaf_of(other)) == (kind[1], leaf)]
+            continue
         gone = [other for other in there if other.startswith(ERROR) and leaf_of(other) == leaf and other not in here]
         found[name] = [name] * (name in there) + (gone if leaf not in first else [])
         first.add(leaf)
@@ -60,11 +88,14 @@ def sources_of(there: Collection[str], here: Collection[str]) -> dict[str, list[
 
 def leaf_of(name: str) -> str:
     """The leaf of the parameters that errors are of."""
-    return name.removeprefix(ERROR).partition("/")[2]
+    return OF_SIGNS.sub("", name, 1) if OF_SIGNS.match(name) else name.removeprefix(ERROR).partition("/")[2]
 
 
 def as_it_is(name: str, sources: list[str], there: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether a leaf of errors is that of the checkpoint, sender by sender."""
+    kind = OF_SIGNS.match(name)
+    if kind is not None and kind[1] == "server":
+        return bool(sources)
     return sources == [name] and tuple(there[name].shape) == shapes[name]
 
 
@@ -88,12 +119,13 @@ def read_share(held: CheckpointReader, sources: list[str], whole: tuple[int, ...
     return out / math.prod(whole[1:2] if stacked else whole[:2])
 
 
-def error_lines(path: Folder, plan: Plan) -> list[str]:
-    """What a run by `plan` that begins at the checkpoint at `path` does to its errors, in words; [] for nothing."""
+def error_lines(path: Folder, plan: Plan, names: Collection[str] = ()) -> list[str]:
+    """What a run by `plan`, whose state has leaves of these names, that begins at the checkpoint at `path` does to its
+    errors, in words; [] for nothing."""
     held = open_checkpoint(path)
     held.close()
-    shapes = whole_shapes(plan)
-    there = [name for name in held.leaves if name.startswith(ERROR)]
+    shapes = whole_shapes(plan, names)
+    there = [name for name in held.leaves if is_error(name)]
     sources = sources_of(held.leaves, shapes)
     lost = [name for name in there if name not in [each for given in sources.values() for each in given]]
     lines = []

@@ -13,7 +13,7 @@ from fzero import checkpoint
 from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, read_boxes
-from fzero.checkpoint.restore_errors import shared_errors
+from fzero.checkpoint.restore_errors import is_error, shared_errors
 from fzero.checkpoint.restore_tree import list_some
 from fzero.core import pytree
 from fzero.core.device import HOST
@@ -65,7 +65,7 @@ def _restore_from(
     device: torch.device,
 ) -> TrainState:
     policy, mesh = plan.policy, plan.mesh
-    spec_of, shared = pytree.named_leaves(specs), shared_errors(held, plan)
+    spec_of, shared = pytree.named_leaves(specs), shared_errors(held, plan, pytree.names(like))
     source = {name: of for name, of in match_leaves(held, like, policy).items() if name not in shared}
     fresh = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     fresh |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)}) if policy.loss_scale else {}
@@ -129,10 +129,10 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
         if found is not None:
             out[name] = found
             made |= {name, found}
-        elif not name.startswith((*FRESH, ERROR)):
+        elif not (name.startswith(FRESH) or is_error(name)):
             missing.append(name)
-    known = (MASTER, SCALER, EXTRAS, BEFORE, ERROR)
-    extra = [name for name in held.leaves if name not in made and not name.startswith(known)]
+    known = (MASTER, SCALER, EXTRAS, BEFORE)
+    extra = [name for name in held.leaves if name not in made and not (name.startswith(known) or is_error(name))]
     problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if problems:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")

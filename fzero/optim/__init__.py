@@ -14,6 +14,8 @@ from fzero.optim.lion import Lion8State, LionState, lion
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.norm import global_norm
+from fzero.optim.onebit import OneBitState, onebit_adam
+from fzero.optim.onebit_lamb import onebit_lamb
 from fzero.optim.schedules import (
     by_tokens,
     constant,
@@ -30,6 +32,7 @@ from fzero.optim.schedules import (
 )
 from fzero.optim.sgd import SGDState, sgd
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves, bind, sharded
+from fzero.optim.zero_one_adam import zero_one_adam
 
 __all__ = [
     "WHOLE",
@@ -43,6 +46,7 @@ __all__ = [
     "Lion8State",
     "LionState",
     "MuonState",
+    "OneBitState",
     "Pass",
     "SGDState",
     "Schedule",
@@ -75,6 +79,8 @@ __all__ = [
     "muon",
     "newton_schulz",
     "one_cycle",
+    "onebit_adam",
+    "onebit_lamb",
     "polynomial",
     "scale_by_rules",
     "sgd",
@@ -86,4 +92,5 @@ __all__ = [
     "warmup_lr",
     "with_average",
     "wsd",
+    "zero_one_adam",
 ]

@@ -90,6 +90,7 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
         apply=apply,
         in_pass=in_pass if tx.in_pass is not None else None,
         unit=tx.unit,
+        sums=tx.sums,
         on=on if tx.on is not None else None,
         split=split,
     )

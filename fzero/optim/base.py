@@ -70,6 +70,7 @@ class GradientTransformation(NamedTuple):
     split: `split() -> SplitChain`, for a transformation around another one (see `with_average`).
     unit: the smallest part of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a
         "layer", or the whole "tree"; an offloaded state is updated by such units.
+    sums: whether it makes the sums over data ranks itself, as a plan with codec "grads=1bit" leaves them to it.
     on: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a
         ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
         way, and `bind` does it by hand.
@@ -98,6 +99,7 @@ class GradientTransformation(NamedTuple):
     members: tuple[GradientTransformation, ...] = ()
     split: Callable[[], Any] | None = None
     unit: str = "layer"
+    sums: bool = False
     on: Callable[[Any], GradientTransformation] | None = None
 
 

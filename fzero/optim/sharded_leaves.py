@@ -38,6 +38,7 @@ from fzero.optim.norm import (
 from fzero.sharding.mesh import Mesh
 from fzero.sharding.plan import Plan
 from fzero.sharding.redistribute import gather_layers, gather_parts
+from fzero.sharding.sign_sums import SignSums, sums_tree
 from fzero.sharding.slices import Window, check_dims, local_shape, local_windows, narrow_part, shard_dim
 from fzero.sharding.spec import Spec
 
@@ -70,6 +71,8 @@ class ShardedLeaves(NamedTuple):
     psum: Callable[
         [str, Tensor, Dims], Tensor
     ]  # (name, x of any shape, dims) -> summed over the axes that shard those dims
+    # (name, x of any shape, dims) -> its largest value, element by element, over the axes that shard those dims
+    amax: Callable[[str, Tensor, Dims], Tensor]
     # (name, shard, f) -> the shard of f(x), with whole matrices in the last two dims of x, of some of the layers
     on_matrices: Callable[[str, Tensor, Callable[[Tensor], Tensor]], Tensor]
     norm: Callable[[Tree], Tensor]  # tree of shards -> the 2-norm of the whole tree, the same on all ranks
@@ -78,6 +81,8 @@ class ShardedLeaves(NamedTuple):
     windows: Callable[[str, tuple[int, ...]], tuple[list[Window], tuple[int, ...]]]
     shape: Callable[[str, tuple[int, ...]], tuple[int, ...]]  # (name, shape of the shard) -> that of the whole leaf
     square: Callable[[Tensor], Tensor]  # a piece of a leaf (see sharding.pieces) -> its squares, for `norm`
+    # of a plan with codec grads=1bit: the sums that its optimizer makes of this rank's own terms
+    signs: SignSums | None = None
 
 
 WHOLE = ShardedLeaves(
@@ -85,6 +90,7 @@ WHOLE = ShardedLeaves(
     gather=lambda name, x, dims=None: x,
     own=lambda name, x, dims=None: x,
     psum=lambda name, x, dims: x,
+    amax=lambda name, x, dims: x,
     on_matrices=lambda name, x, f: f(x),
     norm=global_norm,
     vary=lambda name, x: x,
@@ -106,7 +112,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
     Communicates: `norm` one psum per axis that shards any leaf, of one number per set of axes, or if ordered of one
     float64 number per row; `on_matrices` an all_to_all per axis there and back if the layers divide by its ranks, else
-    a gather; `gather` and `psum` one collective per axis; the others nothing.
+    a gather; `gather`, `psum` and `amax` one collective per axis; the others nothing.
     Raises ValueError for a leaf without a shape, dims that their axes do not divide, and, if ordered, an axis dp on
     another dim than that of the rows; and in each function for a leaf without a spec.
 
@@ -140,12 +146,10 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return _own(x, over(name, dims), named_specs[name])
 
     def total(name: str, x: Tensor, dims: Dims) -> Tensor:
-        for _, axis in over(name, dims):
-            if x.numel() <= _SMALL:
-                x = functools.reduce(torch.add, all_gather(x[None], axis, 0, leaf=name).unbind(0))
-            else:
-                x = pvary(psum(x, axis, leaf=name), axis, leaf=name)
-        return x
+        return _total(name, x, over(name, dims))
+
+    def amax(name: str, x: Tensor, dims: Dims) -> Tensor:
+        return _amax(name, x, over(name, dims))
 
     def on_matrices(name: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         return _run_whole(name, x, f, over(name, (-2, -1)))
@@ -173,7 +177,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 
     square = _row_squares if ordered else _piece_square
     return ShardedLeaves(
-        parts, gather, own, total, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
+        parts, gather, own, total, amax, on_matrices, norm, vary, windows, lambda name, _: shapes[name], square
     )
 
 
@@ -185,6 +189,21 @@ def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh
             x = gather_parts(x, spec, mesh, leaf=name)
         else:
             x = all_gather(x, axis, dim, leaf=name)
+    return x
+
+
+def _total(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
+    for _, axis in over:
+        if x.numel() <= _SMALL:
+            x = functools.reduce(torch.add, all_gather(x[None], axis, 0, leaf=name).unbind(0))
+        else:
+            x = pvary(psum(x, axis, leaf=name), axis, leaf=name)
+    return x
+
+
+def _amax(name: str, x: Tensor, over: list[tuple[int, Axis]]) -> Tensor:
+    for _, axis in over:
+        x = all_gather(x[None], axis, 0, leaf=name).amax(0)
     return x
 
 
@@ -210,7 +229,15 @@ def _layers_here(
 
 def shards_of(plan: Plan) -> ShardedLeaves:
     """The ShardedLeaves of a plan."""
-    return sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    shards = sharded(plan.opt, plan.mesh, like=plan.like, ordered=plan.reduce == "canonical")
+    return shards._replace(signs=SignSums(plan)) if plan.codec is not None and plan.codec.signs else shards
+
+
+def shards_of_sums(plan: Plan) -> ShardedLeaves:
+    """The ShardedLeaves of what a plan's optimizer is given: terms of sums that it makes itself are parts of a leaf."""
+    if plan.codec is None or not plan.codec.signs:
+        return shards_of(plan)
+    return sharded(sums_tree(plan), plan.mesh, like=plan.like)
 
 
 def squares(shards: ShardedLeaves, tree: Tree) -> dict[str, Squared]:

@@ -17,6 +17,8 @@ from fzero.planner.closed_layer import Basis, offload_of, remat_of, stacked
 from fzero.planner.closed_memory import Activations, Weights, loss_bytes, peak
 from fzero.planner.closed_rows import row_facts
 from fzero.planner.closed_time import step_time
+from fzero.planner.estimate import of_signs
+from fzero.run.config_checks import SEND_SIGNS
 from fzero.sharding.codec import Codec, is_matrix
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.slices import local_numel
@@ -83,7 +85,12 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
 
 
 def error_bytes(basis: Basis, c: Candidate) -> float:
-    """What a codec's error feedback takes on a rank: errors of the state, and those of the step beside them."""
+    """What a codec's error feedback takes on a rank: errors of the state, and those of the step beside them; of an
+    optimizer that sends signs its momentum and errors."""
+    if basis.config.optim.name in SEND_SIGNS:
+        plan, ranks = basis.plan_of(c)[0], c.dp * c.cp
+        whole = sum(local_numel(x.shape, x.compute, plan.sizes) for x in plan.leaves.values() if x.trained)
+        return of_signs(whole, ranks) * max(basis.policy.state.itemsize, 4)
     if not basis.config.codec or c.zero < 2 or Codec.parse(basis.config.codec).loco is None:
         return 0.0
     plan, policy = basis.plan_of(c)[0], basis.policy

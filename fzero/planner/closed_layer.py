@@ -22,6 +22,7 @@ from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import SIGNS, codec_of
 from fzero.run.memory_check import part_layers, part_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
@@ -101,8 +102,10 @@ def stacked(part: str) -> bool:
 
 def takes_codec(basis: Basis, c: Candidate) -> bool:
     """Whether the codec of a search's config goes with a candidate: with its stage, mesh and offload."""
-    codec, tiers = basis.config.codec, Offload.parse(c.offload)
+    codec, tiers = codec_of(basis.config), Offload.parse(c.offload)
     try:
+        if codec == SIGNS and not {tiers.params.memory, tiers.grads.memory, tiers.opt.memory} <= {"device"}:
+            return False
         if codec:
             expect_codec(Codec.parse(codec), basis.plan_of(c)[0], "nvme" in (tiers.params.memory, tiers.opt.memory))
     except ValueError:

@@ -18,6 +18,7 @@ from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.format import quantity, size, table
+from fzero.run.config_checks import SEND_SIGNS
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.at_rest import ZERO
 from fzero.sharding.memory import Offload
@@ -27,6 +28,7 @@ from fzero.sharding.slices import is_stacked, local_numel
 # Elements of optimizer state per parameter. muon: for a model almost all of whose parameters are matrices of blocks;
 # adafactor: without its rows and columns.
 MOMENTS = {"adamw": 2, "adam": 2, "lamb": 2, "lion": 1, "sgd": 0, "muon": 1, "adafactor": 0}
+MOMENTS |= {"onebit_adam": 1, "zero_one_adam": 1, "onebit_lamb": 2}  # beside `of_signs`
 STATE_BYTES = {"bf16": 2.0, "8bit": 1.0 + 4.0 / 256}  # of an element; 8bit: with a scale for each block of 256
 
 
@@ -133,7 +135,8 @@ def estimate_model_states(
         "params": params * policy.param.itemsize,
         "grads": grads * (policy.accumulate if accumulate else policy.param).itemsize,
         "master": opt * (policy.state.itemsize if policy.has_master else 0),
-        "optimizer": opt * MOMENTS[optimizer] * STATE_BYTES.get(states, policy.state.itemsize),
+        "optimizer": opt * MOMENTS[optimizer] * STATE_BYTES.get(states, policy.state.itemsize)
+        + (of_signs(psi + experts, ranks) * policy.state.itemsize if optimizer in SEND_SIGNS else 0),
     }
     away = {"params": tiers.params, "grads": tiers.grads, "master": tiers.opt, "optimizer": tiers.opt}
     host = sum(held[name] * tier.fraction for name, tier in away.items() if tier.memory != "device")
@@ -153,6 +156,12 @@ def sharding_ranks(mesh: Mapping[str, int]) -> tuple[int, int, int]:
     if sizes["pp"] > 1:
         raise ValueError(f"mesh has pp={sizes['pp']}; model states are split over dp, ep, cp and tp only")
     return sizes["dp"] * sizes["ep"] * sizes["cp"], sizes["ep"], sizes["tp"]
+
+
+def of_signs(elements: float, ranks: int) -> float:
+    """The elements of state of an optimizer that sends signs of so many parameters: their momentum and a rank's errors,
+    whole, and the errors of what the rank serves."""
+    return elements * (2 + 1 / ranks if ranks > 1 else 1)
 
 
 OFFLOADS = ("", "opt=host", "params=host,opt=host", "params=host,opt=host,grads=host")

@@ -16,7 +16,7 @@ from fzero.planner.plan_report import has_rates
 from fzero.planner.step_trace import FakeStep, Transfer, run_step
 from fzero.planner.timing import play_of
 from fzero.run.build import build
-from fzero.run.config import RunConfig
+from fzero.run.config import LocalSteps, RunConfig
 from fzero.sharding import fake_mesh
 from fzero.sharding.pipeline import FAMILIES, place, split_layers
 from fzero.sharding.pipelines import Pipeline
@@ -63,6 +63,7 @@ def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
     mine = {axis: size for axis, size in sizes.items() if axis not in ("pp", "dp", "rp")}
     micro, data = config.train.micro_batch, fake_mesh(mine).data_size
     t = replace(config.train, batch=micro * data, update="end", updates=1, measure_every=0)
+    config = replace(config, local=LocalSteps())
     alone = replace(config, zero=0, codec="", offload="", mesh=mine, train=t, resident=0, pipeline=Pipeline())
     return costs_of(run_step(alone, mine, 0, device.target), mine, device)
 

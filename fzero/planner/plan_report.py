@@ -21,6 +21,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
+from fzero.sharding.describe import once_in_full
 from fzero.sharding.pipelines import users_of
 from fzero.sharding.slices import local_numel
 from fzero.train.capture import SHARE, why_not
@@ -181,7 +182,7 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         hfu=hfu(passes, timing.step_s, top) if timing and top is not None else None,
         price_per_hour=device.price_per_hour,
         exact=trace.exact,
-        notes=notes_of(trace, timing, device) + capture_notes(trace, device, timing, built),
+        notes=[*notes_of(trace, timing, device), *sums_notes(built), *capture_notes(trace, device, timing, built)],
     )
 
 
@@ -305,6 +306,19 @@ def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
         notes.append(fake_inductor.note())
     if trace.state_elsewhere["nvme"] and trace.config.nvme.slots > 1:
         notes.append(f"the disk holds {trace.config.nvme.slots} versions of what rests there")
+    return notes
+
+
+def sums_notes(built: Job) -> list[str]:
+    """The notes on sums that are not made in each step, or not as in it."""
+    notes = []
+    if built.members is not None:
+        notes.append(f"{built.members.text(built.plan)}; the step above is one of a member without an agreement")
+    if built.tx.sums:
+        full = sum(once_in_full(built.plan, link) for link in built.plan.sent_by_link())
+        notes.append(
+            f"{built.config.optim.name}: the step above sends signs; one whose sum is in full sends {size(full)}"
+        )
     return notes
 
 

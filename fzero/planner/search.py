@@ -43,6 +43,7 @@ from fzero.planner.search_result import (
     words,
 )
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import codec_of
 from fzero.run.config_table import to_json, to_table
 from fzero.run.recipes import recipe
 
@@ -91,6 +92,11 @@ def search(
         )
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
+    if given.local.method:
+        raise ValueError(
+            f"local.method is {given.local.method}, and a search compares meshes whose ranks agree in each step; leave "
+            "it out, or plan one mesh"
+        )
     config = resolve_for(given, device)
     node = device.on_node(gpus)
     room = Room(device.capacity_bytes // (node if device.kind == "cpu" else 1), device.host_capacity_bytes(node))
@@ -102,7 +108,7 @@ def search(
         every = [c for c in every if takes_codec(basis, c)]
         if not every:
             raise ValueError(
-                f"no candidate goes with codec {config.codec}: see docs/codec.md for its stages and meshes"
+                f"no candidate goes with codec {codec_of(config)}: see docs/codec.md for its stages and meshes"
             )
         every = [c for c in every if experts.has_room(basis.plan_of(c)[0], device.loads)]
         if not every:

@@ -13,7 +13,7 @@ from fzero.core import pytree
 from fzero.core.device import FakeDevice
 from fzero.models import base
 from fzero.run import build as run_build
-from fzero.run.config import RunConfig
+from fzero.run.config import LocalSteps, RunConfig
 from fzero.sharding import Plan, fake_mesh
 from fzero.train.batch import split_batch
 from fzero.train.between import signature_of
@@ -31,6 +31,7 @@ def stage_shapes(
     batch: of a rank, of so many micro-batches.
     """
     t = replace(config.train, batch=config.train.micro_batch, update="end", updates=1, compiled=False)
+    config = replace(config, local=LocalSteps())
     alone = replace(config, zero=0, codec="", offload="", mesh={}, train=t, resident=0)  # parameters whole over dp, ep
     sizes = {axis.name: 1 if axis.name in ("pp", "dp", "rp", "ep") else axis.size for axis in plan.mesh.axes}
     job = run_build.build(alone, fake_mesh(sizes), model=model, layers=1)

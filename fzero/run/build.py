@@ -33,7 +33,9 @@ from fzero.run import run_folder
 from fzero.run.batch_ramp import shared_batch
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import codec_of
 from fzero.run.config_table import to_table
+from fzero.run.members import Members, members_of
 from fzero.run.stages import token_rates
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
@@ -62,11 +64,12 @@ class Job(NamedTuple):
     eval_step: Callable[[Tree, Any], Any]
     check: Callable[[TrainState, Callable[[int], Any]], list[str]]  # see make_check
     device: torch.device = HOST  # of this process: where the state is that does not rest elsewhere
+    members: Members | None = None  # that train apart, each by the plan
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the plan."""
-        return self.plan.mesh
+        """The mesh of the run: that of the plan, or of all members."""
+        return self.plan.mesh if self.members is None else self.members.mesh
 
     @property
     def policy(self) -> Policy:
@@ -102,16 +105,17 @@ def build(
             "does not divide"
         )
     model = with_objective(config, models.build(config.model) if model is None else model)
+    members = members_of(config.local, mesh)
     plan = zero_plan(
         config.zero,
         model,
-        mesh,
+        mesh if members is None else mesh.member(),
         policy=make_policy(config),
         reduce=config.reduce,
         sequence=Context.parse(config.context, over_tp=config.sequence),
         offload=config.offload,
         pipeline=config.pipeline,
-        codec=config.codec or None,
+        codec=codec_of(config) or None,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
     plan = plan.with_experts(config.experts)
@@ -126,7 +130,6 @@ def build(
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
         nvme.need(buffer_bytes(plan, config))
-    spike = spike_of(config)
     execution = Execution(
         t.remat,
         bool(t.compiled),
@@ -145,7 +148,7 @@ def build(
         plan,
         micro_batches=micro_batches,
         execution=execution,
-        skip=Skip(spike=spike),
+        skip=skip_of(config),
         update=t.update,
         nvme=nvme,
     )
@@ -153,13 +156,14 @@ def build(
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
-    return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device)
+    train_step = train_step if members is None else members.step(train_step, plan)
+    return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
 
 
-def spike_of(config: RunConfig) -> Spike | None:
-    """What a spike of the loss is; None where none is looked for."""
+def skip_of(config: RunConfig) -> Skip:
+    """Which steps make no update."""
     g = config.guard
-    return Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None
+    return Skip(spike=Spike(g.sigmas, g.window, g.warmup) if g.spike != "off" else None)
 
 
 def delayed_updates(config: RunConfig, micro_batches: int) -> int:
@@ -233,7 +237,8 @@ def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:
 
 def specs_of(job: Job) -> TrainState:
     """The Spec of every leaf of the state."""
-    return state_specs(job.plan, job.tx)
+    specs = state_specs(job.plan, job.tx)
+    return specs if job.members is None else job.members.specs(specs, job.plan)
 
 
 def first_state(job: Job, params: Tree | None = None) -> TrainState:
@@ -257,7 +262,8 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
                     begin[name] = Start((norms,), tuple(leaf.shape), False)
             start = job.model._replace(start=begin)
     options = {"seed": config.seed, "nvme": job.nvme, "device": job.device}
-    return init_state(start, job.tx, job.plan, **options)
+    state = init_state(start, job.tx, job.plan, **options)
+    return state if job.members is None else job.members.first_state(state, job.plan)
 
 
 def has_factors(params: Tree) -> bool:
@@ -286,7 +292,8 @@ def restore(job: Job, path: checkpoint.Folder) -> TrainState:
 
 def like_of(job: Job) -> TrainState:
     """This rank's state with its leaves on the meta device."""
-    return meta_state(job.plan, job.tx)
+    state = meta_state(job.plan, job.tx)
+    return state if job.members is None else job.members.first_state(state, job.plan)
 
 
 def save_store(

@@ -91,6 +91,9 @@ def make_optimizer(
     adam_impl: dict[str, Any] = {"impl": kernels["adamw"]}
     states = {**STATES[config.states], "seed": seed}
 
+    signs: dict[str, Any] = {**decay, "clip": config.clip}  # of those that clip what they send themselves
+    warm, last = config.freeze_steps or max(1, steps // 5), config.freeze_steps or None
+
     def block_matrices() -> GradientTransformation:
         # In blocks every weight matrix decays, so muon itself needs no mask.
         muon = optim.muon(
@@ -109,8 +112,11 @@ def make_optimizer(
         "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
         "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay),
         "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
+        "onebit_adam": lambda: optim.onebit_adam(lr, *betas, config.eps, freeze=warm, **signs),
+        "onebit_lamb": lambda: optim.onebit_lamb(lr, *betas, config.eps, freeze=warm, **signs),
+        "zero_one_adam": lambda: optim.zero_one_adam(lr, *betas, config.eps, freeze=last, **signs),
         "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
         "adafactor": lambda: optim.adafactor(lr, **decay),
         "muon": block_matrices,
     }[config.name]()
-    return optim.chain(optim.clip_by_global_norm(config.clip), tx) if config.clip else tx
+    return optim.chain(optim.clip_by_global_norm(config.clip), tx) if config.clip and not tx.sums else tx

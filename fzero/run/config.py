@@ -69,6 +69,9 @@ class Optim:
     nesterov: bool = False
     adjust: str = "original"  # how muon scales an update with the matrix's shape
     states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
+    # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps; zero_one_adam: the steps in which v
+    # moves at all, 0: all
+    freeze_steps: int = 0
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
     schedule: Schedule = Schedule()
 
@@ -166,6 +169,20 @@ class DPO:
 
 
 @dataclass(frozen=True)
+class LocalSteps:
+    """Members, the replicas over rp, that train apart and agree once in `every` steps: see docs/codec.md."""
+
+    method: str = ""  # localsgd, slowmo or diloco; "": the replicas sum their gradients in each step
+    every: int = 20  # steps
+    lr: float = 0.0  # of the outer optimizer; 0: the method's own
+    momentum: float = 0.0  # of the outer optimizer; 0: the method's own
+    codec: str = ""  # in which differences travel: int8, int4 or fp8_e4m3; "": as they are
+    fragments: int = 1  # parts of the layers, which agree one after the other
+    overlap: int = 0  # steps that what is sent has to arrive
+    mix: float = 0.0  # the weight of what a member has itself when it begins again
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run. Raises ValueError naming the key, its value, what is allowed and the fix."""
 
@@ -186,7 +203,10 @@ class RunConfig:
     sequence: bool = False  # sequence parallelism over tp
     context: str = "auto"  # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
     experts: str = "auto"  # how tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]
-    codec: str = ""  # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are
+    # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are, or "grads=1bit"
+    # of an optimizer that sends signs
+    codec: str = ""
+    local: LocalSteps = LocalSteps()
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again

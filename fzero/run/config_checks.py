@@ -33,6 +33,7 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
 from fzero.train.execution import CAPTURE
+from fzero.train.local import Local
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -46,7 +47,12 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
     "adafactor": ("lr", "weight_decay", "decay"),
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
+    **dict.fromkeys(("onebit_adam", "onebit_lamb", "zero_one_adam"), (*ADAM, "freeze_steps")),
 }
+# By method of local steps the rate and the momentum of its outer optimizer.
+OUTER = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.6), "diloco": (0.7, 0.9)}
+SEND_SIGNS = ("onebit_adam", "onebit_lamb", "zero_one_adam")  # with the codec that leaves them the sums of gradients
+SIGNS = "grads=1bit"
 
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
@@ -54,7 +60,7 @@ BOUNDS: dict[str, Bounds] = {
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
-    **{f"optim.schedule.{n}": COUNT for n in ("warmup_steps", "decay_steps")},
+    **{f"optim.{n}": COUNT for n in ("freeze_steps", "schedule.warmup_steps", "schedule.decay_steps")},
     **{f"optim.schedule.{n}": COUNT for n in ("tokens", "warmup_tokens", "decay_tokens")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     "optim.schedule.start": FRACTION,
@@ -76,6 +82,8 @@ BOUNDS: dict[str, Bounds] = {
         "guard.rollback_steps": COUNT,
         "guard.check_every": COUNT,
     },
+    **{"local.every": SIZE, "local.fragments": SIZE, "local.overlap": COUNT, "local.lr": RATE},
+    **{"local.momentum": FRACTION, "local.mix": FRACTION},
     "dpo.beta": POSITIVE,
     "dpo.smoothing": (0.0, True, 0.5),
     **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},
@@ -99,6 +107,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "train.compress": ("none", "zstd"),
     "train.on_save_error": ("continue", "stop"),
     "train.update": UPDATES,
+    "local.method": ("", *OUTER),
     "device": gpu.KINDS,
     "reduce": REDUCE,
     "guard.nonfinite": ("skip", "rollback", "stop"),
@@ -169,6 +178,8 @@ def validate(config: RunConfig) -> None:
             "params=nvme,opt=nvme"
         )
     validate_delayed(c, offload)
+    validate_signs(c)
+    validate_local(c)
     if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
         raise ValueError(
             f"nvme says how a disk is used and offload={c.offload!r} puts nothing on one; use --offload "
@@ -284,6 +295,62 @@ def validate_guard(config: RunConfig) -> None:
             "steps apart, "
             f"reach back {reach}; {fix}"
         )
+
+
+def codec_of(config: RunConfig) -> str:
+    """The codec of a run: its own, or that of its optimizer."""
+    return SIGNS if config.optim.name in SEND_SIGNS else config.codec
+
+
+def validate_signs(c: RunConfig) -> None:
+    """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
+    name, signs = c.optim.name, c.optim.name in SEND_SIGNS
+    if signs and c.codec not in ("", SIGNS):
+        raise ValueError(
+            f"optim.name is {name}, which sends signs of its momentum, and codec is {c.codec}; leave --codec out"
+        )
+    if not signs and c.codec and Codec.parse(c.codec).signs:
+        raise ValueError(
+            f"codec is {c.codec} and optim.name is {name}, which makes no sums of gradients; use optim.name="
+            f"{' or '.join(SEND_SIGNS)}"
+        )
+    if signs and c.optim.freeze_steps >= c.train.steps:
+        raise ValueError(
+            f"optim.freeze_steps is {c.optim.freeze_steps} and train.steps {c.train.steps}, so that {name} would never "
+            "send signs; use fewer, or 0 for its own number"
+        )
+
+
+def validate_local(c: RunConfig) -> None:
+    """Raise ValueError for local steps that do not go with the mesh, the checkpoints or the rest of a config."""
+    local, t = c.local, c.train
+    if not local.method:
+        if local != type(local)():
+            raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
+        return
+    Local(local.every, local.codec, local.fragments, local.overlap, local.mix)
+    said = f"local.method is {local.method}"
+    if c.mesh.get("rp", 1) < 2:
+        raise ValueError(f"{said}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2")
+    if t.checkpoint_every % local.every:
+        raise ValueError(
+            f"{said}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
+            "steps after which members agree; make it a multiple"
+        )
+    if local.method == "localsgd" and (local.lr or local.momentum):
+        raise ValueError(f"{said}, which takes the mean of the members; leave local.lr and local.momentum out")
+    for wrong, what in (
+        (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),
+        (t.update == "delayed", "train.update is delayed, and members agree on one version of the parameters; use end"),
+        (
+            c.guard.check_every > 0,
+            f"guard.check_every is {c.guard.check_every}: ranks compute each other's micro-batches, and members have "
+            "other parameters; use 0",
+        ),
+        (c.optim.name in SEND_SIGNS, f"optim.name is {c.optim.name}, whose errors are of one member; use adamw"),
+    ):
+        if wrong:
+            raise ValueError(f"{said} and {what}")
 
 
 def refuse_unused(config: RunConfig, table: Table) -> None:

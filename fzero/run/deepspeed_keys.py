@@ -41,7 +41,11 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 }
 OTHER_OPTIMIZERS: dict[str, str] = {
     "lamb": "DeepSpeed's keeps its ratio in [min_coeff, max_coeff], which optim.lamb does not",
-    **dict.fromkeys(("onebitadam", "onebitlamb", "zerooneadam"), "it sends one bit of a gradient; use AdamW"),
+    **dict.fromkeys(
+        ("onebitadam", "onebitlamb", "zerooneadam"),
+        "it sends one bit for each element, by scales and a warm-up of its own; use --set optim.name=onebit_adam, "
+        "onebit_lamb or zero_one_adam",
+    ),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "its rates follow from the model's widths; use by_label"),
     "muon": "DeepSpeed's goes by marks on parameters; use --set optim.name=muon, by names",
     "adagrad": "a config has none; a loop of your own has optim.from_torch(torch.optim.Adagrad)",

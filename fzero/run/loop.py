@@ -37,6 +37,7 @@ from fzero.run.measure.log import Meter, metrics_writer
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import Chosen, chosen, recording
+from fzero.run.members import agreed, forget
 from fzero.run.memory_check import snapshot_room
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
@@ -77,6 +78,7 @@ def train(attempt: Attempt, state: TrainState) -> int:
             state, signal, fault = train_steps(attempt, state, stop)
             if fault is not None:
                 rollback.free_state(state)  # memory holds one state
+                forget(attempt.job.train_step)
                 state = rollback.roll_back(attempt.job, attempt.folder, fault, attempt.coordinator, attempt.options.say)
     summarize(attempt, state, time.perf_counter() - begin)
     return signal
@@ -176,6 +178,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
                 checked = compare(state, step)
             if due.save:
                 with mesh.ledger.phase("checkpoint"):
+                    state = agreed(job.train_step, state)
                     saver.save(state, step)
         if fault := fault or rows.settle():
             saver.close(None, step)
@@ -184,6 +187,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         if config.guard.check_every and checked != step:
             compare(state, step)
         ended = bool(signal) or step >= attempt.last_step
+        state = agreed(job.train_step, state) if ended and saver.saved != step else state
         saver.close(state if ended else None, step)  # the next stage goes on from here
         if job.nvme is not None and job.nvme.store is not None:
             job.nvme.store.trim()
@@ -244,6 +248,8 @@ def announce(attempt: Attempt) -> None:
         say(line)
     for line in offload_summary(job):
         say(line)
+    if job.members is not None:
+        say(job.members.text(job.plan))
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
     where = f" by {coordinator.size} processes together" * (coordinator.size > 1)
     given, measured = ("the", f" measured here{where}") if options.peak_measured else ("the given", "")

@@ -27,7 +27,7 @@ from fzero.models.sizes import hidden_units
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.store_folder import store_bytes
 from fzero.optim.average import AVERAGE
-from fzero.run.build import Job, build, local_micro_batches, num_params, specs_of
+from fzero.run.build import Job, build, like_of, local_micro_batches, num_params, specs_of
 from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
 def bytes_of_state(job: Job) -> dict[str, tuple[str, int]]:
     """{name of a leaf of the state: (the memory it rests in, its bytes on a rank)}, without making a tensor of it."""
-    held, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(meta_state(job.plan, job.tx))
+    held, like = pytree.named_leaves(specs_of(job)), pytree.named_leaves(like_of(job))
     return {name: (held[name].memory, tree_bytes(leaf)) for name, leaf in like.items()}
 
 

@@ -29,6 +29,9 @@ def optimizer_defaults(name: str) -> Optim:
         "lion": {"lr": 3e-4, "weight_decay": 1.0, "beta2": 0.99},
         "sgd": {"lr": 0.3, "weight_decay": 0.0, "momentum": 0.9},
         "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
+        "onebit_adam": {},
+        "onebit_lamb": {"lr": 1e-2, "eps": 1e-6},
+        "zero_one_adam": {},
         "muon": {"lr": 0.02, "lr_rest": 3e-3, "weight_decay": 0.01, "momentum": 0.95, "nesterov": True},
     }
     return Optim(name=name, **numbers[name])

@@ -4,6 +4,7 @@
     qgZ    each rank's term of a sum of gradients is rounded once, sent to the rank that keeps the sum, added in float32
     hpZ    parameters rest over rp as well; what the ranks of a node hold together stays for the rest of the step
     LoCo   what rounding takes from gradients is kept and sent later (see error_feedback.py)
+    1bit   an optimizer makes the sums itself, by signs of its momentum (see sign_sums.py)
 
 Sources: Wang et al. 2023, "ZeRO++: extremely efficient collective communication for giant model training",
 arXiv:2306.10209, sections 3.1 to 3.3; Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model
@@ -23,11 +24,13 @@ from torch import Tensor
 
 from fzero.core.pytree import nearest
 from fzero.sharding.moves import rounded_once
-from fzero.sharding.slices import shard_dim
+from fzero.sharding.sign_sums import served_by_all
+from fzero.sharding.slices import is_stacked, shard_dim
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 LeafPlan = Any
 KINDS = ("int8", "int4", "fp8_e4m3")
+SIGNS = "1bit"  # of grads alone
 BETA = 0.8  # LoCo's, where the text says "loco"
 FORMS = {  # of a part of a text: what its value matches, and how it is read
     "params": (r".+", str),
@@ -44,7 +47,8 @@ class Codec:
     """How parameters and gradients travel between ranks, in codes of blocks that share a scale (see kernels.quantize).
 
     params: the kind of code in which stage 3 gathers parameters, "int8", "int4" or "fp8_e4m3"; "": as they are.
-    grads: that of gradients on their way to the rank that keeps their sum; "": in policy.reduce.
+    grads: that of gradients on their way to the rank that keeps their sum; "": in policy.reduce. "1bit": the optimizer
+        is given each rank's own term of a sum, and sends the signs of its momentum (see fzero.optim.onebit_adam).
     hpz: whether parameters rest over dp and rp, and each rank keeps, from their first use in a step on, the codes that
         dp alone shards: they pass between the ranks of rp, which are slow links, once a step.
     block: the elements that share a scale, a power of two from 16 to 8192.
@@ -69,9 +73,10 @@ class Codec:
 
     def __post_init__(self) -> None:
         for name, kind in (("params", self.params), ("grads", self.grads)):
-            if kind and kind not in KINDS:
+            kinds = KINDS if name == "params" else (*KINDS, SIGNS)
+            if kind and kind not in kinds:
                 raise ValueError(
-                    f"codec: {name} is {kind!r}{nearest(kind, KINDS)}; it must be one of {', '.join(KINDS)}"
+                    f"codec: {name} is {kind!r}{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}"
                 )
         if not 16 <= self.block <= 8192 or self.block & (self.block - 1):
             raise ValueError(f"codec: block is {self.block}; it must be a power of two from 16 to 8192")
@@ -90,6 +95,21 @@ class Codec:
                 f"codec: reset is {self.reset} and loco is not given, whose errors it drops; write "
                 f"loco,reset={self.reset}"
             )
+
+        if self.signs and (self.params or self.hpz or self.loco is not None or self.block != 128):
+            raise ValueError(
+                f"codec: grads is {SIGNS}, whose optimizer has errors and scales of its own; write grads={SIGNS} alone"
+            )
+
+    @property
+    def signs(self) -> bool:
+        """Whether the optimizer makes the sums of gradients by signs."""
+        return self.grads == SIGNS
+
+    @property
+    def feedback(self) -> bool:
+        """Whether what is lost on the way is kept, and sent later."""
+        return self.loco is not None or self.signs
 
     @classmethod
     def parse(cls, text: str) -> Codec:
@@ -144,6 +164,12 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     """The plan with a codec; raises ValueError for one that does not go with the plan."""
     codec = Codec.parse(codec) if isinstance(codec, str) else codec
     expect_codec(codec, plan, any("nvme" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values()))
+    if codec.signs:
+        signed = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]
+        signed = [n for n in signed if served_by_all(n, plan.leaves[n], plan.sizes)]
+        # What pp shards beside the layers is summed over the stages that use it, behind the sums over data ranks.
+        signed = [name for name in signed if plan.sizes["pp"] == 1 or is_stacked(name)]
+        return replace(plan, codec=codec, coded_grads=frozenset(signed))
     leaves = dict(plan.leaves)
     if codec.hpz:
         leaves = {name: over_nodes(name, leaf, plan.sizes) for name, leaf in leaves.items()}
@@ -183,6 +209,9 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
             f'codec {codec}: reduce="canonical" promises the same bits on every mesh, and rounded sums depend on it; '
             'use reduce="fast"'
         )
+    if codec.signs:
+        expect_signs(codec, plan)
+        return
     if (codec.params or codec.hpz) and stage != 3:
         what = "params" if codec.params else "hpz"
         raise ValueError(f"codec {codec}: {what} is of stage 3, which gathers parameters, and the stage is {stage}")
@@ -208,3 +237,30 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
             f"codec {codec}: policy {plan.policy.name} gathers weights as {plan.policy.gather} already; use another "
             "policy, or no params"
         )
+
+
+def expect_signs(codec: Codec, plan: Plan) -> None:
+    """Raise ValueError for what sums by signs do not go with: a plan's stage, mesh and offload."""
+    sizes = plan.sizes
+    if plan.stage >= 2 and plan.reduce != "once":
+        raise ValueError(
+            f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
+            'micro-batch into shards; use reduce="once", or stage 0 or 1'
+        )
+    if sizes["rp"] > 1:
+        raise ValueError(
+            f"codec {codec}: signs are sent over one link of all ranks with other data, and rp is {sizes['rp']}; write "
+            "these ranks as dp"
+        )
+    for name, leaf in plan.leaves.items():
+        if "ep" in leaf.compute.axes and sizes["ep"] > 1:
+            raise ValueError(
+                f"codec {codec}: ep={sizes['ep']} shards the experts {name}, whose sums are over fewer ranks than the "
+                "others'; use dp"
+            )
+        memory = next((m for m in (leaf.params.memory, leaf.grads.memory, leaf.opt.memory) if m != "device"), "")
+        if memory:
+            raise ValueError(
+                f"codec {codec}: {name} rests in memory {memory!r}, which is updated layer by layer, and signs are "
+                "sent of all layers at once; offload activations alone"
+            )

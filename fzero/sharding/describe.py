@@ -17,6 +17,7 @@ from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.experts import shares
 from fzero.sharding.moves import is_coded, moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
+from fzero.sharding.sign_sums import link_of, sign_bytes, sign_leaves, sum_dtype
 from fzero.sharding.slices import is_stacked, local_numel
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
@@ -206,8 +207,13 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
     if "pp" in leaf.params.axes and not is_stacked(name):
         gathered = local_numel(leaf.shape, leaf.params, sizes) * plan.policy.param.itemsize
         found.append(Traffic("gather pp for use a step", "pp", 0.0, gathered))
+    signed = name in sign_leaves(plan)
     for when, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
         for op, link in path:
+            if signed and is_coded(op, link):
+                signs = 2 * sign_bytes(plan, name) * missing_part(link, sizes)
+                found.append(Traffic(f"all_to_all and all_gather {link} of signs a step", link, 0.0, signs))
+                continue
             words = WORDS[op].format(link)
             bytes_sent = summed_bytes(plan, name, op, link, n) * missing_part(link, sizes)
             if name in plan.coded_grads and is_coded(op, link):
@@ -279,6 +285,8 @@ def errors_text(plan: Plan) -> list[str]:
 def codec_text(plan: Plan) -> list[str]:
     """The lines that say what a codec sends over each link, beside the same plan without one."""
     plain, codec = replace(plan, codec=None, coded=frozenset(), coded_grads=frozenset()), plan.codec
+    if codec.signs:
+        return signs_text(plan, plain)
     before, rounded = sent_by_link(plain), []
     if plan.coded:
         rounded.append(f"steps see {codec.params} roundings of {len(plan.coded)} leaves of parameters")
@@ -292,3 +300,40 @@ def codec_text(plan: Plan) -> list[str]:
         was = f" ({before[link][0]:,.0f} and {before[link][1]:,.0f} in full)" if sent != before[link] else ""
         lines.append(f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{was}")
     return lines
+
+
+def signs_text(plan: Plan, plain: Plan) -> list[str]:
+    """The lines that say what an optimizer's sums by signs send and take; `plain` is the plan without them."""
+    names, sizes = sorted(sign_leaves(plan)), plan.sizes
+    whole = sum(local_numel(plan.leaves[name].shape, plan.leaves[name].compute, sizes) for name in names)
+    each, before = sum_dtype(plan).itemsize, sent_by_link(plain)
+    own = sum(
+        local_numel(plan.leaves[name].shape, plan.leaves[name].compute, sizes)
+        // ranks_of(link_of(plan.leaves[name], sizes), sizes)
+        for name in names
+    )
+    rest = [n for n, leaf in plan.leaves.items() if leaf.trained and n not in names and leaf.dtype.is_floating_point]
+    held = (
+        f"{2 * whole * each:,} bytes of their momentum and of its errors, and {own * each:,} of the errors of what it"
+    )
+    lines = [f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds {held} serves"]
+    lines += [f"  sums that travel as they are: those of {', '.join(rest)}"] if rest else []
+    for link, sent in sent_by_link(plan).items():
+        was = f" ({before[link][1]:,.0f} without signs, {once_in_full(plan, link):,.0f} in a step of a full sum)"
+        was = was if sent != before[link] else ""
+        lines.append(f"  over {link} a rank sends {sent[0]:,.0f} bytes a micro-batch and {sent[1]:,.0f} a step{was}")
+    return lines
+
+
+def once_in_full(plan: Plan, link: str) -> float:
+    """The bytes that a rank sends over a link once in a step whose sums are not by signs, as in a warm-up: every rank
+    then gets the whole sum."""
+    signed, width = sign_leaves(plan), reduce_dtype(plan).itemsize
+    found = 0.0
+    for name, leaf in plan.leaves.items():
+        by_link = [one for one in traffic(plan, name) if one.link == link]
+        found += sum(one.once for one in by_link)
+        if name in signed and link_of(leaf, plan.sizes) == link:
+            elements = local_numel(leaf.shape, leaf.compute, plan.sizes)
+            found += 2 * (elements * width - sign_bytes(plan, name)) * missing_part(link, plan.sizes)
+    return found

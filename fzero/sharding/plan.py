@@ -173,16 +173,17 @@ class Plan:
         """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
         versions of the trained parameters, and with pp no rank waits for the pipeline to empty between the updates.
 
-        Raises ValueError for a number below 1, for offload of anything but activations, and a codec with loco.
+        Raises ValueError for a number below 1, for offload of anything but activations, and a codec that keeps
+        errors.
 
         >>> fzero.zero_plan(0, {"w": torch.zeros(8, 2)}, fzero.one_process()).with_updates(2).delayed
         2
         """
         expect_count("the number of updates", updates)
-        if self.codec is not None and self.codec.loco is not None:
+        if self.codec is not None and self.codec.feedback:
             raise ValueError(
                 f"delayed updates: codec {self.codec} keeps the errors of one gradient at a time, and two are under "
-                "way; leave loco out"
+                "way; leave loco or 1bit out"
             )
         for name, leaf in self.leaves.items():
             for group, spec in (("params", leaf.params), ("grads", leaf.grads), ("opt", leaf.opt)):

@@ -25,6 +25,7 @@ from fzero.sharding.error_feedback import ErrorFeedback
 from fzero.sharding.moves import Moves, is_coded, moves, reduce_dtype, without_pp
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
+from fzero.sharding.sign_sums import sign_leaves
 from fzero.sharding.sums_at_rest import Key, SumsAtRest
 
 
@@ -48,6 +49,9 @@ class GradientReducer:
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
             for name, leaf in plan.leaves.items()
         }
+        for name in sign_leaves(plan):  # whose sums over data ranks the optimizer makes
+            now, end = self.moves[name]
+            self.moves[name] = now, tuple(move for move in end if not is_coded(*move))
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.owed: dict[Key, Any] = {}
         self.flying: list[Iterator[Any]] = []

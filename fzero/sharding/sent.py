@@ -16,8 +16,9 @@ from fzero.comm.bucket import bucket_groups
 from fzero.comm.ledger import sent_elements
 from fzero.comm.tables import links_of
 from fzero.sharding.at_rest import shard_axes
-from fzero.sharding.moves import COLLECTIVES, Moves, moves, ranks_of, reduce_dtype, without_pp
+from fzero.sharding.moves import COLLECTIVES, Moves, is_coded, moves, ranks_of, reduce_dtype, without_pp
 from fzero.sharding.pipelines import users_of
+from fzero.sharding.sign_sums import layers_of, sign_bytes, sign_leaves
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.sharding.spec import Spec
 
@@ -155,6 +156,13 @@ def add_group(
         sums.gather(what, link, dtypes[bucket[0]].itemsize, gathered, part=times * passes)
     trained = [name for name in names if plan.leaves[name].trained]
     paths = {name: without_pp(path_of(plan, name)) for name in trained}
+    for name in sign_leaves(plan) & set(trained):
+        now, end = paths[name]
+        paths[name] = now, tuple(move for move in end if not is_coded(*move))
+        link = link_of(plan, name)
+        size = int(sign_bytes(plan, name)) // layers_of(name, plan.leaves[name]) * times
+        for collective in ("all_to_all", "all_gather"):
+            sums.add(what, collective, link, 1, 0, sent_elements(collective, size, ranks_of(link, plan.sizes)))
     whole = {name: layer_numel(plan, name, plan.leaves[name].compute) for name in trained}
     grads = [torch.empty(whole[name], dtype=plan.leaves[name].dtype, device="meta") for name in trained]
     kinds = [(paths[name], name in again) for name in trained]

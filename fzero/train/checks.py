@@ -157,6 +157,7 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
                 f'update="delayed": a rule of the model moves {moving[0]} after each step, and micro-batches under way '
                 'would see it move; use update="end"'
             )
+    expect_sums(tx, plan)
     cut = [
         name
         for name, leaf in plan.leaves.items()
@@ -167,6 +168,21 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
             f"the optimizer needs whole leaves (needs={tx.needs!r}) and the "
             f"plan cuts {cut[0]} and {len(cut) - 1} more; "
             "give it an `on`, which makes it one for shards (see fzero.optim.GradientTransformation), or use stage 0"
+        )
+
+
+def expect_sums(tx: GradientTransformation, plan: Plan) -> None:
+    """Raise ValueError unless a plan leaves sums of gradients to its optimizer and that makes them, or neither."""
+    signs = plan.codec is not None and plan.codec.signs
+    if signs and not tx.sums:
+        raise ValueError(
+            f"codec {plan.codec}: the plan leaves sums of gradients to the optimizer, and this one makes none; use "
+            "optim.onebit_adam, onebit_lamb or zero_one_adam, alone (their clip= clips), or leave the codec out"
+        )
+    if tx.sums and not signs and plan.mesh.link().size > 1:
+        raise ValueError(
+            "the optimizer sends signs of its momentum, and the plan sums gradients in full; write zero_plan(..., "
+            'codec="grads=1bit"), or use another optimizer, such as adamw'
         )
 
 

@@ -96,8 +96,8 @@ def rounded_params(params: Tree, plan: Plan, impl: Kernels) -> Tree:
 
 
 def grads_coder(plan: Plan, impl: Kernels) -> Coder | None:
-    """How gradients travel under a plan; None: as they are."""
-    return _coder(plan.codec, "grads", impl)
+    """How gradients travel under a plan; None: as they are, or by an optimizer's own sums."""
+    return None if plan.codec is not None and plan.codec.signs else _coder(plan.codec, "grads", impl)
 
 
 def _coder(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:

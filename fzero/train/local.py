@@ -126,10 +126,10 @@ def expect_local(plan: Plan, local: Local) -> None:
             f"local steps: the plan sums gradients over rp={plan.sizes['rp']}; make it, its state and its step with "
             "mesh.member(), the mesh of one member"
         )
-    if plan.codec is not None and plan.codec.loco is not None:
+    if plan.codec is not None and plan.codec.feedback:
         raise ValueError(
             f"local steps: codec {plan.codec} keeps errors that are of one member, and members agree on all of a "
-            "state; leave loco out"
+            "state; leave loco or 1bit out"
         )
     if plan.stages is not None and local.fragments > 1:
         raise ValueError(
@@ -177,7 +177,8 @@ def make_local_step(
 
     step, plan: of the member, by make_train_step on `mesh.member()`, with donate=True. outer: an elementwise
     transformation, such as optim.sgd(0.7, momentum=0.9, nesterov=True). members: `mesh["rp"]`. The state is one of
-    `init_local`; metrics are of the member. `finish(state)` of the function uses what is under way.
+    `init_local`; metrics are of the member. `finish(state)` of the function uses what is under way, `forget()` drops
+    it.
     Communicates over rp: d once in H steps, 2 (R-1)/R of what this rank updates; in codes half, an eighth of it.
     Raises ValueError for a plan on a mesh with rp, and for a disk.
 
@@ -214,7 +215,7 @@ def make_local_step(
     def finish(state: TrainState) -> TrainState:
         return use(state, flying[-1].step) if flying else state
 
-    train_step.finish = finish
+    train_step.finish, train_step.forget = finish, flying.clear
     return train_step
 
 
@@ -275,8 +276,9 @@ def begin_again(
 
 @torch.no_grad()
 def agree(step: Step, plan: Plan, outer: GradientTransformation, members: Axis, state: TrainState, local: Local) -> Any:
-    """The state after every fragment has agreed, and the members' optimizer states are their mean: the same on all
-    members, so that it can be saved, and a run goes on from it with the same bits on as many members, or on others.
+    """The state after every fragment has agreed, but for one that did so after the last step, and the members'
+    optimizer states are their mean: the same on all members, so that it can be saved, and a run goes on from it with
+    the same bits on as many members, or on others.
 
     step: of `make_local_step`. Communicates over rp: d of every fragment, and the floating-point leaves of opt_state.
     """
@@ -284,6 +286,8 @@ def agree(step: Step, plan: Plan, outer: GradientTransformation, members: Axis, 
     coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
     whole = Local(local.every, local.codec, local.fragments)
     for fragment in range(local.fragments):
+        if not local.overlap and local.due(int(state.step)) == fragment:
+            continue  # after this very step
         with plan.mesh.ledger.phase("outer"):
             d = send(plan, state, fragment, members, local, coder)()
         state = begin_again(plan, outer, whole, state, fragment, d)

@@ -72,7 +72,7 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
         step=whole,
         params=params,
         master=trained if policy.has_master else (),
-        opt_state=tx.spec(trained),
+        opt_state=bind(tx, shards_of(plan)).spec(trained),
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=whole,
         data_cursor=whole,

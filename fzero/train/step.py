@@ -23,7 +23,7 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared, summed_by_kernel
-from fzero.optim.sharded_leaves import ShardedLeaves, bind, shards_of
+from fzero.optim.sharded_leaves import ShardedLeaves, bind, shards_of, shards_of_sums
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
@@ -125,7 +125,7 @@ def make_train_step(
     gradient = StepGradient(model, plan, execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
     unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
-    measured = partial(measure, plan, shards, skip, execution.norms)
+    measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)

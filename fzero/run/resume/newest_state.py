@@ -143,12 +143,12 @@ def restore_newest(
             return str(found.path), found.lines()
 
         path, lines = coordinator.share(look)
-        for line in [*lines, *error_lines(path, job.plan)]:
+        for line in [*lines, *error_lines(path, job.plan, pytree.names(like_of(job)))]:
             say(line)
         return restore(job, path)
     found = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
     assert found.path is not None  # else it has raised
-    for line in [*found.lines(), *error_lines(found.path, job.plan)]:
+    for line in [*found.lines(), *error_lines(found.path, job.plan, pytree.names(like_of(job)))]:
         say(line)
     return found.value
 

@@ -1,0 +1,296 @@
+"""1-bit Adam: once the second moment has settled, ranks send the signs of their momentum in place of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.core import pytree
+from fzero.core.arguments import OPTIMIZER, checked, expect_count
+from fzero.core.autodiff import transforms
+from fzero.core.pytree import Tree
+from fzero.optim.base import GradientTransformation, Schedule, check_number, lr_at
+from fzero.optim.leafwise import Slot, without_partial
+from fzero.optim.masks import Mask, check_mask, decay_predicate
+from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
+from fzero.sharding.sign_sums import SCALES, SignSums
+from fzero.sharding.spec import Spec
+
+
+class OneBitState(NamedTuple):
+    """The state of the optimizers that send signs.
+
+    >>> onebit_adam(freeze=100).init({"w": torch.zeros(2)})
+    OneBitState(count=tensor(0), m={'w': tensor([0., 0.])}, v={'w': tensor([0., 0.])}, worker={}, server={}, extra={})
+    """
+
+    count: Tensor  # int64 0-dim: steps made
+    m: Tree  # mean of gradients; of a leaf that is sent by signs whole over data ranks
+    v: Tree  # mean of squared gradients, like the params
+    worker: dict[str, Tensor]  # by leaf that is sent by signs: what this rank owes, see fzero.sharding.sign_sums
+    server: dict[str, Tensor]  # what is owed of the sums that this rank serves
+    extra: dict[str, Any]  # of a method's own
+
+
+class Moments(NamedTuple):
+    """What a method makes an update of: of a leaf the part that this rank updates."""
+
+    name: str
+    m: Tensor
+    before: Tensor | None  # m before the step, for a method with an `extra`
+    v: Tensor
+    p: Tensor  # in their dtype
+    decay: float
+    correct1: Tensor  # 1 - b1^t
+    correct2: Tensor  # 1 - b2^k, where v has moved k times
+    full: bool  # whether this step's sum was made in full
+
+
+Direction = Callable[[Moments, dict[str, Any], ShardedLeaves], Tensor]
+
+
+class Method(NamedTuple):
+    """What differs between the optimizers that send signs.
+
+    full: count -> bool 0-dim: whether the sum of gradients of this step is made in full, and v moves.
+    moved: count -> how often v has moved, with this step.
+    direction: (Moments, `extra` of the state, shards) -> the update but for the rate, and its sign; it may write to its
+    leaf of `extra`. extra: the slots there.
+    """
+
+    full: Callable[[Tensor], Tensor]
+    moved: Callable[[Tensor], Tensor]
+    direction: Direction
+    extra: dict[str, Slot] = {}  # noqa: RUF012
+
+
+class Numbers(NamedTuple):
+    """The numbers that all of them take."""
+
+    lr: float | Tensor | Schedule
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip: float
+    scale: str
+
+    def check(self, owner: str) -> Numbers:
+        """The same, if they are in their ranges."""
+        check_number(owner, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
+        check_number(owner, high=1.0, b1=self.b1, b2=self.b2)
+        if self.scale not in SCALES:
+            raise ValueError(f"{owner}: scale is {self.scale!r}; it must be one of {', '.join(SCALES)}")
+        return self
+
+
+def warm_up(owner: str, freeze: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The `full` and `moved` of a Method whose first `freeze` steps are made in full."""
+    expect_count(f"{owner}: freeze", freeze)
+    return lambda count: count < freeze, lambda count: (count + 1).clamp(max=freeze)
+
+
+@checked(**OPTIMIZER)
+def onebit_adam(
+    lr: float | Tensor | Schedule = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    freeze: int,
+    weight_decay: float = 0.01,
+    mask: Mask = None,
+    clip: float = 0.0,
+    scale: str = "rms",
+) -> GradientTransformation:
+    """Return 1-bit Adam: AdamW for `freeze` steps; then v stays, and ranks exchange the signs of their momentum.
+
+    Until then as `adamw`. From then on each of N ranks r makes its term of the momentum of its own gradients,
+
+    m_r = b1 m / N + (1 - b1) g_r;  m = the sum of the m_r by signs, with the errors of both ways kept (see
+    fzero.sharding.sign_sums);  u = -lr (m̂ / (√v̂ + eps) + λ p), with v̂ as it was at step `freeze`.
+
+    It goes with a plan of codec "grads=1bit", which leaves to it the sums of the matrices that its ranks can share;
+    sums of other leaves, such as norms and biases, are made in full. Its state is m and errors, whole on every
+    rank, and v and the errors of what a rank serves, sharded. Elements that had no gradient at all in the first
+    `freeze` steps (m is exactly 0) have no scale, and only decay from then on.
+    lr: a number, a 0-dim tensor, or a schedule. freeze: the steps of the warm-up; the paper has 15 to 20% of a run.
+    weight_decay: λ. mask: which leaves decay (a regex, a predicate (name, leaf), None for all). clip: the largest norm
+    of the gradient in the warm-up, then of the momentum; 0: as it is. In a chain it would be given terms, not sums.
+    scale: of a block of signs: "rms", which keeps its norm, or "mean" of the magnitudes, which loses least.
+    Communicates: a psum of gradients in the warm-up; then an all_to_all and an all_gather of bits, and scales.
+    Raises ValueError for numbers out of range.
+
+    >>> tx, params = onebit_adam(0.1, freeze=10, weight_decay=0.0), {"w": torch.tensor([1.0, 4.0])}
+    >>> tx.update({"w": torch.tensor([3.0, -3.0])}, tx.init(params), params)[0]["w"]  # the first step is Adam's
+    tensor([-0.1000,  0.1000])
+
+    Ref: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
+    arXiv:2102.02888, algorithm 1.
+    """
+    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale)
+    return one_bit("onebit_adam", numbers, Method(*warm_up("onebit_adam", freeze), adam_direction(eps)), mask)
+
+
+def adam_direction(eps: float) -> Direction:
+    """Adam's: m̂ / (√v̂ + eps), and 0 where v is 0; and λ p."""
+
+    def direction(x: Moments, extra: dict[str, Any], shards: ShardedLeaves) -> Tensor:
+        r = torch.where(x.v > 0, (x.m / x.correct1) / ((x.v / x.correct2).sqrt() + eps), 0.0)
+        return r.add_(x.p, alpha=x.decay)
+
+    return direction
+
+
+def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> GradientTransformation:
+    """The transformation of a method, see `onebit_adam`."""
+    numbers.check(owner)
+    check, decays = check_mask(owner, mask), decay_predicate(mask)
+
+    def on(shards: ShardedLeaves) -> GradientTransformation:
+        signs = shards.signs
+
+        def init(params: Tree) -> OneBitState:
+            check(params)
+            named = pytree.named_leaves(params)
+            device = next((p.device for p in named.values()), torch.device("cpu"))
+            zeros = {name: p.new_zeros(p.shape, dtype=wide(p)) for name, p in named.items()}
+            m, worker, server = dict(zeros), {}, {}
+            for name in signed(signs, named):
+                assert signs is not None
+                m[name], worker[name], server[name] = signs.zeros(name, device)
+            v = {name: x.clone() for name, x in zeros.items()}
+            count = torch.zeros((), dtype=torch.int64, device=device)
+            extra = {key: {name: slot.init(name, zeros[name]) for name in named} for key, slot in method.extra.items()}
+            whole = pytree.from_named(m, params), pytree.from_named(v, params)
+            return OneBitState(count, *whole, worker, server, extra)
+
+        def spec(specs: Tree) -> OneBitState:
+            named = {name: without_partial(one) for name, one in pytree.named_leaves(specs).items()}
+            m, worker, server = dict(named), {}, {}
+            for name in signed(signs, named):
+                assert signs is not None
+                at = signs.specs[name]
+                m[name], worker[name], server[name] = at.whole, at.worker.spec, at.served
+            extra = {
+                key: {name: slot.spec(name, one) for name, one in named.items()} for key, slot in method.extra.items()
+            }
+            whole = pytree.from_named(m, specs), pytree.from_named(named, specs)
+            count: Any = Spec()  # in a tensor's place
+            return OneBitState(count, *whole, worker, server, extra)
+
+        def update(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
+            state = pytree.map(lambda x: x.clone(), state)
+            made = dict(steps(grads, state, params))
+            updates = pytree.from_named({name: u.clone() for name, u in made.items()}, params)
+            return updates, state._replace(count=state.count + 1)
+
+        @torch.no_grad()
+        def donate(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
+            made = dict(steps(grads, state, params))
+            return pytree.from_named(made, params), state._replace(count=state.count + 1)
+
+        @torch.no_grad()
+        def apply(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
+            named = pytree.named_leaves(params)
+            for name, u in steps(grads, state, params):
+                named[name].add_(u)
+            return params, state._replace(count=state.count + 1)
+
+        def steps(grads: Tree, state: OneBitState, params: Tree) -> Iterator[tuple[str, Tensor]]:
+            """(leaf, its update), once its part of `state` is overwritten with the new one."""
+            named, g = pytree.named_leaves(params), pytree.named_leaves(grads)
+            m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
+            own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
+            full = is_full(owner, method, state.count)
+            before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
+            move_momentum(shards, numbers, full, g, state, (m, v))
+            t = (state.count + 1).to(torch.float64)
+            correct = 1 - numbers.b1**t, 1 - numbers.b2 ** method.moved(state.count).to(torch.float64)
+            lr = lr_at(numbers.lr, state.count)
+            for name, p in named.items():
+                wide_p = p.to(v[name].dtype)
+                decay = numbers.weight_decay if decays(name, p) else 0.0
+                parts = own(name, m[name]), before.pop(name, None), v[name], wide_p, decay
+                r = method.direction(Moments(name, *parts, *casts(correct, wide_p), full), state.extra, shards)
+                yield name, r.mul_(-lr.to(r.dtype))
+
+        needs = "tree" if shards is WHOLE else "elementwise"
+        made = GradientTransformation(init, update, spec, needs, donate, apply, unit="tree", sums=True)
+        return made._replace(on=on)
+
+    return on(WHOLE)
+
+
+def is_full(owner: str, method: Method, count: Tensor) -> bool:
+    """Whether the sums of this step are made in full: the host waits for the answer."""
+    if transforms():
+        raise ValueError(
+            f"{owner}: the host asks in each step which sums it makes, so that no torch.func transform can see it; "
+            "call the step outside of one"
+        )
+    return bool(method.full(count))
+
+
+def move_momentum(
+    shards: ShardedLeaves,
+    numbers: Numbers,
+    full: bool,
+    g: dict[str, Tensor],
+    state: OneBitState,
+    moments: tuple[dict[str, Tensor], dict[str, Tensor]],
+) -> None:
+    """Overwrite m, and in a step with a full sum v, or else the errors of `state`; `g` is emptied of leaves that are
+    sent."""
+    (m, v), signs, b1, b2 = moments, shards.signs, numbers.b1, numbers.b2
+    sent = [name for name in state.worker if m[name].numel()]  # a stage may have no layer of a stack
+    own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
+    if full and signs is not None:
+        g.update(signs.in_full({name: g.pop(name) for name in sent}))
+    if full:
+        by = clip_factor(shards, {name: own(name, x) for name, x in g.items()}, numbers.clip)
+        for name in m:
+            grad = g.pop(name).to(m[name].dtype)
+            grad = grad if by is None else grad * by.to(grad.dtype)
+            m[name].mul_(b1).add_(grad, alpha=1 - b1)
+            part = own(name, grad)
+            v[name].mul_(b2).addcmul_(part, part, value=1 - b2)
+        return
+    for name in m:
+        if name not in state.worker:
+            m[name].mul_(b1).add_(g.pop(name).to(m[name].dtype), alpha=1 - b1)
+    if signs is not None:
+        shares = {name: b1 / signs.ranks(name) for name in sent}
+        term = lambda name: (m[name] * shares[name]).add_(g.pop(name).to(m[name].dtype), alpha=1 - b1)  # noqa: E731
+        signs.by_signs({name: m[name] for name in sent}, term, state.worker, state.server, numbers.scale)
+    by = clip_factor(shards, {name: own(name, x) for name, x in m.items()}, numbers.clip)
+    if by is not None:
+        for x in m.values():
+            x.mul_(by.to(x.dtype))
+
+
+def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) -> Tensor | None:
+    """What makes the norm of a tree at most `clip`; None without clipping."""
+    if not clip:
+        return None
+    norm = shards.norm(parts)
+    bound = torch.full((), clip, dtype=norm.dtype, device=norm.device)
+    return bound / torch.maximum(norm, bound)
+
+
+def casts(numbers: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Both numbers in a tensor's dtype."""
+    return numbers[0].to(like.dtype), numbers[1].to(like.dtype)
+
+
+def wide(p: Tensor) -> torch.dtype:
+    """The dtype of the state of a parameter: its own, at least float32."""
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def signed(signs: SignSums | None, named: dict[str, Any]) -> list[str]:
+    """The leaves among `named` that are sent by signs."""
+    return sorted(signs.names & named.keys()) if signs is not None else []

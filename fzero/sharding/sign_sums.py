@@ -1,0 +1,283 @@
+"""Sums over the ranks that have other data, in one bit for each element: what rounding takes is kept and sent later.
+
+    x = term + e        of a rank: what it owes, and what it did not send before
+    s, b                the mean of |x| over a block, or its root mean square, and the signs of x
+    e' = x - s b        stays with the rank
+    y = sum of s b over the ranks + f       on the rank that serves the block
+    S, B, f' = y - S B                      the same again: S B is what arrives on all ranks
+
+After any number of sums what arrived, the e of all ranks and the f are together what was owed. A block is the part of a
+layer of a leaf that one rank serves. Elements whose last sum is exactly 0 are masked: they are sent as 0, count in no
+mean and owe nothing, as the sign of a zero would be one of noise.
+
+Sources: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
+arXiv:2102.02888, algorithm 1 (the root mean square, which keeps the magnitude); Lu et al. 2022, "Maximizing
+communication efficiency for large-scale training via 0/1 Adam", arXiv:2202.06009 (the mean of |x|).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.comm.bucket import bucket_groups, pack, unpack
+from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
+from fzero.comm.tables import links_of
+from fzero.sharding.at_rest import shard_axes, shard_over_data
+from fzero.sharding.moves import ranks_of, reduce_dtype
+from fzero.sharding.slices import is_stacked, local_numel, local_shape, narrow_part, shard_dim
+from fzero.sharding.spec import Spec
+
+Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
+LeafPlan = Any
+WORKER = "opt_state/worker/"  # how the name of a rank's errors begins in a state: a leaf follows
+
+
+# ---- the code ----
+
+
+def pack_signs(x: Tensor) -> Tensor:
+    """The signs of x [.., n] as bits, uint8 [.., n / 8]: 1 for a number that is not negative, the first in the lowest.
+
+    >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, -2.0, -1.0, -1.0, -1.0, 3.0]))
+    tensor([133], dtype=torch.uint8)
+    """
+    bits = (x >= 0).view(*x.shape[:-1], -1, 8).to(torch.uint8)
+    return bits.mul_(_powers(x.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpack_signs(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 and -1 [.., n] of bits [.., n / 8].
+
+    >>> unpack_signs(torch.tensor([133], dtype=torch.uint8), torch.float32)
+    tensor([ 1., -1.,  1., -1., -1., -1., -1.,  1.])
+    """
+    ones = bits[..., None].bitwise_and(_powers(bits.device)).ne_(0).view(*bits.shape[:-1], -1)
+    return ones.to(dtype).mul_(2).sub_(1)
+
+
+def _powers(device: torch.device) -> Tensor:
+    return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
+
+
+SCALES = ("mean", "rms")
+
+
+def encode(x: Tensor, mask: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    """(bits [.., n / 8], scales [..]) of x [.., n], which is 0 where `mask` is False: the mean of |x| over the others,
+    or its root mean square ("rms")."""
+    size = torch.linalg.vector_norm(x, 1 if scale == "mean" else 2, -1)
+    number = mask.sum(-1).clamp_(min=1).to(size.dtype)
+    return pack_signs(x), size / (number if scale == "mean" else number.sqrt())
+
+
+def decode(bits: Tensor, scale: Tensor, mask: Tensor) -> Tensor:
+    """What `encode` stands for."""
+    return unpack_signs(bits, scale.dtype).mul_(scale[..., None]).mul_(mask)
+
+
+def to_message(bits: Tensor, scale: Tensor) -> Tensor:
+    """One message [ranks, bytes] of bits [blocks, ranks, n / 8] and scales [blocks, ranks]."""
+    ranks = bits.shape[1]
+    of_ranks = scale.t().reshape(-1).view(torch.uint8).view(ranks, -1)
+    return torch.cat([bits.transpose(0, 1).reshape(ranks, -1), of_ranks], 1)
+
+
+def from_message(message: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(bits [blocks, ranks, n / 8], scales [blocks, ranks]) of a message [ranks, bytes]."""
+    ranks, scales = message.shape[0], blocks * dtype.itemsize
+    bits, scale = message.split([message.shape[1] - scales, scales], 1)
+    return bits.reshape(ranks, blocks, -1).transpose(0, 1), scale.reshape(-1).view(dtype).view(ranks, blocks).t()
+
+
+# ---- plans ----
+
+
+def served_spec(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> Spec:
+    """The layout of what each rank serves of a leaf: as stage 1 shards it."""
+    return shard_over_data(name, leaf.shape, replace(leaf.compute, partial=frozenset()), sizes)
+
+
+def link_of(leaf: LeafPlan, sizes: Mapping[str, int]) -> str:
+    """The link over which the sum of a leaf's gradient is made; "" for none."""
+    return "".join(links_of(shard_axes(leaf.compute), sizes))
+
+
+def served_by_all(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> bool:
+    """Whether a leaf is cut into blocks of whole bytes for all ranks of its link."""
+    spec = served_spec(name, leaf, sizes)
+    if not link_of(leaf, sizes) or "dp" not in spec.axes:
+        return False
+    return local_numel(leaf.shape, spec, sizes) // layers_of(name, leaf) % 8 == 0
+
+
+def layers_of(name: str, leaf: LeafPlan) -> int:
+    """The layers of a leaf that a rank has, the most over pp; 1 for one that is not stacked."""
+    return max(map(len, leaf.compute.rows), default=leaf.shape[0]) if is_stacked(name) else 1
+
+
+def sum_dtype(plan: Plan) -> torch.dtype:
+    """The dtype of such sums, of their scales and errors: that in which parameters are updated, at least float32."""
+    policy = plan.policy
+    return torch.promote_types(policy.state if policy.has_master else policy.param, torch.float32)
+
+
+def sign_bytes(plan: Plan, name: str) -> float:
+    """The bytes of a leaf's signs and scales, of which a rank sends what is not its own, twice a sum."""
+    leaf, sizes = plan.leaves[name], plan.sizes
+    blocks = layers_of(name, leaf) * ranks_of(link_of(leaf, sizes), sizes)
+    return local_numel(leaf.shape, leaf.compute, sizes) / 8 + blocks * sum_dtype(plan).itemsize
+
+
+def sums_tree(plan: Plan) -> dict[str, Spec]:
+    """{trained leaf: the layout of what the optimizer is given of its gradient}: the terms of a sum that is owed over a
+    link are a leaf in parts, as far as norms go."""
+    signs = sign_leaves(plan)
+    found = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained}
+    return {name: served_spec(name, plan.leaves[name], plan.sizes) if name in signs else s for name, s in found.items()}
+
+
+def sign_leaves(plan: Plan) -> frozenset[str]:
+    """The leaves whose sums an optimizer makes by signs."""
+    return plan.coded_grads if plan.codec is not None and plan.codec.signs else frozenset()
+
+
+def worker_errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], Any]) -> dict[str, Any]:
+    """{leaf: `make(shape, spec)` of the errors that ranks keep of it, [layers or 1, ranks, *layer]}."""
+    found = {}
+    for name in sorted(sign_leaves(plan)):
+        leaf, dim = plan.leaves[name], shard_dim(name)
+        lead, axes = leaf.compute.dims[:dim] or ((),), tuple(link_of(leaf, plan.sizes).split("+"))
+        spec = Spec((*lead, axes, *leaf.compute.dims[dim:]), rows=leaf.compute.rows)
+        shape = (leaf.shape[0] if dim else 1, math.prod(plan.sizes[axis] for axis in axes), *leaf.shape[dim:])
+        found[name] = make(shape, spec)
+    return found
+
+
+# ---- the sums ----
+
+
+class SignSums:
+    """The sums of a plan with codec "grads=1bit" as its optimizer makes them.
+
+    names: the leaves. `specs` has for each the layout of the sum, which is whole over data ranks, of a rank's errors,
+    and of the errors of what a rank serves.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.mesh, self.reduce, self.dtype = plan.mesh, reduce_dtype(plan), sum_dtype(plan)
+        self.names = sign_leaves(plan)
+        self.axes = {name: plan.mesh[link_of(plan.leaves[name], plan.sizes)] for name in self.names}
+        self.shapes = {name: plan.leaves[name].shape for name in self.names}
+        self.specs = {
+            name: Layout(
+                replace(plan.leaves[name].compute, partial=frozenset()),
+                worker,
+                served_spec(name, plan.leaves[name], plan.sizes),
+                plan.leaves[name].opt,
+            )
+            for name, worker in worker_errors_of(plan, lambda shape, spec: Worker(shape, spec)).items()
+        }
+
+    def zeros(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """(the sum of a leaf, this rank's errors, those of what it serves), all 0."""
+        at = self.specs[name]
+        pairs = ((self.shapes[name], at.whole), at.worker, (self.shapes[name], at.served))
+        sizes = [local_shape(shape, spec, self.mesh) for shape, spec in pairs]
+        mean, worker, server = (torch.zeros(size, dtype=self.dtype, device=device) for size in sizes)
+        return mean, worker, server
+
+    def ranks(self, name: str) -> int:
+        """The number of terms of a leaf's sum."""
+        return self.axes[name].size
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """The part of a leaf's sum that this rank updates: a view."""
+        at, axis = self.specs[name], self.axes[name]
+        return narrow_part(whole, axis.rank, axis.size, shard_dim(name)) if "dp" in at.opt.axes else whole
+
+    def in_full(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sums of these terms, which travel as they do without signs; `terms` is emptied.
+
+        Communicates: a psum of each large leaf, and of the small ones together.
+        """
+        names, pending = list(terms), []
+        for bucket in bucket_groups([terms[n] for n in names], [self.axes[n].name for n in names]):
+            chosen = [names[i] for i in bucket]
+            tensors = [terms.pop(name) for name in chosen]
+            shapes, bundle = [t.shape for t in tensors], pack(tensors, 1, self.reduce)
+            pending.append((chosen, shapes, start_psum(bundle, self.axes[chosen[0]], leaf=" ".join(chosen))))
+        found: dict[str, Tensor] = {}
+        for chosen, shapes, sums in pending:
+            found.update(zip(chosen, (x.to(self.dtype) for x in unpack(sums.wait(), shapes))))
+        return found
+
+    def by_signs(
+        self,
+        sums: Mapping[str, Tensor],
+        term: Callable[[str], Tensor],
+        worker: Mapping[str, Tensor],
+        server: Mapping[str, Tensor],
+        scale: str,
+    ) -> None:
+        """Write the sums of `term(name)` over the ranks into `sums`, and the new errors into `worker` and `server`.
+
+        sums: the last ones, exactly 0 where elements are masked. The same on all ranks. scale: see `encode`.
+        Communicates: for each leaf an all_to_all and an all_gather of signs, with a scale for each block.
+        """
+        sent = {name: self.send(name, sums[name], term(name), worker[name], scale) for name in sums}
+        served = {name: self.serve(name, sums[name], sent.pop(name).wait(), server[name], scale) for name in sums}
+        for name, last in sums.items():
+            blocks = self.blocks(name, last)
+            coded = from_message(served.pop(name).wait(), blocks.shape[0], self.dtype)
+            blocks.copy_(decode(*coded, blocks != 0))
+
+    def blocks(self, name: str, x: Tensor) -> Tensor:
+        """A leaf, whole over data ranks, as [layers or 1, ranks, n]: a view."""
+        return x.view(x.shape[0] if is_stacked(name) else 1, self.ranks(name), -1)
+
+    def send(self, name: str, last: Tensor, term: Tensor, worker: Tensor, scale: str) -> Any:
+        """Start to send a rank's signs; `worker` becomes what they leave out. `term` is overwritten."""
+        x, error, mask = (
+            self.blocks(name, term),
+            worker.view(self.blocks(name, term).shape),
+            self.blocks(name, last) != 0,
+        )
+        x.add_(error).mul_(mask)
+        coded = encode(x, mask, scale)
+        error.copy_(x.sub_(decode(*coded, mask)))
+        return start_all_to_all(to_message(*coded), self.axes[name], leaf=name)
+
+    def serve(self, name: str, last: Tensor, message: Tensor, server: Tensor, scale: str) -> Any:
+        """Add up what came of the blocks that this rank serves, and start to send the signs of the sums."""
+        axis, blocks = self.axes[name], self.blocks(name, last)
+        mask = blocks[:, axis.rank] != 0
+        bits, scales = from_message(message, blocks.shape[0], self.dtype)
+        error = server.view(mask.shape)
+        error.mul_(mask)
+        for rank in range(axis.size):
+            error.add_(decode(bits[:, rank], scales[:, rank], mask))
+        bits, scales = encode(error, mask, scale)
+        error.sub_(decode(bits, scales, mask))
+        return start_all_gather(to_message(bits[:, None], scales[:, None]), axis, leaf=name)
+
+
+class Worker(NamedTuple):
+    """The whole shape of what the ranks keep of a leaf, and its layout."""
+
+    shape: tuple[int, ...]
+    spec: Spec
+
+
+class Layout(NamedTuple):
+    """Where the parts of a leaf's sum are: the sum, a rank's errors, those of what it serves, and what it updates."""
+
+    whole: Spec
+    worker: Worker
+    served: Spec
+    opt: Spec
