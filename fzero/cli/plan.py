@@ -21,7 +21,7 @@ from fzero.planner import launch
 # Of a config.
 TABLES = (
     "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
-    "stages",
+    "stages", "local",
 )  # fmt: skip
 
 

@@ -99,11 +99,7 @@ def build(
     assert "auto" not in (config.precision.policy, config.train.compiled), "decide every auto of the config first"
     mesh = make_mesh(config.mesh, device="cpu") if mesh is None else mesh
     micro_batches = local_micro_batches(config, mesh)
-    if config.sequence and mesh["cp"].size == 1 and config.data.seq_len % mesh["tp"].size:
-        raise ValueError(
-            f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
-            "does not divide"
-        )
+    expect_even_sequences(config, mesh)
     model = with_objective(config, models.build(config.model) if model is None else model)
     members = members_of(config.local, mesh)
     plan = zero_plan(
@@ -156,8 +152,17 @@ def build(
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
     check = make_check(model, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
-    train_step = train_step if members is None else members.step(train_step, plan)
+    train_step = members.step(train_step, plan) if members else train_step
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
+
+
+def expect_even_sequences(config: RunConfig, mesh: Mesh) -> None:
+    """Raise ValueError if sequence parallelism cannot cut a sequence into equal parts."""
+    if config.sequence and mesh["cp"].size == 1 and config.data.seq_len % mesh["tp"].size:
+        raise ValueError(
+            f"data.seq_len is {config.data.seq_len}, which sequence parallelism over tp={mesh['tp'].size} "
+            "does not divide"
+        )
 
 
 def skip_of(config: RunConfig) -> Skip:
