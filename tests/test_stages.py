@@ -408,3 +408,29 @@ def test_lengths_in_steps_and_in_tokens_are_not_mixed(change, fz, here):
     settings = [part for key, value in values.items() for part in ("--set", f"optim.schedule.{key}={value}")]
     code, _, err = fz("pretrain", *TINY, *settings, "--out", "bad")
     assert code == 2 and SCHEDULES[change] in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_batch_that_is_left_out_of_a_ramp_is_the_only_one(fz, here, monkeypatch):
+    """Its samples are missing, and all others come once, in order, though the sizes of the batches after it are those
+    of their steps."""
+    args = [*TINY, "--batch-ramp", "2:2:300", "--seq-len", 64, *BACK]
+    seen = []
+
+    def wrong(state, batch):
+        rows = batch["tokens"].reshape(-1, 64).clone()
+        seen.append((int(state.step), rows))
+        return len(rows) == 6 and torch.equal(rows, bad)
+
+    config = from_table({"preset": "llama-tiny", "data": {"seq_len": 64, "packing": "best-fit"}})
+    stream = corpus.open_stream(config, Path("corpus"), "train", 1)
+    order = stream.samples_at(0, 60)["tokens"]
+    bad = order[10:16]
+    spoiled(monkeypatch, wrong)
+    code, out, err = fz("pretrain", *args, "--out", "ramp-left-out")
+    assert (code, err) == (0, "") and "samples 10 to 15 are left out" in out, out + err
+    last = dict(seen)  # the rows of each step as it was made last
+    assert [len(last[step]) for step in range(8)] == [2, 2, 2, 4, 6, 8, 8, 8]
+    assert torch.equal(torch.cat([last[step] for step in range(8)]), torch.cat([order[:10], order[16:46]]))
+    code, out, _ = fz("replay", "ramp-left-out", "--step", 8)
+    assert code == 0, out
