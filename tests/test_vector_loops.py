@@ -54,6 +54,7 @@ def test_every_loop_that_is_marked_for_vectors_is_one_without_avx512(file):
 
 
 @need_gcc
+@pytest.mark.slow
 def test_a_choice_between_computed_values_is_found(tmp_path):
     branches = tmp_path / "branches.cpp"
     branches.write_text(
