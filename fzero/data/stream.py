@@ -17,6 +17,7 @@ from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
 from fzero.core.pytree import nearest
 from fzero.data.packing import FILL, PACKINGS, Packing, whole
+from fzero.data.remote import ASKED_FOR, RemoteTokens
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
@@ -116,6 +117,15 @@ class TokenStream:
             numbers = shuffled(self.seed, size, begin, first + count - max(first, few))
             positions.append(self.rows.positions(numbers))
         return np.concatenate(positions) if len(positions) > 1 else positions[0]
+
+    def begin(self, first: int, count: int) -> bool:
+        """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
+        its way."""
+        if not isinstance(self.tokens.tokens, RemoteTokens):
+            return True
+        at = self.positions_at(first, count)
+        at = at[at != FILL]
+        return self.tokens.tokens.begin(np.concatenate([at, at + 1]))
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
@@ -247,6 +257,7 @@ def _prefetch(batch_at: Callable[[int], Any], step: int, depth: int) -> Generato
 
     def work(step: int) -> None:
         error = None
+        ASKED_FOR.set(wanted)
         while error is None and wanted():
             try:
                 batch = batch_at(step)
