@@ -77,6 +77,7 @@ def context() -> Any:
             "data_copy_concurrency": {"limit": 2},
             "s3_request_retries": RETRIES,
             "gcs_request_retries": RETRIES,
+            "http_request_retries": RETRIES,
         }
     )
 
