@@ -14,6 +14,7 @@ class Store(ThreadingHTTPServer):
     """GET and HEAD of objects, with ranges, as S3 and any server of files answer them."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, source):
         """source: a folder, or the http:// address of a server that is asked in turn."""
@@ -31,8 +32,11 @@ class Store(ThreadingHTTPServer):
         """The (start, end) of the bytes that were asked for of an object of this name."""
         return [(start, end) for path, start, end in self.asked if path.endswith(f"/{name}")]
 
-    def find(self, path, start, end):
-        """(the bytes [start, end) of an object, its size), None for one that is not there."""
+    def find(self, path, start, end, headers):
+        """(the bytes [start, end) of an object, its size), None for one that is not there.
+
+        headers: of the request, of which another server is told who asks.
+        """
         if isinstance(self.source, Path):
             file = self.source / path.lstrip("/")
             if not file.is_file():
@@ -40,6 +44,9 @@ class Store(ThreadingHTTPServer):
             whole = file.read_bytes()
             return whole[start:end], len(whole)
         request = urllib.request.Request(self.source + path)
+        for name in ("Authorization", "x-amz-date", "x-amz-content-sha256"):
+            if headers.get(name):
+                request.add_header(name, headers[name])
         if end is not None:
             request.add_header("Range", f"bytes={start}-{end - 1}")
         try:
@@ -80,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
             fails = store.rng.random() < store.failing
         if fails:
             return self.answer(503)
-        found = store.find(self.path, start, end)
+        found = store.find(self.path, start, end, self.headers)
         if found is None:
             return self.answer(404)
         data, size = found
