@@ -2,15 +2,20 @@
 
 import json
 import os
+import random
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import test_data_law
 import torch
+from launched import torchrun
 from object_server import serving
-from test_checkpoint_url import ACCESS, BUCKET, WITHOUT, ask, s3, server  # noqa: F401  (fixtures)
+from test_checkpoint_url import BUCKET, WITHOUT, ask, s3, server  # noqa: F401  (fixtures)
+from test_data_law import home as law  # noqa: F401
 
 from fzero import data
 from fzero.core import object_store
@@ -94,8 +99,8 @@ def expect_equal(ours, theirs):
 # -- rows
 
 
-@pytest.mark.parametrize("packing", ["stream", "best-fit"])
-@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("packing", ["stream", pytest.param("best-fit", marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("split", ["train", pytest.param("val", marks=EXHAUSTIVE)])
 def test_rows_are_those_of_the_local_corpus(home, linked, packing, split):
     folder, reading = linked
     ours, theirs = (
@@ -109,7 +114,7 @@ def test_rows_are_those_of_the_local_corpus(home, linked, packing, split):
     assert ours.rest_after(7).ranges.tolist() == theirs.rest_after(7).ranges.tolist()
 
 
-@pytest.mark.parametrize("latency, failing, steps", [(0.0, 0.1, 12), pytest.param(0.05, 0.05, 200, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("latency, failing, steps", [(0.0, 0.1, 6), pytest.param(0.05, 0.05, 200, marks=EXHAUSTIVE)])
 def test_a_slow_store_with_errors_and_a_small_cache_change_nothing(
     home, store, linked, latency, failing, steps, monkeypatch
 ):
@@ -126,6 +131,7 @@ def test_a_slow_store_with_errors_and_a_small_cache_change_nothing(
     assert len(pieces) > LEAST // SMALL, "more than the cache holds"
 
 
+@EXHAUSTIVE
 def test_what_the_cache_has_is_not_fetched_again(linked, store):
     folder, reading = linked
     read = lambda: data.TokenStream(data.open_tokens(folder, "train", reading), 64, 4).batch_at(0)  # noqa: E731
@@ -136,6 +142,7 @@ def test_what_the_cache_has_is_not_fetched_again(linked, store):
     assert len(store.asked) == fetched
 
 
+@EXHAUSTIVE
 def test_large_pieces_where_a_corpus_fits(home, store, linked):
     folder, reading = linked
     tokens = data.open_tokens(folder, "train", reading._replace(piece=0, cache_bytes=100 << 20))
@@ -147,6 +154,7 @@ def test_large_pieces_where_a_corpus_fits(home, store, linked):
     assert len(store.ranges("train.bin")) <= -(-size // remote.LARGE)
 
 
+@EXHAUSTIVE
 def test_an_index_of_no_token(linked):
     tokens = data.open_tokens(linked[0], "train", linked[1]).tokens
     assert tokens[5:9].shape == (4,) and tokens[np.zeros((0, 3), int)].shape == (0, 3)
@@ -165,7 +173,7 @@ def config_of(url, tmp_path, **more):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=EXHAUSTIVE), 2])
 def test_each_rank_reads_its_rows_and_no_others(home, store, tmp_path, size, quick):
     config = config_of(f"{store.url}/bucket/web", tmp_path)
     path = corpus.find_corpus(config, tmp_path / "run", print)
@@ -186,6 +194,7 @@ def test_each_rank_reads_its_rows_and_no_others(home, store, tmp_path, size, qui
         assert sorted({start // SMALL for start, _ in store.ranges("train.bin")}) == wanted
 
 
+@EXHAUSTIVE
 def test_what_comes_next_is_fetched_before_it_is_asked_for(home, store, tmp_path, quick):
     config = config_of(f"{store.url}/bucket/web", tmp_path, cache_gb=1.0)
     path = corpus.find_corpus(config, tmp_path / "run", print)
@@ -202,6 +211,7 @@ def test_what_comes_next_is_fetched_before_it_is_asked_for(home, store, tmp_path
     assert not tokens.begin(np.arange(3, 20) * SMALL) and len(tokens.coming) == tokens.most == 4  # room for so many
 
 
+@EXHAUSTIVE
 def test_a_mixture_of_a_url_and_a_folder(home, store, tmp_path, quick):
     both = [f"{store.url}/bucket/web:0.7,{home}/bucket/code:0.3", f"{home}/bucket/web:0.7,{home}/bucket/code:0.3"]
     found = []
@@ -223,6 +233,7 @@ def read_all(folder, reading):
     return tokens[0 : len(tokens)].tobytes()
 
 
+@EXHAUSTIVE
 def test_damage_on_the_way_is_found_and_fetched_again(home, store, linked):
     folder, reading = linked
     left = [3]
@@ -238,7 +249,7 @@ def test_damage_on_the_way_is_found_and_fetched_again(home, store, linked):
     assert left == [0]
 
 
-@pytest.mark.parametrize("kind", ["a bit", "cut", "empty"])
+@pytest.mark.parametrize("kind", ["a bit", *(pytest.param(k, marks=EXHAUSTIVE) for k in ("cut", "empty"))])
 def test_damage_in_the_cache_is_found_and_fetched_again(home, store, linked, kind):
     folder, reading = linked
     reading = reading._replace(cache_bytes=50 << 20)
@@ -290,6 +301,7 @@ def write_pieces(folder, number, monkeypatch):
     assert 2500 < max(sizes) <= 5000
 
 
+@EXHAUSTIVE
 def test_two_processes_stay_within_one_bound(tmp_path, monkeypatch):
     children = []
     for number in (0, 1):
@@ -307,6 +319,7 @@ def test_two_processes_stay_within_one_bound(tmp_path, monkeypatch):
 # -- stores that are away, and other mistakes
 
 
+@EXHAUSTIVE
 def test_a_store_that_is_away_for_a_while_changes_nothing(home, store, linked):
     folder, reading = linked
     store.failing = 1.0
@@ -322,6 +335,7 @@ def test_a_store_that_stays_away_is_one_line(store, linked):
     assert "\n" not in str(error.value) and store.url in str(error.value)
 
 
+@EXHAUSTIVE
 def test_a_wait_for_a_store_ends_with_the_loop(store, linked):
     folder, reading = linked
     rows = data.TokenStream(data.open_tokens(folder, "train", reading), 64, 4)
@@ -374,7 +388,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("what", MISTAKES)
+FIRST = ("no corpus", "no tokens", "wrong documents")
+
+
+@pytest.mark.parametrize("what", [*FIRST, *(pytest.param(n, marks=EXHAUSTIVE) for n in MISTAKES if n not in FIRST)])
 def test_what_is_no_sound_corpus_is_one_line(copied, tmp_path, what):
     folder, url = copied
     MISTAKES[what][0](folder)
@@ -458,12 +475,61 @@ def test_a_run_on_s3_is_the_run_on_a_folder(home, bucket, fz, tmp_path, monkeypa
     assert rows(tmp_path / "run") == rows(tmp_path / "local")
     assert 0 < used(tmp_path / "cache") <= 1_100_000
     assert "web" in fz("data", "show", "run", "--step", 3)[1]
-    # Away for longer than the limit.
-    code, _, err = fz("pretrain", *TINY, *where, "--data", url, "--out", "gone", "--stop-at", 4)
+
+
+@WITHOUT
+@EXHAUSTIVE
+def test_a_run_whose_store_goes_away_ends_with_one_line_and_is_resumed(home, bucket, fz, tmp_path, monkeypatch, quick):
+    monkeypatch.chdir(tmp_path)
+    assert fz("pretrain", *TINY, "--data", home / "bucket" / "web", "--out", "local")[0] == 0
+
+    def leave(path, start, found):
+        if len(bucket.ranges("train.bin")) >= 6:
+            bucket.failing = 1.0
+        return found
+
+    bucket.damage = leave
+    url = f"s3://{BUCKET}/corpora/web"
+    where = ("--set", "data.cache=cache", "--set", "data.cache_gb=0.0011", "--set", "data.retry_minutes=0.01")
+    code, _, err = fz("pretrain", *TINY, *where, "--data", url, "--out", "run")
+    assert code == 2 and len(err.splitlines()) == 1, err
+    assert url in err and "asked for train.bin" in err and "resume the run when the store is back" in err, err
+    again = ("pretrain", "--out", "run", "--resume", "--peak-tflops", 1, "--prompt", "")
+    code, _, err = fz(*again)
+    assert code == 2 and len(err.splitlines()) == 1 and url in err, err  # still away
+    bucket.be_sound()
+    code, _, err = fz(*again)
     assert code == 0, err
-    bucket.failing = 1.0
-    code, _, err = fz("pretrain", "--out", "gone", "--resume", "--peak-tflops", 1, "--prompt", "")
-    assert code == 2 and len(err.splitlines()) == 1 and url in err, err
+    assert rows(tmp_path / "run") == rows(tmp_path / "local")
+
+
+@EXHAUSTIVE
+def test_a_run_on_two_ranks_by_torchrun(home, fz, tmp_path, monkeypatch):
+    """With one small cache for both; the rows, and the bits of the parameters after each step, are those of one process
+    on a folder."""
+    monkeypatch.chdir(tmp_path)
+    canonical = (*TINY, "--reduce", "canonical")
+    assert fz("pretrain", *canonical, "--data", home / "bucket" / "web", "--out", "local")[0] == 0
+    where = ("--set", "data.cache=cache", "--set", "data.cache_gb=0.0011")
+    url = f"file://{home}/bucket/web"
+    torchrun(tmp_path, 2, *canonical, *where, "--data", url, "--out", "run", "--mesh", "dp=2")
+    assert rows(tmp_path / "run") == rows(tmp_path / "local")
+    assert 0 < used(tmp_path / "cache") <= 1_100_000
+
+
+@EXHAUSTIVE
+@pytest.mark.parametrize("seed", range(9))
+def test_the_law_of_data_holds_for_a_mixture_of_urls(law, tmp_path, seed):  # noqa: F811
+    """Kills at any steps, a batch that grows, sources that end, on dp 1, 2 and 4: the rows of a process on folders."""
+    config = test_data_law.config_of(law)
+    path = law / "data"
+    if not path.exists():
+        corpus.find_corpus(config, law, print)
+    own = replace(config.data, mixture=config.data.mixture.replace(f"{law}/", f"file://{law}/"), cache=str(tmp_path))
+    config = replace(config, data=own)
+    found = corpus.find_corpus(config, tmp_path / "run", print)
+    made = test_data_law.one_process(test_data_law.config_of(law), path)
+    assert test_data_law.killed_and_resumed(config, found, random.Random(seed)) == made
 
 
 @WITHOUT
