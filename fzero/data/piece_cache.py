@@ -76,7 +76,7 @@ class PieceCache:
                 path.unlink()
             if total < 0 or total + len(data) > self.most:
                 total = self._make_room(len(data))
-            _put_number(lock, total + len(data))
+            os.pwrite(lock, f"{total + len(data):<{OWN - 1}}\n".encode(), 0)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 partial.write_bytes(data)
@@ -118,7 +118,3 @@ def _number(fd: int) -> int:
     """The number in a file; -1 for none."""
     text = os.pread(fd, OWN, 0)
     return int(text) if text.strip().isdigit() else -1
-
-
-def _put_number(fd: int, number: int) -> None:
-    os.pwrite(fd, f"{number:<{OWN - 1}}\n".encode(), 0)
