@@ -5,7 +5,8 @@ cache on this machine (fzero/data/piece_cache.py). What a piece holds is decided
 with, never by the store: a piece that does not match is fetched again. A store that does not answer is asked again,
 after waits that double, until `retry_s` have passed.
 
-What is read from the cache is compared with its checksum again, 64 KiB at a time: some microseconds.
+What is in the cache is compared again when a process reads it for the first time, 64 KiB at a time, as the chunks of a
+corpus in a folder are.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import contextlib
 import random
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,6 @@ from fzero.data.piece_cache import PieceCache
 LARGE, SMALL = 64 * CHUNK, CHUNK  # bytes of a piece: of files that fit into the cache, and of others
 COMING = 64 << 20  # bytes that are on their way at a time, in at most MOST_COMING pieces
 MOST_COMING = 64
-KEPT = 128  # chunks of the last rows that are kept in memory: the targets are read after the inputs
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
 FETCHES = 4  # of a piece that does not match its checksum
 LEAST = 1 << 20  # bytes of a cache
@@ -91,7 +90,8 @@ class RemoteTokens:
         # Less than the cache holds, so that what is read ahead is still there when it is asked for.
         self.most = max(1, min(MOST_COMING, COMING // self.piece, reading.cache_bytes // (4 * self.piece)))
         self.coming: dict[int, Any] = {}  # piece -> its request
-        self.chunks: OrderedDict[int, np.ndarray] = OrderedDict()
+        self.left = bytearray(b"\1") * len(file.sums)  # 1 for each chunk that was not compared so far
+        self.broken = set[int]()  # pieces that are damaged in the cache
         self.lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -100,58 +100,61 @@ class RemoteTokens:
     def __getitem__(self, at: np.ndarray | slice) -> np.ndarray:
         if isinstance(at, slice):
             at = np.arange(*at.indices(len(self)))
-        flat, per = at.ravel(), CHUNK // self.itemsize
+        flat, out = at.ravel(), np.empty(at.size, self.dtype)
         if flat.size and not 0 <= flat.min() <= flat.max() < len(self):
             raise IndexError(f"tokens {flat.min():,} to {flat.max():,} of the {len(self):,} of {self.file.name}")
-        chunk = flat // per
-        begins = np.flatnonzero(np.diff(chunk, prepend=-1))
-        numbers, out = chunk[begins].tolist(), np.empty(flat.shape, self.dtype)
+        missing = dict[int, list[tuple[int, int, int]]]()  # the runs of each piece
         with self.lock:
-            found = self._chunks(numbers)
-        for begin, end, number in zip(begins.tolist(), [*begins[1:].tolist(), flat.size], numbers):
-            out[begin:end] = found[number][flat[begin:end] - number * per]
+            for run in self._runs(flat):
+                begin, end, first = run
+                found = self._kept(first, end - begin)
+                if found is None:
+                    missing.setdefault(first * self.itemsize // self.piece, []).append(run)
+                else:
+                    out[begin:end] = found
+            for i, (piece, runs) in enumerate(missing.items()):
+                for later in islice(missing, i, i + self.most):
+                    self._begin(later)
+                tokens, before = np.frombuffer(self._fetch(piece), self.dtype), piece * (self.piece // self.itemsize)
+                for begin, end, first in runs:
+                    out[begin:end] = tokens[first - before :][: end - begin]
         return out.reshape(at.shape)
+
+    def _runs(self, flat: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """(begin, end, the first token) of each part of `flat` whose tokens follow one another in one chunk."""
+        apart, chunk = np.ones(flat.size, bool), flat >> ((CHUNK // self.itemsize).bit_length() - 1)
+        apart[1:] = (flat[1:] != flat[:-1] + 1) | (chunk[1:] != chunk[:-1])
+        begins = np.flatnonzero(apart)
+        return zip(begins.tolist(), [*begins[1:].tolist(), flat.size], flat[begins].tolist())
 
     def begin(self, at: np.ndarray) -> bool:
         """Begin to fetch the pieces that hold these tokens and are not in the cache, as many as may be on their way;
         returns whether that is all of them."""
         with self.lock:
             self._settle()
-            for piece in np.unique(at.ravel() * self.itemsize // self.piece).tolist():
+            for piece in dict.fromkeys((at * self.itemsize // self.piece).tolist()):
                 if piece not in self.coming and not self.cache.has(self._name(piece)):
                     if len(self.coming) >= self.most:
                         return False
                     self._begin(piece)
         return True
 
-    def _chunks(self, numbers: Iterable[int]) -> dict[int, np.ndarray]:
-        """Chunks of the file, by number."""
-        found, missing, damaged = dict[int, np.ndarray](), dict[int, list[int]](), set[int]()
-        for number in dict.fromkeys(numbers):
-            piece, start = divmod(number * CHUNK, self.piece)
-            held = self.chunks.get(number)
-            if held is None:
-                size = min(CHUNK, self.nbytes - number * CHUNK)
-                data = self.cache.read(self._name(piece), start, size)
-                if data is None or crc32c(data) != self.file.sums[number]:
-                    missing.setdefault(piece, []).append(number)
-                    damaged |= {piece} if data is not None else set()
-                    continue
-                held = np.frombuffer(data, self.dtype)
-            found[number] = held
-        for i, (piece, its) in enumerate(missing.items()):
-            for later in islice(missing, i, i + self.most):
-                self._begin(later)
-            data = self._fetch(piece, anew=piece in damaged)
-            for number in its:
-                start = number * CHUNK - piece * self.piece
-                found[number] = np.frombuffer(data[start : start + CHUNK], self.dtype)  # bytes of its own
-        for number, held in islice(found.items(), KEPT):
-            self.chunks[number] = held
-            self.chunks.move_to_end(number)
-        while len(self.chunks) > KEPT:
-            self.chunks.popitem(last=False)
-        return found
+    def _kept(self, first: int, count: int) -> np.ndarray | None:
+        """Tokens that follow one another in one chunk, if the cache has its piece, sound: all of the chunk is compared
+        the first time."""
+        begin, size = first * self.itemsize, count * self.itemsize
+        chunk, piece = begin // CHUNK, begin // self.piece
+        skip = begin % CHUNK if self.left[chunk] else 0
+        asked = min(CHUNK, self.nbytes - chunk * CHUNK) if self.left[chunk] else size
+        data = self.cache.read(self._name(piece), begin - skip - piece * self.piece, asked)
+        if data is None:
+            return None
+        if len(data) != asked or (self.left[chunk] and crc32c(data) != self.file.sums[chunk]):
+            self.left[chunk] = 1
+            self.broken.add(piece)
+            return None
+        self.left[chunk] = 0
+        return np.frombuffer(data, self.dtype, count, skip)
 
     def _name(self, piece: int) -> str:
         """The name of a piece in the cache: of its content, whatever the URL."""
@@ -181,8 +184,8 @@ class RemoteTokens:
                 if data is not None and self._damaged(piece, data) is None:
                     self.cache.write(self._name(piece), data)
 
-    def _fetch(self, piece: int, *, anew: bool) -> bytes:
-        """Fetch a piece and put it into the cache, `anew` over a damaged one; returns its bytes."""
+    def _fetch(self, piece: int) -> bytes:
+        """Fetch a piece and put it into the cache; returns its bytes."""
         begun, wait_s, fetches = time.monotonic(), FIRST_WAIT_S, 0
         while True:
             self._begin(piece)
@@ -204,7 +207,8 @@ class RemoteTokens:
                 raise OSError(f"{self.file.url}/{self.file.name}: no such object; put the corpus back")
             chunk = self._damaged(piece, data)
             if chunk is None:
-                self.cache.write(self._name(piece), data, anew=anew)
+                self.cache.write(self._name(piece), data, anew=piece in self.broken)
+                self.broken.discard(piece)
                 return data
             fetches += 1
             if fetches == FETCHES:

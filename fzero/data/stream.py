@@ -21,6 +21,7 @@ from fzero.data.remote import ASKED_FOR, RemoteTokens
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
+SPARSE = 64  # positions of a row, of which one is looked at to find the pieces that it needs
 DRAWN = 4096  # samples drawn together, which takes no longer than drawing one
 
 
@@ -124,8 +125,8 @@ class TokenStream:
         if not isinstance(self.tokens.tokens, RemoteTokens):
             return True
         at = self.positions_at(first, count)
-        at = at[at != FILL]
-        return self.tokens.tokens.begin(np.concatenate([at, at + 1]))
+        some = np.concatenate([at[:, ::SPARSE].ravel(), at[:, -1] + 1])  # what they miss is fetched when it is read
+        return self.tokens.tokens.begin(np.minimum(some[some != FILL], len(self.tokens.tokens) - 1))
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
@@ -315,7 +316,8 @@ def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
         _expect_sound(tokens, positions, first, filled)
     at = np.where(filled, 0, positions) if fills else positions
     document = np.searchsorted(tokens.docs, at, side="right")  # numbered from 1
-    ids, targets, mask = tokens.tokens[at], tokens.tokens[at + 1], at + 1 != tokens.docs[document]
+    ids, targets = pairs(tokens.tokens, at, first)
+    mask = at + 1 != tokens.docs[document]
     first[:, 1:] |= document[:, 1:] != document[:, :-1]
     if fills:
         ids, targets, mask = np.where(filled, tokens.eos, ids), np.where(filled, tokens.eos, targets), mask & ~filled
@@ -325,6 +327,18 @@ def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
         "documents": torch.from_numpy(np.cumsum(first, 1, dtype=np.int32) - 1),
         "mask": torch.from_numpy(mask),
     }
+
+
+def pairs(tokens: np.ndarray | RemoteTokens, at: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens[at], tokens[at + 1]) of positions [B, T]; those of an object store are read once. first: where a run of
+    positions begins."""
+    if isinstance(tokens, np.ndarray):
+        return tokens[at], tokens[at + 1]
+    both = tokens[np.concatenate([at, at[:, -1:] + 1], 1)]
+    targets, breaks = both[:, 1:].copy(), first[:, 1:].nonzero()
+    if len(breaks[0]):
+        targets[breaks] = tokens[at[breaks] + 1]
+    return both[:, :-1], targets
 
 
 def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, filled: np.ndarray) -> None:
