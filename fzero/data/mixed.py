@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.core.kinds import expect_fields
 from fzero.data.interleave import Stretch, source_of, stretches_of
 from fzero.data.mixture import Mixture
+from fzero.data.remote import RemoteTokens
 from fzero.data.stream import Batch, Rest, TokenStream, assemble, even_batches
 
 SOURCES = "sources"  # the entry of a batch: bool [B, sources], True for the source of a row
@@ -143,6 +144,8 @@ class MixedStream:
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read of sources in object stores; returns whether all of it is on its
         way."""
+        if not any(isinstance(stream.tokens.tokens, RemoteTokens) for stream in self.streams):
+            return True
         return all(self.streams[source].begin(number, n) for source, number, n in self.parts_of(first, count)[1])
 
     def samples_at(self, first: int, count: int) -> Batch:

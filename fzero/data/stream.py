@@ -122,11 +122,12 @@ class TokenStream:
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
         its way."""
-        if not isinstance(self.tokens.tokens, RemoteTokens):
+        tokens = self.tokens.tokens
+        if not isinstance(tokens, RemoteTokens):
             return True
         at = self.positions_at(first, count)
         some = np.concatenate([at[:, ::SPARSE].ravel(), at[:, -1] + 1])  # what they miss is fetched when it is read
-        return self.tokens.tokens.begin(np.minimum(some[some != FILL], len(self.tokens.tokens) - 1))
+        return tokens.begin(np.minimum(some[some != FILL], len(tokens) - 1))
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
