@@ -16,6 +16,7 @@ from fzero import checkpoint, data
 from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.checkpoint.part_storage import FileWriter
 from fzero.core.storage import naming, write_text
+from fzero.data.piece_cache import PieceCache
 from fzero.planner import search
 from fzero.run import config_table, run_folder, run_lock
 from fzero.run.measure import log
@@ -64,6 +65,7 @@ WRITERS = {
     ),
     "a run": lambda folder: lambda: run_folder.create_run(folder, CONFIG, None, corpus="c" * 100),
     "a config": lambda folder: lambda: search.write_config(CONFIG, folder / "config.json"),
+    "a piece of a cache": lambda folder: lambda: PieceCache(folder, 10**6).write("a/0", bytes(1000)),
     "a lock": lambda folder: lambda: run_lock.take(folder),
     "rows of metrics": metrics,
 }

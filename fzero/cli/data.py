@@ -50,18 +50,29 @@ def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
 
 
 @data_group.command()
-@click.argument("source", type=FOLDER)
+@click.argument("source")
 @OUT
-@click.option("--tokenizer", required=True, help="The tokenizer. bytes, or the tokenizer.json that made the tokens.")
+@click.option("--tokenizer", help="The tokenizer. bytes, or the tokenizer.json that made the tokens of a file.")
 @VAL_FRACTION
 @EOS
-def link(source: Path, out: Path, **options: Any) -> None:
-    """Make a corpus of a token file that is read in place: a .npy, or Megatron's .bin beside its .idx."""
-    from fzero import data
+def link(source: str, out: Path, tokenizer: str | None, **options: Any) -> None:
+    """Make a corpus of tokens that are read in place: a .npy, Megatron's .bin beside its .idx, or a corpus at a URL.
 
-    meta = data.link(source, out, **options)
+    A corpus at a URL (s3://, gs://, file://, http://) has its tokenizer and its split."""
+    from fzero import data
+    from fzero.core.storage import is_url
+
+    if is_url(source):
+        if tokenizer is not None:
+            raise ValueError(f"--tokenizer is {tokenizer} and {source} has its own; leave it out")
+        meta = data.link_url(source, out)
+    elif tokenizer is None:
+        raise ValueError(f"--tokenizer: name the one that made the tokens of {source}: bytes, or its tokenizer.json")
+    else:
+        meta = data.link(source, out, tokenizer=tokenizer, **options)
+    place = meta["remote"]["url"] if "remote" in meta else meta["linked"]["path"]
     splits = ", ".join(f"{name}: {n['tokens']:,} tokens in {n['documents']:,}" for name, n in meta["splits"].items())
-    say(f"{out}: reads {meta['linked']['path']} in place; {splits} documents")
+    say(f"{out}: reads {place} in place; {splits} documents")
 
 
 @data_group.command()

@@ -6,6 +6,7 @@ is $AWS_REGION
                     or $AWS_DEFAULT_REGION; credentials are $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, else those
                     of the profile, the container or the instance
 gs://bucket/path    with Google's application default credentials
+http://host/path    of a server that gives ranges of bytes, and https://; to read alone
 file:///path        files, each put in place by a rename and durable then
 memory://name       of this process alone
 """
@@ -22,6 +23,13 @@ WAIT_S = 30.0  # the timeout of a transfer, plus as much again for every SLOWEST
 SLOWEST = 8 << 20  # bytes
 # An unreachable store is reported after about 10 s; one that asks for slower requests gets them.
 RETRIES = {"max_retries": 5, "initial_delay": "300ms", "max_delay": "3s"}
+
+
+LASTING = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED")  # codes of errors that waiting does not mend
+
+
+class Refused(OSError):
+    """Raised where a store answers that it has no such bucket, or that the user may not read or write there."""
 
 
 def is_url(place: Any) -> TypeGuard[str]:
@@ -69,6 +77,7 @@ def context() -> Any:
             "data_copy_concurrency": {"limit": 2},
             "s3_request_retries": RETRIES,
             "gcs_request_retries": RETRIES,
+            "http_request_retries": RETRIES,
         }
     )
 
@@ -76,8 +85,8 @@ def context() -> Any:
 class Objects:
     """The objects below a URL by name; thread-safe.
 
-    Raises ValueError for a URL that names no store, and OSError (TimeoutError after WAIT_S, more for large objects) for
-    every failure of the store or the network.
+    Raises ValueError for a URL that names no store, and OSError for every failure of the store or the network
+    (TimeoutError after WAIT_S, more for large objects; Refused where waiting does not help).
     """
 
     def __init__(self, url: str) -> None:
@@ -102,8 +111,15 @@ class Objects:
         Raises EOFError if the object is shorter.
         """
         size = 64 << 20 if end is None else end - start
-        asked = None if (start, end) == (0, None) else slice(start, end)
-        found = self._done(self.kv.read(name, byte_range=asked), size)
+        return self.end_read(self.begin_read(name, start, end), size)
+
+    def begin_read(self, name: str, start: int = 0, end: int | None = None) -> Any:
+        """Begin to read the bytes [start, end) of an object, beside others; returns what `end_read` waits for."""
+        return self.kv.read(name, byte_range=None if (start, end) == (0, None) else slice(start, end))
+
+    def end_read(self, future: Any, size: int) -> bytes | None:
+        """Wait for a read that `begin_read` began, of `size` bytes; returns and raises as `read` does."""
+        found = self._done(future, size)
         return None if found.state == "missing" else found.value
 
     def write(self, name: str, data: bytes) -> None:
@@ -125,7 +141,8 @@ class Objects:
             code, message = parse_error(str(error))
             if code == "OUT_OF_RANGE":
                 raise EOFError(message) from None
-            raise OSError(f"{self.url}: {message}{hint(code)}") from None
+            kind = Refused if code in LASTING else OSError
+            raise kind(f"{self.url}: {message}{hint(code)}") from None
 
 
 def parse_error(text: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from fzero.core.object_store import Objects, context, is_url, url_spec
 __all__ = [
     "PAGE",
     "Damaged",
+    "absolute",
     "context",
     "is_url",
     "kvstore",
@@ -82,6 +83,15 @@ def kvstore(folder: str | Path, *path: str) -> Any:
     if is_url(folder):
         return url_spec("/".join((str(folder).rstrip("/"), *map(quote, path))))
     return {"driver": "file", "path": str(Path(folder, *path)) + "/"}
+
+
+def absolute(place: str | Path) -> str:
+    """The absolute path of a folder, and a URL as it is.
+
+    >>> absolute("s3://bucket/corpus"), absolute("/a/b")
+    ('s3://bucket/corpus', '/a/b')
+    """
+    return str(place) if is_url(place) else str(Path(place).absolute())
 
 
 def read_text(folder: str | Path, name: str) -> str | None:

@@ -5,6 +5,8 @@ from fzero.data.loader import from_loader
 from fzero.data.mixed import MixedStream
 from fzero.data.mixture import Mixture
 from fzero.data.prepare import describe, prepare
+from fzero.data.remote import Reading
+from fzero.data.remote_corpus import link_url
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
@@ -13,6 +15,7 @@ from fzero.data.transforms import Sentinels, fill_in_middle
 __all__ = [
     "MixedStream",
     "Mixture",
+    "Reading",
     "Sentinels",
     "TokenStream",
     "Tokenizer",
@@ -22,6 +25,7 @@ __all__ = [
     "fill_in_middle",
     "from_loader",
     "link",
+    "link_url",
     "load_tokenizer",
     "open_tokens",
     "prefetch",

@@ -111,11 +111,19 @@ def read_sums(folder: Path, split: str, wanted: str, files: list[np.ndarray]) ->
     wanted: the SHA-256 of SPLIT.sums. Raises ValueError if that is missing or damaged.
     """
     path = folder / f"{split}.sums"
-    raw = path.read_bytes() if path.is_file() else b""
-    counts = [-(-len(content) // CHUNK) for content in files]
-    if hashlib.sha256(raw).hexdigest() != wanted or len(raw) != 4 * sum(counts):
-        what = "damaged: it is not the one that meta.json names" if path.is_file() else "no such file"
-        raise ValueError(f"{path}: {what}; {FIX}")
-    parts = np.split(np.frombuffer(raw, "<u4"), np.cumsum(counts)[:-1])
+    raw = path.read_bytes() if path.is_file() else None
+    parts = split_sums(raw, str(path), wanted, [len(content) for content in files])
     names = (f"{split}.bin", f"{split}.docs", f"{split}.said")
     return [ChunkSums(folder / name, content, sums) for name, content, sums in zip(names, files, parts)]
+
+
+def split_sums(raw: bytes | None, name: str, wanted: str, sizes: list[int]) -> list[np.ndarray]:
+    """The checksums (uint32) of each file of a split, of these sizes in bytes, out of the content of SPLIT.sums.
+
+    raw: None for a file that is not there; name: it, for messages. Raises ValueError as `read_sums` does.
+    """
+    counts = [-(-size // CHUNK) for size in sizes]
+    if raw is None or hashlib.sha256(raw).hexdigest() != wanted or len(raw) != 4 * sum(counts):
+        what = "no such file" if raw is None else "damaged: it is not the one that meta.json names"
+        raise ValueError(f"{name}: {what}; {FIX}")
+    return np.split(np.frombuffer(raw, "<u4"), np.cumsum(counts)[:-1])

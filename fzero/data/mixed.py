@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.core.kinds import expect_fields
 from fzero.data.interleave import Stretch, source_of, stretches_of
 from fzero.data.mixture import Mixture
+from fzero.data.remote import RemoteTokens
 from fzero.data.stream import Batch, Rest, TokenStream, assemble, even_batches
 
 SOURCES = "sources"  # the entry of a batch: bool [B, sources], True for the source of a row
@@ -132,13 +133,25 @@ class MixedStream:
         """The batch of `step`: samples step * batch up to (step + 1) * batch."""
         return self.samples_at(step * self.batch, self.batch)
 
+    def parts_of(self, first: int, count: int) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+        """(the source of each of these samples, (source, its first sample, how many) for each that has some)."""
+        rows = self.source_rows(first, count)
+        of = np.array([row.source for row in rows])
+        counts = zip(*np.unique(of, return_counts=True))
+        firsts = {row.source: row.number for row in reversed(rows)}  # a source's are one after the other
+        return of, [(int(source), firsts[int(source)], int(n)) for source, n in counts]
+
+    def begin(self, first: int, count: int) -> bool:
+        """Begin to fetch what these samples read of sources in object stores; returns whether all of it is on its
+        way."""
+        if not any(isinstance(stream.tokens.tokens, RemoteTokens) for stream in self.streams):
+            return True
+        return all(self.streams[source].begin(number, n) for source, number, n in self.parts_of(first, count)[1])
+
     def samples_at(self, first: int, count: int) -> Batch:
         """The samples `first` .. first + count - 1 of the run as one batch."""
-        rows, parts = self.source_rows(first, count), list[Batch]()
-        of = np.array([row.source for row in rows])
-        for source in np.unique(of).tolist():
-            numbers = [row.number for row in rows if row.source == source]  # one after the other
-            parts.append(self.streams[source].samples_at(numbers[0], len(numbers)))
+        of, pieces = self.parts_of(first, count)
+        parts = [self.streams[source].samples_at(number, n) for source, number, n in pieces]
         # The rows of all parts, source by source, back in the order of the batch.
         back = torch.from_numpy(np.argsort(np.argsort(of, kind="stable"), kind="stable"))
         joined = {name: torch.cat([part[name] for part in parts])[back] for name in parts[0]}

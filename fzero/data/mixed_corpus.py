@@ -1,8 +1,9 @@
 """The corpus of a run on a mixture: a folder whose meta.json names the corpora, and a copy of their tokenizer.
 
     meta.json       as of a prepared corpus (fzero/data/tokens.py), with the sums of its sources' counts, and `mixture`:
-                    the name, the path and the SHA-256 of the meta.json of each source
+                    the name, the path and the SHA-256 of the meta.json of each source, and `url` if it is at one
     tokenizer.json  when the tokenizer is not bytes
+    source-0 ...    what describes a source at a URL (fzero/data/remote_corpus.py), by its number: the source's path
 
 The meta.json of a source has checksums of its content, so the SHA-256 of this one stands for all of it.
 """
@@ -16,8 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.core.storage import naming, write_text
+from fzero.core.storage import absolute, is_url, naming, read_text, write_text
 from fzero.data.mixture import Mixture
+from fzero.data.remote import READING, Reading
+from fzero.data.remote_corpus import link_url, read_remote_meta
 from fzero.data.tokens import FORMAT, SPLITS, VERSION, Tokens, open_tokens, read_meta
 
 
@@ -41,7 +44,7 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
     Raises ValueError naming a source that is no corpus of text, or has tokens of another tokenizer than the first one;
     nothing is written then.
     """
-    metas = [read_meta(source.path) for source in mixture.sources]
+    metas = [(read_remote_meta if is_url(s.path) else read_meta)(s.path) for s in mixture.sources]
     first = mixture.sources[0]
     for source, meta in zip(mixture.sources, metas):
         if "mixture" in meta or meta.get("kind", "text") != "text":
@@ -56,9 +59,8 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
     splits = {
         split: {n: sum(meta["splits"][split][n] for meta in metas) for n in ("tokens", "documents")} for split in SPLITS
     }
-    named = [{"name": source.name, "path": source.path, "sha256": digest(source.path)} for source in mixture.sources]
     own = {key: metas[0][key] for key in ("tokenizer", "eos", "vocab_size", "dtype")}
-    meta = {"format": FORMAT, "version": VERSION, **own, "splits": splits, "mixture": named}
+    meta = {"format": FORMAT, "version": VERSION, **own, "splits": splits, "mixture": []}
     if all("text_bytes" in one.get("source", {}) for one in metas):
         meta["source"] = {"text_bytes": sum(one["source"]["text_bytes"] for one in metas)}
     with naming(out):
@@ -66,8 +68,16 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
             folder = Path(temporary) / "corpus"
             folder.mkdir()
+            for i, source in enumerate(mixture.sources):
+                if is_url(source.path):
+                    link_url(source.path, folder / f"source-{i}")
+                    at = {"path": f"source-{i}", "url": source.path}
+                else:
+                    at = {"path": absolute(source.path)}
+                sha256 = digest(folder / at["path"])
+                meta["mixture"].append({"name": source.name, **at, "sha256": sha256})
             if own["tokenizer"] != "bytes":
-                write_text(folder, "tokenizer.json", (Path(first.path) / "tokenizer.json").read_text(encoding="utf-8"))
+                write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
             write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
             os.rename(folder, out)
     return meta
@@ -75,11 +85,12 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
 
 def tokenizer_of(folder: str | Path, meta: dict[str, Any]) -> tuple[Any, ...]:
     """What tells one tokenizer from another: its ids and, unless tokens are bytes, its file."""
-    path = Path(folder) / "tokenizer.json"
-    if meta["tokenizer"] != "bytes" and not path.is_file():
-        raise ValueError(f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; put it back")
-    content = b"" if meta["tokenizer"] == "bytes" else path.read_bytes()
-    return meta["vocab_size"], meta["eos"], hashlib.sha256(content).hexdigest()
+    text = "" if meta["tokenizer"] == "bytes" else read_text(folder, "tokenizer.json")
+    if text is None:
+        raise ValueError(
+            f"{folder}/tokenizer.json: no such file, but meta.json names the tokenizer {meta['tokenizer']}; put it back"
+        )
+    return meta["vocab_size"], meta["eos"], hashlib.sha256(text.encode()).hexdigest()
 
 
 def sources_of(folder: str | Path) -> list[SourceCorpus]:
@@ -88,7 +99,8 @@ def sources_of(folder: str | Path) -> list[SourceCorpus]:
     Raises ValueError naming a source that is not what it was when the mixture was written.
     """
     found = [
-        SourceCorpus(one["name"], Path(one["path"]), one["sha256"]) for one in read_meta(folder).get("mixture", [])
+        SourceCorpus(one["name"], Path(folder) / one["path"], one["sha256"])
+        for one in read_meta(folder).get("mixture", [])
     ]
     for source in found:
         if digest(source.path) != source.sha256:
@@ -99,6 +111,6 @@ def sources_of(folder: str | Path) -> list[SourceCorpus]:
     return found
 
 
-def open_sources(folder: str | Path, split: str) -> list[Tokens]:
+def open_sources(folder: str | Path, split: str, reading: Reading = READING) -> list[Tokens]:
     """The split of each source of a mixture's corpus; raises ValueError as `sources_of` and `open_tokens` do."""
-    return [open_tokens(source.path, split) for source in sources_of(folder)]
+    return [open_tokens(source.path, split, reading) for source in sources_of(folder)]

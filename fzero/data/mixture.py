@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.kinds import expect_fields
+from fzero.core.storage import absolute
 
 FORM = "a source is NAME=PATH:WEIGHT[:WEIGHT@TOKENS]...[:epochs=N][:tokens=N], such as code=corpora/code:0.3:epochs=2"
 
@@ -70,7 +71,7 @@ class Mixture:
         sources = tuple(read_source(part) for part in text.split(","))
         for i, source in enumerate(sources):
             for other in sources[:i]:
-                if Path(source.path).absolute() == Path(other.path).absolute():
+                if absolute(source.path) == absolute(other.path):
                     raise ValueError(
                         f"mixture: {source.path} is named twice; give it once, with the sum of its weights"
                     )
@@ -103,7 +104,7 @@ class Mixture:
 
     def absolute(self) -> Mixture:
         """The mixture with absolute paths."""
-        return Mixture(tuple(replace(one, path=str(Path(one.path).absolute())) for one in self.sources))
+        return Mixture(tuple(replace(one, path=absolute(one.path)) for one in self.sources))
 
 
 def read_source(text: str) -> Source:

@@ -17,9 +17,11 @@ from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
 from fzero.core.pytree import nearest
 from fzero.data.packing import FILL, PACKINGS, Packing, whole
+from fzero.data.remote import ASKED_FOR, RemoteTokens
 from fzero.data.tokens import Tokens
 
 Batch = dict[str, Tensor]
+SPARSE = 64  # positions of a row, of which one is looked at to find the pieces that it needs
 DRAWN = 4096  # samples drawn together, which takes no longer than drawing one
 
 
@@ -116,6 +118,16 @@ class TokenStream:
             numbers = shuffled(self.seed, size, begin, first + count - max(first, few))
             positions.append(self.rows.positions(numbers))
         return np.concatenate(positions) if len(positions) > 1 else positions[0]
+
+    def begin(self, first: int, count: int) -> bool:
+        """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
+        its way."""
+        tokens = self.tokens.tokens
+        if not isinstance(tokens, RemoteTokens):
+            return True
+        at = self.positions_at(first, count)
+        some = np.concatenate([at[:, ::SPARSE].ravel(), at[:, -1] + 1])  # what they miss is fetched when it is read
+        return tokens.begin(np.minimum(some[some != FILL], len(tokens) - 1))
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
@@ -247,6 +259,7 @@ def _prefetch(batch_at: Callable[[int], Any], step: int, depth: int) -> Generato
 
     def work(step: int) -> None:
         error = None
+        ASKED_FOR.set(wanted)
         while error is None and wanted():
             try:
                 batch = batch_at(step)
@@ -304,7 +317,8 @@ def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
         _expect_sound(tokens, positions, first, filled)
     at = np.where(filled, 0, positions) if fills else positions
     document = np.searchsorted(tokens.docs, at, side="right")  # numbered from 1
-    ids, targets, mask = tokens.tokens[at], tokens.tokens[at + 1], at + 1 != tokens.docs[document]
+    ids, targets = pairs(tokens.tokens, at, first)
+    mask = at + 1 != tokens.docs[document]
     first[:, 1:] |= document[:, 1:] != document[:, :-1]
     if fills:
         ids, targets, mask = np.where(filled, tokens.eos, ids), np.where(filled, tokens.eos, targets), mask & ~filled
@@ -314,6 +328,18 @@ def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
         "documents": torch.from_numpy(np.cumsum(first, 1, dtype=np.int32) - 1),
         "mask": torch.from_numpy(mask),
     }
+
+
+def pairs(tokens: np.ndarray | RemoteTokens, at: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens[at], tokens[at + 1]) of positions [B, T]; those of an object store are read once. first: where a run of
+    positions begins."""
+    if isinstance(tokens, np.ndarray):
+        return tokens[at], tokens[at + 1]
+    both = tokens[np.concatenate([at, at[:, -1:] + 1], 1)]
+    targets, breaks = both[:, 1:].copy(), first[:, 1:].nonzero()
+    if len(breaks[0]):
+        targets[breaks] = tokens[at[breaks] + 1]
+    return both[:, :-1], targets
 
 
 def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, filled: np.ndarray) -> None:

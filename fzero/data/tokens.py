@@ -22,8 +22,10 @@ import numpy as np
 from crc32c import crc32c
 
 from fzero.core.arguments import checked
-from fzero.core.foreign import read_json
-from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums
+from fzero.core.foreign import parse_json
+from fzero.core.storage import is_url, read_text
+from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums, split_sums
+from fzero.data.remote import READING, Reading, RemoteTokens, TokenFile
 
 SAMPLES = 64  # chunks of a file of another system that are compared when it is opened
 FORMAT, VERSION, SPLITS = "fzero-tokens", 1, ("train", "val")
@@ -34,11 +36,13 @@ class Tokens(NamedTuple):
     """One split of a corpus."""
 
     name: str  # for messages: the .bin file, or anything for arrays made by hand
-    tokens: np.ndarray  # [N] uint8, uint16 or uint32; or, of a file of another system, as that has them
+    # [N] uint8, uint16 or uint32; or, of a file of another system, as that has them
+    tokens: np.ndarray | RemoteTokens
     docs: np.ndarray  # [documents + 1] int64: the start of each document, then N
     vocab_size: int
     eos: int
-    sums: ChunkSums | None = None  # of the .bin file; None for arrays made by hand, and corpora of earlier versions
+    # of the .bin file; None for arrays made by hand, corpora of earlier versions, and tokens that compare themselves
+    sums: ChunkSums | None = None
     # or of examples: chat; labels (texts with a class); pairs, ranked (of answers, each a document, for two objectives)
     kind: str = "text"
     said: np.ndarray | None = None  # [N] uint8 of examples: the tokens to be learnt
@@ -51,15 +55,16 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @checked()
 def read_meta(folder: str | Path) -> dict[str, Any]:
-    """Read and check `folder`/meta.json.
+    """Read and check `folder`/meta.json. folder: or the URL of one.
 
     Raises ValueError naming the file if it is missing, is not JSON, is of another format or version, or lacks an entry.
     """
-    path = Path(folder) / "meta.json"
-    if not path.is_file():
+    path = f"{folder}/meta.json" if is_url(folder) else Path(folder) / "meta.json"
+    text = read_text(folder, "meta.json") if is_url(folder) or Path(path).is_file() else None
+    if text is None:
         raise ValueError(f"{path}: no such file; {folder} is not a prepared corpus: make one with fzero data prepare")
     try:
-        meta = read_json(path)
+        meta = parse_json(text, str(path))
     except ValueError as error:
         raise ValueError(f"{error}; {PREPARE_AGAIN}") from None
     if meta.get("format") != FORMAT:
@@ -82,8 +87,10 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
 
 
 @checked()
-def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
+def open_tokens(folder: str | Path, split: str = "train", reading: Reading = READING) -> Tokens:
     """Memory-map the `split` ("train" or "val") of the prepared corpus in `folder`.
+
+    reading: how tokens are read that are in an object store (see fzero/data/remote_corpus.py).
 
     Raises ValueError naming a file that is missing or whose size differs from meta.json, and if the document offsets do
     not increase from 0 to the number of tokens, or do not match their checksums. The token values are not scanned: who
@@ -95,11 +102,12 @@ def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
     counts = meta["splits"][split]
     bin_path, docs_path = Path(folder) / f"{split}.bin", Path(folder) / f"{split}.docs"
     linked = meta.get("linked")
-    tokens = (
-        _map(bin_path, token_dtype(meta["vocab_size"]), counts["tokens"])
-        if linked is None
-        else open_linked(linked, split, counts["tokens"])
-    )
+    if "remote" in meta:
+        tokens = open_remote(folder, split, meta, reading)
+    elif linked is not None:
+        tokens = open_linked(linked, split, counts["tokens"])
+    else:
+        tokens = _map(bin_path, token_dtype(meta["vocab_size"]), counts["tokens"])
     # Offsets stay below 2^63: read as int64, since numpy turns uint64 mixed with int64 into a float64 copy of the file.
     docs = _map(docs_path, np.dtype("<i8"), counts["documents"] + 1)
     rising = bool((docs[1:] > docs[:-1]).all())
@@ -110,6 +118,8 @@ def open_tokens(folder: str | Path, split: str = "train") -> Tokens:
         )
     kind = meta.get("kind", "text")
     said = None if kind == "text" else _map(Path(folder) / f"{split}.said", np.dtype("u1"), counts["tokens"])
+    if isinstance(tokens, RemoteTokens):  # the offsets were compared when they were copied
+        return Tokens(f"{tokens.file.url}/{split}.bin", tokens, docs, meta["vocab_size"], meta["eos"])
     files = [tokens, docs] if said is None else [tokens, docs, said]
     found = sums_of(folder, split, meta, files)
     for sums, content in zip(found[1:], files[1:]):
@@ -141,7 +151,9 @@ def verify(folder: str | Path) -> list[str]:
     """
     meta = read_meta(folder)
     if "mixture" in meta:
-        return [damage for source in meta["mixture"] for damage in verify(source["path"])]
+        return [damage for source in meta["mixture"] for damage in verify(Path(folder) / source["path"])]
+    if "remote" in meta:
+        raise ValueError(f"{folder}: its tokens are at {meta['remote']['url']}; a run compares what it fetches of them")
     if "linked" in meta:
         raise ValueError(f"{folder}: its tokens are in {meta['linked']['path']}, of which there are no checksums")
     if "sums" not in meta:
@@ -157,6 +169,17 @@ def verify(folder: str | Path) -> list[str]:
         for sums in sums_of(folder, split, meta, files):
             found += [line(sums, chunk) for chunk in sums.damaged()]
     return found
+
+
+def open_remote(folder: str | Path, split: str, meta: dict[str, Any], reading: Reading) -> RemoteTokens:
+    """The tokens of a split in an object store; raises ValueError if the checksums are missing or damaged."""
+    counts, dtype, path = meta["splits"], token_dtype(meta["vocab_size"]), Path(folder) / f"{split}.sums"
+    sizes = [counts[split]["tokens"] * dtype.itemsize, 8 * (counts[split]["documents"] + 1)]
+    raw = path.read_bytes() if path.is_file() else None
+    sums = split_sums(raw, str(path), meta["sums"][split], sizes)[0]
+    remote = meta["remote"]
+    file = TokenFile(remote["url"], f"{split}.bin", dtype, counts[split]["tokens"], sums, remote["sha256"])
+    return RemoteTokens(file, reading, sum(its["tokens"] for its in counts.values()) * dtype.itemsize)
 
 
 def open_linked(linked: dict[str, Any], split: str, count: int) -> np.ndarray:

@@ -23,6 +23,8 @@ LAYOUT = (
         "guard.",
         "nvme.",
         "data.path",
+        "data.cache",
+        "data.retry_minutes",
     ),
     *(
         f"train.{name}"

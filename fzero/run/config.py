@@ -22,7 +22,7 @@ from fzero.sharding.pipelines import Pipeline
 class Data:
     """The training text."""
 
-    path: str = "stdlib"  # a prepared corpus, or text to prepare once: a file, a folder, "stdlib"
+    path: str = "stdlib"  # a prepared corpus (or its URL), or text to prepare once: a file, a folder, "stdlib"
     # several prepared corpora in place of path, such as "web=corpora/web:0.7,code=corpora/code:0.3"; see docs/data.md
     mixture: str = ""
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
@@ -31,6 +31,9 @@ class Data:
     # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), see docs/data.md
     packing: str = "stream"
     within_documents: bool = True  # a token attends to its own document only
+    cache: str = ""  # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches
+    cache_gb: float = 20.0  # its size, of all ranks of the machine together
+    retry_minutes: float = 5.0  # how long their store may be away
 
 
 @dataclass(frozen=True)

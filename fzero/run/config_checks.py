@@ -13,9 +13,11 @@ from fzero.core.autodiff import Remat
 from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, check_bounds
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
+from fzero.core.storage import is_url
 from fzero.core.tables import Table, flat, format_list
 from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS
+from fzero.data.remote import LEAST
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import sizes
@@ -58,6 +60,7 @@ MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
+    **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.{n}": COUNT for n in ("freeze_steps", "schedule.warmup_steps", "schedule.decay_steps")},
@@ -222,6 +225,19 @@ def validate_data(c: RunConfig) -> None:
         raise ValueError(
             f"data.mixture is {c.data.mixture!r} and {what} is {fix}: a mixture names its own corpora, of text; leave "
             "one of them out"
+        )
+    if c.objective != "text" and is_url(c.data.path):
+        raise ValueError(
+            f"data.path is {c.data.path} and objective is {c.objective}: examples are read from a folder; copy them to "
+            "this machine"
+        )
+    streams = is_url(c.data.path) or "://" in c.data.mixture
+    if streams and c.data.cache_gb * 1e9 < LEAST:
+        raise ValueError(f"data.cache_gb is {c.data.cache_gb:g}; a cache has {LEAST / 1e9:.5f} GB or more")
+    if streams and c.train.hang_s and c.data.retry_minutes * 60 >= c.train.hang_s:
+        raise ValueError(
+            f"data.retry_minutes is {c.data.retry_minutes:g} and train.hang_s {c.train.hang_s:g} s, after which ranks "
+            "that wait for data are ended; give data.retry_minutes less, or train.hang_s more"
         )
     if c.objective != "text" and c.data.packing != "stream":
         raise ValueError(

@@ -17,20 +17,23 @@ import fzero
 from fzero import data
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
-from fzero.core.storage import user_folder
+from fzero.core.storage import is_url, user_folder
 from fzero.data.mixed import MixedStream
 from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
 from fzero.data.mixture import Mixture
 from fzero.data.reference import read_reference
+from fzero.data.remote import Reading
+from fzero.data.remote_corpus import expect_unchanged
 from fzero.data.rows import RowStream
 from fzero.data.stream import Batch
-from fzero.data.tokens import VERSION, read_meta
+from fzero.data.tokens import VERSION, read_meta, token_dtype
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
 from fzero.run.stages import stages_of
 from fzero.sharding import Mesh
 
 Say = Callable[[str], None]
+AHEAD = 8  # batches whose tokens are fetched from object stores before they are asked for
 
 
 def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = None) -> Path:
@@ -43,6 +46,10 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         meta = write_mixture(Mixture.parse(config.mixture), folder / run_folder.DATA)
         expect_tokenizer(config.tokenizer, meta["tokenizer"], "the corpora of data.mixture were")
         return folder / run_folder.DATA
+    if is_url(config.path):
+        out = folder / run_folder.DATA
+        expect_tokenizer(config.tokenizer, data.link_url(config.path, out)["tokenizer"], f"{config.path} was")
+        return out
     if config.path != "stdlib" and (path / "meta.json").is_file():
         expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
@@ -82,9 +89,10 @@ def expect_tokenizer(asked: str, used: str, which: str) -> None:
 def corpus_digest(corpus: Path) -> str:
     """A SHA-256 that identifies a corpus: of meta.json, which holds that of the text.
 
-    Raises ValueError if a corpus of a mixture has changed since the run began.
+    Raises ValueError if a corpus of a mixture, or one at a URL, has changed since the run began.
     """
-    sources_of(corpus)
+    for place in [corpus, *(source.path for source in sources_of(corpus))]:
+        expect_unchanged(place)
     return digest(corpus)
 
 
@@ -149,12 +157,38 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
     Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_at`.
     Raises ValueError if the split is too short.
     """
-    t, (stream, before) = config.train, open_last(config, corpus, skips)
+    return micro_batches(config, *open_last(config, corpus, skips))
+
+
+def micro_batches(config: RunConfig, stream: Any, before: int) -> MicroBatchReader:
+    """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
+    is sample `before`."""
+    size = config.train.micro_batch
 
     def read(sample: int, m: int) -> Batch:
-        return drop_documents(config, stream.samples_at(sample - before + m * t.micro_batch, t.micro_batch))
+        return drop_documents(config, stream.samples_at(sample - before + m * size, size))
 
     return read
+
+
+def reader_ahead(config: RunConfig, stream: Any, before: int, mine: Sequence[int]) -> Callable[[int], None]:
+    """The function that begins to fetch the micro-batches `mine` of the batch that begins with a sample, and of AHEAD
+    batches after it, as far as the last stage of a config reads."""
+    t, stages = config.train, stages_of(config)
+    last = max(i for i, stage in enumerate(stages) if not stage.reads_on)
+    end, begun = before + sum(stage.samples for stage in stages[last:]), 0
+
+    def begin(sample: int) -> None:
+        nonlocal begun
+        until = min(sample + (AHEAD + 1) * t.batch, end)
+        if not sample <= begun <= until:  # the first batch, and after a rollback
+            begun = sample
+        while begun < until:
+            if not all([stream.begin(begun - before + m * t.micro_batch, t.micro_batch) for m in mine]):
+                break
+            begun += t.batch
+
+    return begin
 
 
 def open_counts(config: RunConfig, corpus: Path, skips: Skips = ()) -> Callable[[int], dict[str, Any]]:
@@ -193,10 +227,10 @@ def open_stream(
     seed, seq_len, packing = config.train.seed, config.data.seq_len, config.data.packing
     if config.data.mixture:
         rests = itertools.repeat(None) if rest is None else rest.rests
-        found = zip(open_sources(corpus, split), rests)
+        found = zip(open_sources(corpus, split, reading_of(config, corpus)), rests)
         streams = tuple(data.TokenStream(tokens, seq_len, batch, seed, packing, its) for tokens, its in found)
         return MixedStream(Mixture.parse(config.data.mixture), streams, batch, rest)
-    tokens = data.open_tokens(corpus, split)
+    tokens = data.open_tokens(corpus, split, reading_of(config, corpus))
     if tokens.kind == "text":
         return data.TokenStream(tokens, seq_len, batch, seed, packing, rest)
     if rest is not None:
@@ -207,6 +241,14 @@ def open_stream(
     return RowStream(tokens, seq_len, batch, seed, read_reference(corpus, split, known) if known else None)
 
 
+def reading_of(config: RunConfig, corpus: Path) -> Reading:
+    """How a run reads tokens in object stores: by large pieces if all its corpora fit into the cache together."""
+    own, meta = config.data, read_meta(corpus)
+    size = sum(split["tokens"] for split in meta["splits"].values()) * token_dtype(meta["vocab_size"]).itemsize
+    reading = Reading(Path(own.cache) if own.cache else None, int(own.cache_gb * 1e9), 60 * own.retry_minutes)
+    return reading._replace(piece=reading.piece_of(size))
+
+
 def open_data(
     config: RunConfig, corpus: Path, mesh: Mesh, skips: Skips = ()
 ) -> tuple[Callable[[int], Batch], Callable[[], Iterator[Any]]]:
@@ -215,13 +257,16 @@ def open_data(
     The batch of a step is the same on every mesh. Of its micro-batches data rank r of R has r, r + R, ...; of the
     validation batches too. Raises ValueError if a split is too short.
     """
-    t, part = config.train, open_micro_batches(config, corpus, skips)
+    t, (stream, before) = config.train, open_last(config, corpus, skips)
+    part, mine = micro_batches(config, stream, before), range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)
+    begin = (lambda sample: None) if isinstance(stream, RowStream) else reader_ahead(config, stream, before, mine)
     split = open_stream(config, corpus, "val", t.micro_batch)
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
 
     def batch_at(sample: int) -> Batch:
-        parts = [part(sample, m) for m in range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)]
+        begin(sample)
+        parts = [part(sample, m) for m in mine]
         return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
 
     # In micro-batches, the shapes of training, so that nothing is compiled again.

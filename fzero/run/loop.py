@@ -21,6 +21,7 @@ from fzero.core import gpu, prng, pytree
 from fzero.data.mixed_corpus import sources_of
 from fzero.data.mixture import Mixture, described
 from fzero.data.packing import figures
+from fzero.data.remote import RemoteTokens
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
@@ -260,15 +261,19 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
     """The lines about the corpus of a run, or about each of its mixture."""
     sources = sources_of(path)
     for place in [source.path for source in sources] or [path]:
-        tokens = data.open_tokens(place)
-        yield f"{place}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
+        tokens = data.open_tokens(place, "train", corpus.reading_of(config, path))
+        remote = tokens.tokens if isinstance(tokens.tokens, RemoteTokens) else None
+        of = place if remote is None else remote.file.url
+        yield f"{of}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
         if tokens.kind == "text" and config.data.packing != "stream":
             found = figures(tokens, config.data.packing, config.data.seq_len)
             yield (
                 f"packing {config.data.packing}: {found.rows:,} sequences an epoch, {found.filled:.2%} of their "
                 f"positions filled up; {found.cut:.1%} of the documents are longer than a sequence and cut"
             )
-        if tokens.sums is None:
+        if remote is not None:
+            yield f"{of}: read by pieces, of which {remote.cache.folder} keeps {config.data.cache_gb:g} GB"
+        elif tokens.sums is None:
             linked = "linked" in read_meta(place)
             why = "another system's file" if linked else "an earlier version prepared it"
             yield f"{place}: has no checksums ({why}), so damage to it is not noticed"

@@ -15,7 +15,7 @@ import torch
 from fzero import data
 from fzero.comm.mesh_text import mesh_text
 from fzero.core import gpu, numa
-from fzero.core.storage import is_url
+from fzero.core.storage import absolute, is_url
 from fzero.core.tables import Table
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
@@ -249,7 +249,9 @@ def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: i
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with absolute paths of its corpora and its checkpoints."""
     if config.data.path != "stdlib":
-        config = replace(config, data=replace(config.data, path=str(Path(config.data.path).absolute())))
+        config = replace(config, data=replace(config.data, path=absolute(config.data.path)))
+    if config.data.cache:
+        config = replace(config, data=replace(config.data, cache=absolute(config.data.cache)))
     if config.data.mixture:
         config = replace(config, data=replace(config.data, mixture=str(Mixture.parse(config.data.mixture).absolute())))
     place = config.train.checkpoints

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fzero.core.storage import absolute
 from fzero.core.tables import Table, flat, put
 from fzero.data.mixture import Mixture
 from fzero.models.presets import family_of
@@ -78,7 +79,9 @@ def apply_settings(old: RunConfig, table: Table) -> RunConfig:
     path = old.data.path
     new = apply_table(replace(old, mesh={}), table)
     if new.data.path not in ("stdlib", path):
-        new = replace(new, data=replace(new.data, path=str(Path(new.data.path).absolute())))
+        new = replace(new, data=replace(new.data, path=absolute(new.data.path)))
+    if new.data.cache:
+        new = replace(new, data=replace(new.data, cache=absolute(new.data.cache)))
     if new.data.mixture:
         new = replace(new, data=replace(new.data, mixture=str(Mixture.parse(new.data.mixture).absolute())))
     return new

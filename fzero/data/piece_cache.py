@@ -1,0 +1,130 @@
+"""A folder of pieces of files, bounded in bytes, which all processes of a machine share.
+
+    pieces/lock       locked (flock) by a process that writes a piece or makes room; the bytes of all pieces, as text
+    pieces/partial    a piece that is being written, before it is renamed; what is left of one is written over
+    pieces/NAME       a piece
+
+The number in `lock` is raised before a piece is written and lowered after pieces are removed, so that after a kill it
+is too high at most, until the pieces are counted again. The pieces read longest ago are removed first; the time of a
+file's last change is that of its last reading, within TOUCH_S. Nothing here says whether a piece is sound: who reads it
+has checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fzero.core.storage import naming
+
+LOCK, PARTIAL = "lock", "partial"
+KEPT = 0.9  # the share of the bytes that is kept where room is made
+OWN = 32  # bytes of the lock's own text
+TOUCH_S = 5.0  # between notes of a piece's readings, which take longer than the readings
+MOST_TOUCHED = 100_000
+
+
+class PieceCache:
+    """The pieces in the folder `pieces` below `folder`, of at most `most` bytes together.
+
+    Raises OSError, naming the folder, if it cannot be written to.
+
+    >>> import tempfile
+    >>> cache = PieceCache(Path(tempfile.mkdtemp()), most=200)
+    >>> cache.write("a/0", bytes(40))
+    >>> cache.write("a/1", bytes(40))
+    >>> len(cache.read("a/0", 8, 16)), cache.has("a/1"), cache.has("a/2")
+    (16, True, False)
+    """
+
+    def __init__(self, folder: Path, most: int) -> None:
+        self.folder, self.most = folder / "pieces", most - OWN
+        self.touched: dict[str, float] = {}  # when this process last noted that a piece was read
+        self.root = str(self.folder)  # joined faster than a Path
+        with naming(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            pass
+
+    def has(self, name: str) -> bool:
+        """Whether there is a piece of this name."""
+        return os.path.exists(f"{self.root}/{name}")
+
+    def read(self, name: str, start: int, size: int) -> bytes | None:
+        """The bytes [start, start + size) of a piece, fewer if it is shorter; None if there is no such piece."""
+        try:
+            fd = os.open(f"{self.root}/{name}", os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            if (now := time.monotonic()) - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
+                os.utime(fd)
+                if len(self.touched) >= MOST_TOUCHED:
+                    self.touched.clear()
+                self.touched[name] = now
+            return os.pread(fd, size, start)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, data: bytes, *, anew: bool = False) -> None:
+        """Put a piece in place, whole or not at all; one that is there stays, unless it is to be written `anew`.
+
+        Pieces read longest ago are removed before it is written. A piece larger than all room is not kept.
+        """
+        path, partial = self.folder / name, self.folder / PARTIAL
+        with naming(path), self._locked() as lock:
+            there = path.exists()
+            if len(data) > self.most or (there and not anew):
+                return
+            total = _number(lock)
+            if there:
+                total -= path.stat().st_size
+                path.unlink()
+            if total < 0 or total + len(data) > self.most:
+                total = self._make_room(len(data))
+            os.pwrite(lock, f"{total + len(data):<{OWN - 1}}\n".encode(), 0)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(data)
+                os.replace(partial, path)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        with naming(self.folder / LOCK):
+            fd = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _make_room(self, size: int) -> int:
+        """Remove pieces until `size` more bytes fit; returns the bytes of those that stay."""
+        (self.folder / PARTIAL).unlink(missing_ok=True)
+        found, total = [], 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                if folder != str(self.folder):
+                    path = os.path.join(folder, name)
+                    its = os.stat(path)
+                    found.append((its.st_mtime_ns, its.st_size, path))
+                    total += its.st_size
+        for _, its_size, path in sorted(found):
+            if total + size <= KEPT * self.most or not total:
+                break
+            os.unlink(path)
+            total -= its_size
+        return total
+
+
+def _number(fd: int) -> int:
+    """The number in a file; -1 for none."""
+    text = os.pread(fd, OWN, 0)
+    return int(text) if text.strip().isdigit() else -1

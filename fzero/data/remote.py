@@ -1,0 +1,236 @@
+"""The tokens of a corpus in an object store, as an array whose elements are read when they are asked for.
+
+A token file is read by pieces of one size, each by one request, compared with the corpus' checksums, and kept in a
+cache on this machine (fzero/data/piece_cache.py). What a piece holds is decided by the checksums that the run began
+with, never by the store: a piece that does not match is fetched again. A store that does not answer is asked again,
+after waits that double, until `retry_s` have passed.
+
+What is in the cache is compared again when a process reads it for the first time, 64 KiB at a time, as the chunks of a
+corpus in a folder are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+
+from fzero.core.object_store import Objects, Refused
+from fzero.core.storage import user_folder
+from fzero.data.checksums import CHUNK
+from fzero.data.piece_cache import PieceCache
+
+LARGE, SMALL = 64 * CHUNK, CHUNK  # bytes of a piece: of files that fit into the cache, and of others
+COMING = 64 << 20  # bytes that are on their way at a time, in at most MOST_COMING pieces
+MOST_COMING = 64
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 30.0
+FETCHES = 4  # of a piece that does not match its checksum
+LEAST = 1 << 20  # bytes of a cache
+JITTER = random.Random()  # of waits, so that ranks do not ask all at once; no content follows from it
+# Whether the work of this thread is still asked for; a wait for a store ends when it is not.
+ASKED_FOR: ContextVar[Callable[[], bool]] = ContextVar("asked_for", default=lambda: True)
+
+
+class Reading(NamedTuple):
+    """How the tokens of a corpus in an object store are read."""
+
+    cache: Path | None = None  # the folder of the cache; None: of the user's caches
+    cache_bytes: int = 20 * 10**9
+    retry_s: float = 300.0  # how long a store may be away
+    piece: int = 0  # bytes; 0: LARGE if the corpus fits into the cache, else SMALL
+
+    def piece_of(self, size: int) -> int:
+        """The bytes of a piece of a corpus of `size` bytes."""
+        return self.piece or (LARGE if size <= self.cache_bytes else SMALL)
+
+    def opened(self) -> PieceCache:
+        """The cache; raises ValueError if it is too small."""
+        if self.cache_bytes < LEAST:
+            raise ValueError(f"the cache has {self.cache_bytes:,} bytes; give it {LEAST:,} or more (data.cache_gb)")
+        return PieceCache(self.cache or user_folder("XDG_CACHE_HOME"), self.cache_bytes)
+
+
+READING = Reading()
+
+
+class TokenFile(NamedTuple):
+    """A token file in an object store."""
+
+    url: str  # of the corpus
+    name: str
+    dtype: np.dtype
+    count: int  # tokens
+    sums: np.ndarray  # uint32: the crc32c of each chunk of CHUNK bytes
+    key: str  # the SHA-256 of the corpus' meta.json
+
+
+class RemoteTokens:
+    """The tokens of a file as an array of one dimension, of which elements are read by an array of their numbers, or by
+    a slice; thread-safe.
+
+    Reading raises OSError if the store has been away for `retry_s`, or refuses, and ValueError if what it has is not
+    what the run began with.
+    """
+
+    def __init__(self, file: TokenFile, reading: Reading, corpus_bytes: int) -> None:
+        """corpus_bytes: of all token files of the corpus."""
+        self.file, self.retry_s, self.cache = file, reading.retry_s, reading.opened()
+        self.objects = Objects(file.url)
+        self.piece, self.nbytes = reading.piece_of(corpus_bytes), file.count * file.dtype.itemsize
+        self.dtype, self.itemsize, self.shape = file.dtype, file.dtype.itemsize, (file.count,)
+        # Less than the cache holds, so that what is read ahead is still there when it is asked for.
+        self.most = max(1, min(MOST_COMING, COMING // self.piece, reading.cache_bytes // (4 * self.piece)))
+        self.coming: dict[int, Any] = {}  # piece -> its request
+        self.left = bytearray(b"\1") * len(file.sums)  # 1 for each chunk that was not compared so far
+        self.broken = set[int]()  # pieces that are damaged in the cache
+        self.lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return self.file.count
+
+    def __getitem__(self, at: np.ndarray | slice) -> np.ndarray:
+        if isinstance(at, slice):
+            at = np.arange(*at.indices(len(self)))
+        flat, out = at.ravel(), np.empty(at.size, self.dtype)
+        if flat.size and not 0 <= flat.min() <= flat.max() < len(self):
+            raise IndexError(f"tokens {flat.min():,} to {flat.max():,} of the {len(self):,} of {self.file.name}")
+        missing = dict[int, list[tuple[int, int, int]]]()  # the runs of each piece
+        with self.lock:
+            for run in self._runs(flat):
+                begin, end, first = run
+                found = self._kept(first, end - begin)
+                if found is None:
+                    missing.setdefault(first * self.itemsize // self.piece, []).append(run)
+                else:
+                    out[begin:end] = found
+            for i, (piece, runs) in enumerate(missing.items()):
+                for later in islice(missing, i, i + self.most):
+                    self._begin(later)
+                tokens, before = np.frombuffer(self._fetch(piece), self.dtype), piece * (self.piece // self.itemsize)
+                for begin, end, first in runs:
+                    out[begin:end] = tokens[first - before :][: end - begin]
+        return out.reshape(at.shape)
+
+    def _runs(self, flat: np.ndarray) -> Iterator[tuple[int, int, int]]:
+        """(begin, end, the first token) of each part of `flat` whose tokens follow one another in one chunk."""
+        apart, chunk = np.ones(flat.size, bool), flat >> ((CHUNK // self.itemsize).bit_length() - 1)
+        apart[1:] = (flat[1:] != flat[:-1] + 1) | (chunk[1:] != chunk[:-1])
+        begins = np.flatnonzero(apart)
+        return zip(begins.tolist(), [*begins[1:].tolist(), flat.size], flat[begins].tolist())
+
+    def begin(self, at: np.ndarray) -> bool:
+        """Begin to fetch the pieces that hold these tokens and are not in the cache, as many as may be on their way;
+        returns whether that is all of them."""
+        with self.lock:
+            self._settle()
+            for piece in dict.fromkeys((at * self.itemsize // self.piece).tolist()):
+                if piece not in self.coming and not self.cache.has(self._name(piece)):
+                    if len(self.coming) >= self.most:
+                        return False
+                    self._begin(piece)
+        return True
+
+    def _kept(self, first: int, count: int) -> np.ndarray | None:
+        """Tokens that follow one another in one chunk, if the cache has its piece, sound: all of the chunk is compared
+        the first time."""
+        begin, size = first * self.itemsize, count * self.itemsize
+        chunk, piece = begin // CHUNK, begin // self.piece
+        skip = begin % CHUNK if self.left[chunk] else 0
+        asked = min(CHUNK, self.nbytes - chunk * CHUNK) if self.left[chunk] else size
+        data = self.cache.read(self._name(piece), begin - skip - piece * self.piece, asked)
+        if data is None:
+            return None
+        if len(data) != asked or (self.left[chunk] and crc32c(data) != self.file.sums[chunk]):
+            self.left[chunk] = 1
+            self.broken.add(piece)
+            return None
+        self.left[chunk] = 0
+        return np.frombuffer(data, self.dtype, count, skip)
+
+    def _name(self, piece: int) -> str:
+        """The name of a piece in the cache: of its content, whatever the URL."""
+        folder = f"{self.file.key[:32]}/{self.file.name}-{self.piece // 1024}"
+        return f"{folder}/{piece // 1000:06}/{piece % 1000:03}"
+
+    def _size(self, piece: int) -> int:
+        return min(self.piece, self.nbytes - piece * self.piece)
+
+    def _begin(self, piece: int) -> None:
+        if piece not in self.coming:
+            start = piece * self.piece
+            self.coming[piece] = self.objects.begin_read(self.file.name, start, start + self._size(piece))
+
+    def _end(self, piece: int) -> bytes | None:
+        """The bytes of a piece that was begun, or what there is of them; None if there is no such object."""
+        try:
+            return self.objects.end_read(self.coming.pop(piece), self._size(piece))
+        except EOFError:
+            return b""
+
+    def _settle(self) -> None:
+        """Put pieces that have come into the cache; those that failed are asked for when they are needed."""
+        for piece in [piece for piece, future in self.coming.items() if future.done()]:
+            with contextlib.suppress(OSError):
+                data = self._end(piece)
+                if data is not None and self._damaged(piece, data) is None:
+                    self.cache.write(self._name(piece), data)
+
+    def _fetch(self, piece: int) -> bytes:
+        """Fetch a piece and put it into the cache; returns its bytes."""
+        begun, wait_s, fetches = time.monotonic(), FIRST_WAIT_S, 0
+        while True:
+            self._begin(piece)
+            try:
+                data = self._end(piece)
+            except Refused:
+                raise
+            except OSError as error:
+                spent = time.monotonic() - begun
+                if spent + wait_s > self.retry_s:
+                    raise OSError(
+                        f"{error}; asked for {self.file.name} for {spent:.0f} s (data.retry_minutes); resume the run "
+                        "when the store is back"
+                    ) from None
+                pause(wait_s * JITTER.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+                continue
+            if data is None:
+                raise OSError(f"{self.file.url}/{self.file.name}: no such object; put the corpus back")
+            chunk = self._damaged(piece, data)
+            if chunk is None:
+                self.cache.write(self._name(piece), data, anew=piece in self.broken)
+                self.broken.discard(piece)
+                return data
+            fetches += 1
+            if fetches == FETCHES:
+                raise ValueError(
+                    f"{self.file.url}/{self.file.name}: damaged, or changed since the run began: its bytes from "
+                    f"{chunk * CHUNK:,} on do not match their checksum, fetched {FETCHES} times; put that file back, "
+                    "or start a new run"
+                )
+
+    def _damaged(self, piece: int, data: bytes) -> int | None:
+        """The number of the first chunk of a piece that does not match its checksum; None if all do."""
+        view, first = memoryview(data), piece * self.piece // CHUNK
+        for i in range(-(-self._size(piece) // CHUNK)):
+            if crc32c(view[i * CHUNK : (i + 1) * CHUNK]) != self.file.sums[first + i]:
+                return first + i
+        return None
+
+
+def pause(seconds: float) -> None:
+    """Wait; raises OSError if what this thread does is not asked for any more."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if not ASKED_FOR.get()():
+            raise OSError("the wait for an object store has ended with the run")
+        time.sleep(min(left, 0.05))
