@@ -182,7 +182,7 @@ MISTAKES = {
     "not undone": (ErrorFeedback, "settle", lambda self, skipped, donate: SETTLE(self, None, donate=donate)),
     "in units of the loss scale": (ErrorFeedback, "__init__", begun_anew),
 }
-QUICK = ("not undone", "in units of the loss scale")
+QUICK = ("in units of the loss scale",)
 
 
 def with_mistake(mesh, mistake, *case):
