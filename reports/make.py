@@ -25,7 +25,6 @@ REPORTS = Path(__file__).resolve().parent
 ROOT = REPORTS.parent
 KEPT = (".json", ".md", ".svg")  # the page is not kept: it is made from these, and larger
 SHORT = "--steps 40 --set train.eval_every=20 --set train.measure_every=10"
-EXPERTS = "--steps 300 --set train.eval_every=100 --set train.measure_every=10 --prompt ''"
 
 
 class Run(NamedTuple):
@@ -60,16 +59,6 @@ RUNS = (
         f"--model llama-tiny {SHORT} --offload params=nvme,opt=nvme --prompt ''",
     ),
     Run("gpt2", "gpt2-tiny on one process, 40 steps", f"--model gpt2-tiny {SHORT} --prompt ''"),
-    Run(
-        "experts",
-        "mixtral-tiny, 300 steps, its experts balanced without a loss",
-        f"--model mixtral-tiny --set model.balance=bias {EXPERTS}",
-    ),
-    Run(
-        "experts-loss",
-        "the same balanced by the auxiliary loss",
-        f"--model mixtral-tiny --set model.balance=loss {EXPERTS}",
-    ),
 )
 SEVERAL = "one+zero3+dp2tp2"  # of which pictures side by side are kept too
 
