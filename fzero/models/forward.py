@@ -165,8 +165,10 @@ def token_loss(
     targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
     options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
     options |= {"cap": cap} if cap else {}
-    counts, flat = counted_tokens(targets, mask), x.reshape(-1, x.shape[-1])
+    flat = x.reshape(-1, x.shape[-1])
     if SOURCES not in batch:
-        return linear_cross_entropy(flat, w, targets, mask, **options), counts.sum(), {}
+        num_tokens = counted_tokens(targets, mask).sum()  # which ones count is not kept beside the products
+        return linear_cross_entropy(flat, w, targets, mask, **options), num_tokens, {}
+    counts = counted_tokens(targets, mask)
     total, losses = linear_cross_entropy(flat, w, targets, mask, each=True, **options)
     return total, counts.sum(), sums_by_source(batch, losses, counts)
