@@ -326,6 +326,16 @@ def test_gloo_sends_what_links_send():
     assert collective_s(shared, "all_gather", GB).seconds == pytest.approx(4.0)
 
 
+def test_gloo_sends_other_nodes_what_is_theirs():
+    """Four ranks on two nodes: one of a rank's three pieces stays on its node, two go out."""
+    links = level("memory", "gloo", ranks=2, bytes_s=10.0 * GB), level("cable", "gloo", bytes_s=0.5 * GB, latency_s=0.1)
+    found = collective_s(way(4, links), "all_gather", 3 * GB)
+    assert found.busy == pytest.approx({"memory": 0.1, "cable": 4.0}) and found.seconds == pytest.approx(4.1)
+    found = collective_s(way(4, links), "psum", 3 * GB)  # pieces and their sums
+    assert found.busy == pytest.approx({"memory": 0.1, "cable": 4.0}) and found.seconds == pytest.approx(4.2)
+    assert collective_s(way(4, links), "ppermute", GB).busy == pytest.approx({"memory": 0.1, "cable": 2.0})
+
+
 def test_a_measured_collective_has_its_measured_time():
     device = gpu(collectives={"psum/4": ((1e6, 0.5), (1e9, 5.0))})
     found = ways_of(device, {"dp": 4})["dp"]

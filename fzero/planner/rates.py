@@ -334,15 +334,19 @@ def _by_rings(way: Way, what: str, sent_bytes: int) -> Message:
 
 
 def _by_messages(way: Way, what: str, sent_bytes: int, whole: float) -> Message:
-    level, n = way.hops[0][0], way.size
-    moved, rounds = float(sent_bytes), 1
+    n, moved, rounds = way.size, float(sent_bytes), 1
     if what == "psum":
         moved, rounds = ((n - 1) * whole, 1) if n * whole <= SMALL_BYTES else (moved, 2)
-    seconds = moved / level.bytes_s
-    if level.total_bytes_s:
-        seconds = max(seconds, moved * way.sharing / level.total_bytes_s)
-    count = 1 if what == "ppermute" else n - 1
-    assert level.hidden is not None  # `_reached` fills it
-    return Message(
-        level.call_s * count * rounds, rounds * level.latency_s + seconds, {level.name: seconds}, level.hidden
-    )
+    busy, inside = {}, 1
+    for level, units in way.hops:
+        joined = min(n, inside * units)
+        # A rank sends the others as much each, those of its own unit over inner links.
+        over = moved if what == "ppermute" else moved * (joined - inside) / (n - 1)
+        seconds, inside = over / level.bytes_s, joined
+        if level.total_bytes_s:
+            seconds = max(seconds, over * way.sharing / level.total_bytes_s)
+        busy[level.name] = busy.get(level.name, 0.0) + seconds
+    count, call_s = 1 if what == "ppermute" else n - 1, way.hops[0][0].call_s
+    latency_s = max(level.latency_s for level, _ in way.hops)
+    hidden = min(1.0 if level.hidden is None else level.hidden for level, _ in way.hops)
+    return Message(call_s * count * rounds, rounds * latency_s + max(busy.values()), busy, hidden)
