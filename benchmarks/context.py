@@ -10,10 +10,10 @@ mean, which other processes do not change; `wall` is the seconds of a step over 
 is predicted of it: for this the machine must be idle and have a core for every rank. Choices take turns; figures are
 medians.
 
-`--steps` trains llama-tiny on 4 ranks with a thread each, remat full, stage 3: as many rows of `--tokens` as there are
-ranks in a step, over dp a row on each rank, over cp by each form a part of every row on each rank, one row at a time.
-`tokens_s` is of all ranks, `peak_bytes` what live tensors take most on a rank in a step, `cpu_s` the CPU seconds of all
-ranks.
+`--steps` trains llama-tiny on 4 ranks with a thread each, in the precision that a run takes here, remat full, stage 3:
+as many rows of `--tokens` as there are ranks in a step, over dp a row on each rank, over cp by each form a part of
+every row on each rank, one row at a time. `tokens_s` is of all ranks, `peak_bytes` what live tensors take most on a
+rank in a step, `cpu_s` the CPU seconds of all ranks.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def step_of(rank: int, order: dict[str, Any], port: int, answer: Connection) -> 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     ranks, tokens = order["ranks"], order["tokens"]
-    settings = {"precision.policy": "bf16", "train.remat": "full", "train.compiled": False, "zero": 3}
+    settings = {"train.remat": "full", "train.compiled": False, "zero": 3}
     settings |= {"data.seq_len": tokens, "model.max_len": tokens, "train.batch": ranks, "train.micro_batch": 1}
     settings |= {"train.measure_every": 0, "train.memory_check": False, "optim.name": "adamw"}
     axis, _, form = order["how"].partition(" ")
