@@ -341,6 +341,9 @@ def test_a_measured_collective_has_its_measured_time():
     found = ways_of(device, {"dp": 4})["dp"]
     assert collective_s(found, "psum", int(1e9 * 6 / 4)).seconds == pytest.approx(5.0)
     assert collective_s(found, "all_gather", GB).seconds == pytest.approx(1.0)
+    links = level("memory", "gloo", ranks=1), level("cable", "gloo", bytes_s=0.5 * GB)  # it was measured without
+    found = ways_of(gpu(collectives={"psum/4": ((1e6, 0.5), (1e9, 5.0))}, links=links), {"dp": 4})["dp"]
+    assert collective_s(found, "psum", int(1e9 * 6 / 4)).seconds == pytest.approx(3.0)
 
 
 # ---- repeated segments

@@ -164,7 +164,8 @@ def between_nodes(device: Device, text: str) -> Device:
     inner, ranks = [level for level in device.links if level.ranks is not None], device.ranks_on_node
     inner = inner or [device.links[0]._replace(ranks=ranks or 1)]
     share = gigabit * 1e9 / 8 / (inner[0].ranks or 1)
-    outer = Level(f"{gigabit:g} Gbit/s", inner[-1].kind, None, share, milliseconds / 1e3)
+    # How much of a message computation hides is the transport's, as it was measured inside a node.
+    outer = Level(f"{gigabit:g} Gbit/s", inner[-1].kind, None, share, milliseconds / 1e3, hidden=inner[-1].hidden)
     return dataclasses.replace(device, links=(*inner, outer))
 
 

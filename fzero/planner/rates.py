@@ -228,8 +228,11 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
                     inside = reach
             if inside < size:  # beyond the outermost listed level, its links are assumed
                 hops.append((_reached(device, device.links[-1]), -(-size // inside)))
+            measured = [hop.name for hop, _ in hops] == [device.links[0].name]  # curves are of the innermost links
             curves = {
-                key.partition("/")[0]: curve for key, curve in device.collectives.items() if key.endswith(f"/{size}")
+                key.partition("/")[0]: curve
+                for key, curve in device.collectives.items()
+                if key.endswith(f"/{size}") and (measured or key.startswith("late/"))
             }
             found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
     return found
