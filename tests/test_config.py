@@ -12,7 +12,8 @@ from fzero.core import tables
 from fzero.core.device import CPU
 from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import of_its_mesh, refuse_unused, refuse_without_axis
+from fzero.run.config_checks import refuse_unused
+from fzero.run.config_ranks import of_its_mesh, refuse_without_axis
 from fzero.run.config_table import from_json, from_table, to_json, to_table
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop

@@ -13,7 +13,7 @@ from fzero.core.autodiff import Remat
 from fzero.core.pytree import nearest
 from fzero.models.presets import body_of
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import of_its_mesh
+from fzero.run.config_ranks import of_its_mesh
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.pipeline.orders import group_size

@@ -18,7 +18,7 @@ from fzero.planner.closed_memory import Activations, Weights, loss_bytes, peak
 from fzero.planner.closed_rows import row_facts
 from fzero.planner.closed_time import step_time
 from fzero.planner.estimate import of_signs
-from fzero.run.config_checks import SEND_SIGNS
+from fzero.run.config_ranks import SEND_SIGNS
 from fzero.sharding.codec import Codec, is_matrix
 from fzero.sharding.pipeline import FAMILIES
 from fzero.sharding.slices import local_numel

@@ -22,7 +22,7 @@ from fzero.planner.step_trace import trace_step
 from fzero.planner.timing import predict
 from fzero.run import build_optim
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import SIGNS, codec_of
+from fzero.run.config_ranks import SIGNS, codec_of
 from fzero.run.memory_check import part_layers, part_numels
 from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec

@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.core.precision import POLICIES
 from fzero.models import ModelConfig
 from fzero.planner.format import quantity, size, table
-from fzero.run.config_checks import SEND_SIGNS
+from fzero.run.config_ranks import SEND_SIGNS
 from fzero.sharding import fake_mesh, zero_plan
 from fzero.sharding.at_rest import ZERO
 from fzero.sharding.memory import Offload

@@ -43,7 +43,7 @@ from fzero.planner.search_result import (
     words,
 )
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import codec_of
+from fzero.run.config_ranks import codec_of
 from fzero.run.config_table import to_json, to_table
 from fzero.run.recipes import recipe
 

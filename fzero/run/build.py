@@ -33,7 +33,7 @@ from fzero.run import run_folder
 from fzero.run.batch_ramp import shared_batch
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import codec_of
+from fzero.run.config_ranks import codec_of
 from fzero.run.config_table import to_table
 from fzero.run.members import Members, members_of
 from fzero.run.stages import token_rates

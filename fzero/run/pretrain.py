@@ -25,7 +25,8 @@ from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
 from fzero.run.build import Job, build, first_state, has_factors, num_params
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import check_corpus, refuse_without_axis
+from fzero.run.config_checks import check_corpus
+from fzero.run.config_ranks import refuse_without_axis
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
 from fzero.run.duration import fitting_steps, shortened

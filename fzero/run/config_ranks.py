@@ -1,0 +1,117 @@
+"""Checks of how the ranks of a run share its work: what an axis of the mesh does, sums by signs, local steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fzero.comm.mesh_text import mesh_text
+from fzero.core.tables import Table, flat
+from fzero.sharding.codec import Codec
+from fzero.sharding.memory import Offload
+from fzero.train.local import Local
+
+RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
+
+# By method of local steps the rate and the momentum of its outer optimizer.
+OUTER = {"localsgd": (1.0, 0.0), "slowmo": (1.0, 0.6), "diloco": (0.7, 0.9)}
+SEND_SIGNS = ("onebit_adam", "onebit_lamb", "zero_one_adam")  # with the codec that leaves them the sums of gradients
+SIGNS = "grads=1bit"
+
+
+def codec_of(config: RunConfig) -> str:
+    """The codec of a run: its own, or that of its optimizer."""
+    return SIGNS if config.optim.name in SEND_SIGNS else config.codec
+
+
+def validate_signs(c: RunConfig) -> None:
+    """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
+    name, signs = c.optim.name, c.optim.name in SEND_SIGNS
+    if signs and c.codec not in ("", SIGNS):
+        raise ValueError(
+            f"optim.name is {name}, which sends signs of its momentum, and codec is {c.codec}; leave --codec out"
+        )
+    if not signs and c.codec and Codec.parse(c.codec).signs:
+        raise ValueError(
+            f"codec is {c.codec} and optim.name is {name}, which makes no sums of gradients; use optim.name="
+            f"{' or '.join(SEND_SIGNS)}"
+        )
+    if signs and c.optim.freeze_steps >= c.train.steps:
+        raise ValueError(
+            f"optim.freeze_steps is {c.optim.freeze_steps} and train.steps {c.train.steps}, so that {name} would never "
+            "send signs; use fewer, or 0 for its own number"
+        )
+
+
+def validate_local(c: RunConfig) -> None:
+    """Raise ValueError for local steps that do not go with the mesh, the checkpoints or the rest of a config."""
+    local, t = c.local, c.train
+    if not local.method:
+        if local != type(local)():
+            raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
+        return
+    Local(local.every, local.codec, local.fragments, local.overlap, local.mix)
+    said = f"local.method is {local.method}"
+    if c.mesh.get("rp", 1) < 2:
+        raise ValueError(f"{said}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2")
+    if t.checkpoint_every % local.every:
+        raise ValueError(
+            f"{said}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
+            "steps after which members agree; make it a multiple"
+        )
+    if local.method == "localsgd" and (local.lr or local.momentum):
+        raise ValueError(f"{said}, which takes the mean of the members; leave local.lr and local.momentum out")
+    for wrong, what in (
+        (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),
+        (t.update == "delayed", "train.update is delayed, and members agree on one version of the parameters; use end"),
+        (
+            c.guard.check_every > 0,
+            f"guard.check_every is {c.guard.check_every}: ranks compute each other's micro-batches, and members have "
+            "other parameters; use 0",
+        ),
+        (c.optim.name in SEND_SIGNS, f"optim.name is {c.optim.name}, whose errors are of one member; use adamw"),
+    ):
+        if wrong:
+            raise ValueError(f"{said} and {what}")
+
+
+# What the ranks of an axis do: nothing without that axis.
+OVER_AXIS = {
+    "context": "cp",
+    "experts": "ep",
+    "sequence": "tp",
+    "pipeline.schedule": "pp",
+    "pipeline.chunks": "pp",
+    "pipeline.layout": "pp",
+}
+
+
+def refuse_without_axis(config: RunConfig, table: Table, before: RunConfig | None = None) -> None:
+    """Raise ValueError if `table`, as the user wrote it, says how work is split over an axis that the mesh of `config`
+    does not have, or how parameters are gathered where none is.
+
+    before: a config whose values do no harm; None: one with the usual values.
+    """
+    mine, usual = (dict(flat(dataclasses.asdict(one))) for one in (config, before or type(config)()))
+    fetched = config.zero == 3 or Offload.parse(config.offload).params.memory != "device"
+    for key in dict(flat(table)):
+        value, axis = mine.get(key), OVER_AXIS.get(key)
+        if value == usual.get(key):
+            continue
+        shown = "a table" if "\n" in str(value) else str(value).lower() if isinstance(value, bool) else value
+        if axis and config.mesh.get(axis, 1) == 1:
+            has = mesh_text(config.mesh) if config.mesh else "dp alone"
+            raise ValueError(
+                f"{key} is {shown}, which is for ranks of {axis}, and the mesh is {has}; use --mesh {axis}=2, or leave "
+                "it out"
+            )
+        if key in ("prefetch", "reshard") and not fetched:
+            raise ValueError(
+                f"{key} is {shown}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
+            )
+
+
+def of_its_mesh(config: RunConfig) -> RunConfig:
+    """A config with the usual values of what is said of axes that its mesh does not have."""
+    gone = {key.partition(".")[0] for key, axis in OVER_AXIS.items() if config.mesh.get(axis, 1) == 1}
+    return dataclasses.replace(config, **{name: getattr(type(config)(), name) for name in gone})
