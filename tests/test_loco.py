@@ -1,7 +1,6 @@
 """Error feedback of a codec (LoCo): what was sent and what is left is what was owed, whatever happens in between."""
 
 import contextlib
-import dataclasses
 import math
 import tempfile
 from unittest import mock
@@ -12,6 +11,7 @@ import torch
 from checkpoint_cases import assert_same_bits
 from close import assert_close, assert_same
 from law_cases import FP64
+from linear_loss import SCALED, data, first_params, linear
 from plan_cases import made
 from test_plan_memory import fullest, measured
 from zero_cases import batch_for, model_of
@@ -21,7 +21,6 @@ from fzero import checkpoint, optim
 from fzero.checkpoint.restore_errors import error_lines
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
-from fzero.core.precision import LossScale
 from fzero.kernels.registry import Kernels
 from fzero.planner.candidates import Candidate
 from fzero.planner.closed_layer import Basis, takes_codec
@@ -39,31 +38,10 @@ from fzero.train.state import meta_state, state_specs
 
 exhaustive = pytest.mark.exhaustive
 STEPS, RATE, BLOCK = 20, 0.25, 16
-SHAPES = {"blocks/w": (2, 8, 16), "b": (8,), "u": (8, 32), "v": (8, 32)}  # b travels as it is
-SCALED = dataclasses.replace(FP64, loss_scale=LossScale(init=2.0**10, window=4, hysteresis=1))
 SKIPPED = (6, 7, 13)  # steps whose gradient is not finite on one rank
 
 
 # ---- by hand: a loss whose gradient is the batch itself --------------------------------------------------------------
-
-
-def linear(params, batch):
-    named = pytree.named_leaves(params)
-    return sum((batch[name] * leaf).sum() for name, leaf in named.items()), batch["b"].shape[0]
-
-
-def data(step, rows, skipped):
-    g = torch.Generator().manual_seed(step)
-    found = {name: torch.randn(rows, *shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
-    if step in skipped:
-        found["u"][1, 2, 3] = math.inf
-    return found
-
-
-def first_params():
-    g = torch.Generator().manual_seed(99)
-    named = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return {"blocks": {"w": named.pop("blocks/w")}, **named}
 
 
 def by_steps(mesh, text, micro_batches, policy, skipped):

@@ -1,18 +1,19 @@
 """1-bit Adam: steps are the method written out, what was sent and is left is what was owed, bytes are the plan's."""
 
 import contextlib
-import dataclasses
 import math
 import tempfile
 from unittest import mock
 
 import launched
+import linear_loss
 import pytest
 import ranks
 import torch
 from checkpoint_cases import assert_same_bits
 from close import assert_close
 from law_cases import FP64
+from linear_loss import SCALED, SHAPES, first_params, linear
 from plan_cases import made
 from zero_cases import batch_for, model_of
 
@@ -40,8 +41,6 @@ from fzero.train.state import meta_state, state_specs
 
 exhaustive = pytest.mark.exhaustive
 STEPS, FREEZE, RATE, B1, B2, EPS, DECAY = 20, 6, 0.05, 0.8, 0.9, 1e-6, 0.1
-SHAPES = {"blocks/w": (2, 8, 16), "b": (8,), "u": (8, 32), "v": (8, 32)}  # b travels as it is
-SCALED = dataclasses.replace(FP64, loss_scale=LossScale(init=2.0**10, window=4, hysteresis=1))
 SKIPPED = (3, 9, 13)  # steps whose gradient is not finite on one rank
 BETAS = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": "w|u$"}  # of w and u alone
 MAKE = {
@@ -56,24 +55,10 @@ SCALE = {"onebit_adam": "rms", "onebit_lamb": "rms", "zero_one_adam": "mean"}
 # ---- by hand: a loss whose gradient is the batch itself --------------------------------------------------------------
 
 
-def linear(params, batch):
-    named = pytree.named_leaves(params)
-    return sum((batch[name] * leaf).sum() for name, leaf in named.items()), batch["b"].shape[0]
-
-
 def data(step, rows, skipped):
-    g = torch.Generator().manual_seed(step)
-    found = {name: torch.randn(rows, *shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
+    found = linear_loss.data(step, rows, skipped)
     found["v"][:, 3] = 0.0  # rows that never have a gradient
-    if step in skipped:
-        found["u"][1, 2, 3] = math.inf
     return found
-
-
-def first_params():
-    g = torch.Generator().manual_seed(99)
-    named = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
-    return {"blocks": {"w": named.pop("blocks/w")}, **named}
 
 
 def by_steps(mesh, method, stage, micro_batches, policy, skipped, clip):

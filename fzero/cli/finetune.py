@@ -121,7 +121,7 @@ def config_of_flags(
     quantize: str | None,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
-    from fzero.run import config_checks
+    from fzero.run import config_checks, config_ranks
     from fzero.run.fine_tuning import tuned_config
 
     if init is None:
@@ -129,5 +129,5 @@ def config_of_flags(
     value = tuned_config(init, table, lora=adapters, quantize=quantize)
     if not is_written(config_file):
         config_checks.refuse_unused(value, table)
-        config_checks.refuse_without_axis(value, table)
+        config_ranks.refuse_without_axis(value, table)
     return value

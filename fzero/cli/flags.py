@@ -290,7 +290,7 @@ def config_of(
 
     has_mesh: whether its mesh is that of a run, and nothing may be said of axes that it does not have.
     """
-    from fzero.run import config_checks, config_table, weights
+    from fzero.run import config_checks, config_ranks, config_table, weights
 
     if init is None:
         value = config_table.from_table(table)
@@ -302,5 +302,5 @@ def config_of(
     if not is_written(config_file):  # the config.json of a run holds all values, even unused ones
         config_checks.refuse_unused(value, table)
         if has_mesh:
-            config_checks.refuse_without_axis(value, table)
+            config_ranks.refuse_without_axis(value, table)
     return value

@@ -24,7 +24,7 @@ from fzero.core.arguments import checked
 from fzero.core.storage import naming, write_text
 from fzero.data.foreign_tokens import find_tokens
 from fzero.data.prepare import check_new, tokenizer_of_file
-from fzero.data.tokens import FORMAT, VERSION, sampled_sum, token_dtype
+from fzero.data.tokens import FORMAT, VERSION, sampled_sum
 
 
 @checked()
@@ -65,10 +65,7 @@ def link(
     meta = {
         "format": FORMAT,
         "version": VERSION,
-        "tokenizer": made.name,
-        "eos": made.eos,
-        "vocab_size": made.vocab_size,
-        "dtype": token_dtype(made.vocab_size).name,
+        **made.meta(),
         "splits": {split: {"tokens": int(its[-1]), "documents": len(its) - 1} for split, its in docs.items()},
         "linked": {
             "path": str(found.path.absolute()),

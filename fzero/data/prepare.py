@@ -94,10 +94,7 @@ def prepare(
         meta = {
             "format": FORMAT,
             "version": VERSION,
-            "tokenizer": made.name,
-            "eos": made.eos,
-            "vocab_size": made.vocab_size,
-            "dtype": token_dtype(made.vocab_size).name,
+            **made.meta(),
             "splits": splits,
             "sums": sums,
             "source": {

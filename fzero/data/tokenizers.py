@@ -28,6 +28,15 @@ class Tokenizer(NamedTuple):
     decode: Callable[[Sequence[int]], str]  # ids -> text; eos ids are left out
     json: str = ""  # the content of tokenizer.json; "" for bytes
 
+    def meta(self) -> dict[str, Any]:
+        """What the meta.json of a corpus has of it.
+
+        >>> byte_tokenizer().meta()
+        {'tokenizer': 'bytes', 'eos': 0, 'vocab_size': 256, 'dtype': 'uint8'}
+        """
+        dtype = token_dtype(self.vocab_size).name
+        return {"tokenizer": self.name, "eos": self.eos, "vocab_size": self.vocab_size, "dtype": dtype}
+
 
 def byte_tokenizer() -> Tokenizer:
     """The tokenizer whose ids are the UTF-8 bytes: vocab_size 256, eos = 0 (NUL, which text does not contain).
