@@ -218,6 +218,16 @@ def test_longer_rows_read_what_is_left_of_each_source(packing):
     assert max(seen.values()) == 1, "no token of it twice in the epoch"
 
 
+def test_a_limit_in_tokens_counts_what_shorter_rows_have_read():
+    text = "a:1:tokens=112,b:1"
+    short = MixedStream(Mixture.parse(text), streams(64, 64), batch=4)
+    rest = short.rest_after(40)
+    assert rest.read == (80, 80)
+    rows = tuple(data.TokenStream(one.tokens, 8, 1, one.seed, rest=its) for one, its in zip(short.streams, rest.rests))
+    long = MixedStream(Mixture.parse(text), rows, batch=2, rest=rest)
+    assert long.most(0) == (112 - 80) // 8 and long.counts(100)[0] == 4
+
+
 def test_evaluations_take_equally_many_rows_of_each_source():
     mixed = MixedStream(Mixture.parse("a:0.99,b:0.01,c:0"), streams(7, 50, 2), batch=4)
     batches = list(mixed.eval_batches(12))

@@ -12,7 +12,7 @@ from fzero.core.product_flops import FORMULAS, flop_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.flops import pairs
 from fzero.planner import devices, rates
-from fzero.planner.devices import Device, Level, Rates
+from fzero.planner.devices import Device, Level, Rates, between_nodes
 from fzero.planner.operations import Op, describe_op, describe_passes
 from fzero.planner.rates import along, collective_s, gemm_s, op_costs, tiled_part, ways_of
 from fzero.planner.step_trace import Moment, Segment, Trace, Transfer
@@ -334,6 +334,13 @@ def test_gloo_sends_other_nodes_what_is_theirs():
     found = collective_s(way(4, links), "psum", 3 * GB)  # pieces and their sums
     assert found.busy == pytest.approx({"memory": 0.1, "cable": 4.0}) and found.seconds == pytest.approx(4.2)
     assert collective_s(way(4, links), "ppermute", GB).busy == pytest.approx({"memory": 0.1, "cable": 2.0})
+
+
+def test_links_between_nodes_hide_what_was_measured_on_one():
+    """How much of a message computation hides is the transport's."""
+    for hidden in (None, 0.27):
+        outer = between_nodes(gpu(links=(level("memory", "gloo", hidden=hidden),), ranks_on_node=2), "1").links[-1]
+        assert (outer.ranks, outer.bytes_s, outer.hidden) == (None, 1e9 / 8 / 2, hidden)
 
 
 def test_a_measured_collective_has_its_measured_time():
