@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: batches of 16, and of 16 more each 1e8 tokens"
+FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: 16 at first, and 16 more each 1e8 tokens"
 MOST = 1000  # sizes on the way, each with steps of its own
 
 
@@ -22,8 +22,8 @@ class Ramp(NamedTuple):
     tokens: int
 
     @classmethod
-    def parse(cls, text: str) -> Ramp:
-        """The Ramp of a text; raises ValueError.
+    def parse(cls, text: str, key: str = "train.batch_ramp") -> Ramp:
+        """The Ramp of a text, the value of `key`; raises ValueError.
 
         >>> Ramp.parse("16:8:1e6")
         Ramp(start=16, increment=8, tokens=1000000)
@@ -33,12 +33,12 @@ class Ramp(NamedTuple):
             try:
                 value = float(part)
             except ValueError:
-                raise ValueError(f"train.batch_ramp is {text!r}: {part!r} is no number; {FORM}") from None
+                raise ValueError(f"{key} is {text!r}: {part!r} is no number; {FORM}") from None
             if not (math.isfinite(value) and value >= 1 and value == int(value)):
-                raise ValueError(f"train.batch_ramp is {text!r}: {part} is no whole number of at least 1; {FORM}")
+                raise ValueError(f"{key} is {text!r}: {part} is no whole number of at least 1; {FORM}")
             found.append(int(value))
         if len(found) != 3:
-            raise ValueError(f"train.batch_ramp is {text!r}; {FORM}")
+            raise ValueError(f"{key} is {text!r}; {FORM}")
         return cls(*found)
 
     def expect_fits(self, batch: int, micro_batch: int) -> None:

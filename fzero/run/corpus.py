@@ -29,6 +29,7 @@ from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta, token_dtype
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
+from fzero.run.curriculum import curriculum_of, make_pieces
 from fzero.run.stages import stages_of
 from fzero.sharding import Mesh
 
@@ -163,10 +164,10 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
 def micro_batches(config: RunConfig, stream: Any, before: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
     is sample `before`."""
-    size = config.train.micro_batch
+    size, in_pieces = config.train.micro_batch, make_pieces(config)
 
     def read(sample: int, m: int) -> Batch:
-        return drop_documents(config, stream.samples_at(sample - before + m * size, size))
+        return drop_documents(config, in_pieces(stream.samples_at(sample - before + m * size, size), sample))
 
     return read
 
@@ -232,7 +233,8 @@ def open_stream(
         return MixedStream(Mixture.parse(config.data.mixture), streams, batch, rest)
     tokens = data.open_tokens(corpus, split, reading_of(config, corpus))
     if tokens.kind == "text":
-        return data.TokenStream(tokens, seq_len, batch, seed, packing, rest)
+        order = curriculum_of(config, corpus) if split == "train" else None
+        return data.TokenStream(tokens, seq_len, batch, seed, packing, rest, order)
     if rest is not None:
         raise ValueError(
             f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
