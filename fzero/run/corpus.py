@@ -8,6 +8,7 @@ import platform
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,8 @@ def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, 
             i, rows = len(streams), 0
             rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
             streams.append(open_stream(stage.config, corpus, "train", config.train.batch, rest))
+            if (order := curriculum_of(config, corpus)) is not None:  # of all sizes of a batch that grows
+                streams[-1] = replace(streams[-1], curriculum=order)
         rows += stage.samples
         expect_rows_left(streams[-1], rows)
     return streams[-1], firsts[-1]
@@ -233,8 +236,7 @@ def open_stream(
         return MixedStream(Mixture.parse(config.data.mixture), streams, batch, rest)
     tokens = data.open_tokens(corpus, split, reading_of(config, corpus))
     if tokens.kind == "text":
-        order = curriculum_of(config, corpus) if split == "train" else None
-        return data.TokenStream(tokens, seq_len, batch, seed, packing, rest, order)
+        return data.TokenStream(tokens, seq_len, batch, seed, packing, rest)
     if rest is not None:
         raise ValueError(
             f"objective is {config.objective}, whose rows are prepared for one length; leave out --seq-len"
