@@ -12,6 +12,7 @@ from fzero import data
 from fzero.core import pytree
 from fzero.data.stream import Batch
 from fzero.data.tokens import read_meta
+from fzero.models import Model
 from fzero.models.batch import SOURCES
 from fzero.models.by_source import KINDS
 from fzero.run import run_folder, weights
@@ -40,7 +41,8 @@ def analyze_by_model(
         raise ValueError(f"--seq-len is {seq_len} and the model of {run} takes {c.model.max_len} (model.max_len)")
     expect_same_tokenizer(corpus, run)
     params = pytree.map(lambda leaf: leaf.float() if leaf.is_floating_point() else leaf, trained.params)
-    measure = row_loss(trained, weights.put_on(device, params), device)
+    within = c.data.within_documents
+    measure = row_loss_of(trained.model, weights.put_on(device, params), device, within_documents=within)
     values = data.analyze(
         corpus,
         "loss",
@@ -65,15 +67,15 @@ def expect_same_tokenizer(corpus: Path, run: Path) -> None:
         )
 
 
-def row_loss(
-    trained: weights.TrainedWeights, params: pytree.Tree, device: torch.device
+def row_loss_of(
+    model: Model, params: pytree.Tree, device: torch.device, *, within_documents: bool = True
 ) -> Callable[[Batch], np.ndarray]:
     """The function from a batch to the mean loss of each row, float64 [n]; 0 for a row without a token that counts."""
-    step = make_eval_step(trained.model, zero_plan(0, trained.model, one_process()), reduce=False)
+    step = make_eval_step(model, zero_plan(0, model, one_process()), reduce=False)
 
     def measure(batch: Batch) -> np.ndarray:
         rows = batch["tokens"].shape[0]
-        if not trained.config.data.within_documents:
+        if not within_documents:
             batch = {key: leaf for key, leaf in batch.items() if key != "documents"}
         # Each row is a source of its own, of which the model reports the sums.
         extra = step(params, on_device({**batch, SOURCES: torch.eye(rows, dtype=torch.bool)}, device)).extra
