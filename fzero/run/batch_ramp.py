@@ -66,8 +66,10 @@ class Ramp(NamedTuple):
                 f"increment of at least {-(-(batch - self.start) // MOST)}"
             )
 
-    def pieces(self, batch: int, seq_len: int, before: int, steps: int) -> list[tuple[int, int]]:
+    def pieces(self, batch: int, seq_len: int, before: int, steps: int, sequences: int = 0) -> list[tuple[int, int]]:
         """[(a batch, steps of it)] of so many steps up to `batch`, after `before` tokens of the run.
+
+        sequences: of each step, where it is not a batch that grows.
 
         >>> Ramp(2, 1, 40).pieces(4, 10, 0, 6)
         [(2, 2), (3, 2), (4, 2)]
@@ -76,11 +78,11 @@ class Ramp(NamedTuple):
         while steps:
             level = min(before // self.tokens, last)
             size = self.start + level * self.increment
-            count = steps
+            count, of_step = steps, (sequences or size) * seq_len
             if level < last:
-                count = min(steps, -(-((level + 1) * self.tokens - before) // (size * seq_len)))
+                count = min(steps, -(-((level + 1) * self.tokens - before) // of_step))
             found.append((size, count))
-            before, steps = before + count * size * seq_len, steps - count
+            before, steps = before + count * of_step, steps - count
         return found
 
 

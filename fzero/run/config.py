@@ -109,6 +109,10 @@ class Train:
     # of a batch that grows: its first size, by how much and after how many tokens it grows, up to `batch`: "16:16:1e8"
     batch_ramp: str = ""
     micro_batch: int = 4
+    # tokens of each sequence that the layers between the first and the last compute (random-LTD, see docs/data.md); 0:
+    # all. random_ltd_ramp: fewer at first, up to that: "64:64:1e8"
+    random_ltd: int = 0
+    random_ltd_ramp: str = ""
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler

@@ -25,7 +25,7 @@ from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
-from fzero.run.curriculum import validate_curriculum
+from fzero.run.curriculum import validate_curriculum, validate_kept
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
@@ -65,7 +65,12 @@ BOUNDS: dict[str, Bounds] = {
     "optim.schedule.start": FRACTION,
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
-    **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT, "train.measure_every": COUNT},
+    **{
+        "train.random_ltd": COUNT,
+        "train.snapshot_mb": COUNT,
+        "train.digest_every": COUNT,
+        "train.measure_every": COUNT,
+    },
     **{
         "train.seed": (0, True, 2**64),
         "train.hang_s": RATE,
@@ -151,6 +156,7 @@ def validate(config: RunConfig) -> None:
         )
     if t.batch_ramp:
         Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
+    validate_kept(c)
     validate_tokens(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
         raise ValueError(

@@ -16,11 +16,13 @@ import torch
 from fzero.data.analysis import open_analysis
 from fzero.data.curriculum import Curriculum, Growth, Piece, rank
 from fzero.data.stream import Batch
+from fzero.models.random_ltd import expect_droppable
 from fzero.run.batch_ramp import Ramp
 from fzero.run.stages import stages_of
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
+MOST_SIZES = 64  # numbers of tokens that random-LTD keeps on its way, each with a program of its own
 KEYS = {"curriculum_schedule": "linear", "curriculum_start": 0.1, "curriculum_steps": 0, "curriculum_tokens": 0}
 
 
@@ -61,6 +63,31 @@ def validate_warmup(c: RunConfig) -> None:
     if not c.data.within_documents or c.objective != "text":
         why = f"objective is {c.objective}" if c.objective != "text" else "data.within_documents is false"
         raise ValueError(f"data.seq_len_warmup is {text} and {why}: its pieces do not see each other")
+
+
+def validate_kept(c: RunConfig) -> None:
+    """Raise ValueError for random-LTD with what it does not go with, and a ramp that does not lead to all it keeps."""
+    t, seq_len = c.train, c.data.seq_len
+    if not t.random_ltd and not t.random_ltd_ramp:
+        return
+    text, most = t.random_ltd_ramp, t.random_ltd or seq_len
+    if most > seq_len:
+        raise ValueError(f"train.random_ltd is {most} and data.seq_len {seq_len}; keep at most all tokens")
+    if text:
+        ramp = Ramp.parse(text, "train.random_ltd_ramp")
+        if ramp.start > most or (most - ramp.start) % ramp.increment or most - ramp.start > MOST_SIZES * ramp.increment:
+            raise ValueError(
+                f"train.random_ltd_ramp is {text}, whose steps of {ramp.increment} do not lead from {ramp.start} to "
+                f"{most} tokens (train.random_ltd, or all) in at most {MOST_SIZES}; make them fit"
+            )
+    try:
+        expect_droppable(c.model)
+    except ValueError as error:
+        raise ValueError(f"train.random_ltd is {most} of {seq_len} tokens; {error}") from None
+    split = "sequence" if c.sequence else f"mesh.cp={c.mesh['cp']}" if c.mesh.get("cp", 1) > 1 else ""
+    if split or c.objective != "text":
+        what = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
+        raise ValueError(f"train.random_ltd is {most} of {seq_len} tokens and {what}; leave one of them out")
 
 
 def split_name(text: str) -> tuple[str, str]:

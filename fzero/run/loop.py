@@ -92,7 +92,8 @@ def begin_stage(attempt: Attempt, step: int) -> Attempt:
         expect_memory(there.job, there.coordinator)
         c = there.job.config
         where = "" if stage_at(attempt.config, step).reads_on else " in another stage"
-        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step")
+        kept = f", of which layers in the middle compute {c.train.random_ltd}" if c.train.random_ltd else ""
+        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step{kept}")
     return there
 
 
