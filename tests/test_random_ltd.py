@@ -21,7 +21,7 @@ from fzero.run.config_table import from_table
 from fzero.run.stages import stages_of, tokens_before
 
 F64 = torch.float64
-SIZES = {"n_layers": 4, "vocab_size": 12, "dropout": 0.0}
+SIZES = {"n_layers": 4, "vocab_size": 20, "dropout": 0.0}
 KEY = prng.key(7)
 
 
