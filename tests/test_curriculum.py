@@ -203,5 +203,8 @@ def test_the_loss_of_a_row_is_the_models(text, fz, tmp_path, monkeypatch):
     assert f"loss@{open_analysis(text, 'loss', 16, 'stream').digest}" in (tmp_path / "ordered/config.json").read_text()
     code, _, err = fz("pretrain", "--data", text, *run[:-1], 8, *own, *more[:-1], "none")
     assert code == 2 and "analysis-loss-8-stream: no such analysis" in err and "Traceback" not in err
+    (tmp_path / "t.txt").write_text("one text " * 90)
+    code, _, err = fz("pretrain", "--data", "t.txt", *run, *own, *more[:-1], "none")
+    assert code == 2 and "t.txt is no corpus in a folder" in err and "fzero data prepare " in err
     code, _, err = fz("data", "analyze", text, "--metric", "loss", "--seq-len", 16)
     assert code == 2 and "give --reference RUN" in err

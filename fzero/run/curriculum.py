@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fzero.core.storage import is_url
 from fzero.data.analysis import open_analysis
 from fzero.data.curriculum import Curriculum, Growth, Piece, rank
 from fzero.data.stream import Batch
@@ -140,12 +141,32 @@ def curriculum_of(c: RunConfig, corpus: Path) -> Curriculum | None:
 
 
 def with_digest(c: RunConfig, corpus: Path) -> RunConfig:
-    """The config with the digest of its curriculum's analysis, if it has a curriculum and no digest yet."""
+    """The config with the digest of its curriculum's analysis, if it has a curriculum and no digest yet.
+
+    Raises ValueError for a corpus that was prepared for the run alone, or is at a URL.
+    """
     name, digest = split_name(c.data.curriculum) if c.data.curriculum else ("", "-")
     if digest:
         return c
+    if c.data.path != "stdlib" and Path(c.data.path) != corpus:
+        how = "link" if is_url(c.data.path) else "prepare"
+        raise ValueError(
+            f"data.curriculum is {name} and data.path {c.data.path} is no corpus in a folder, beside which an analysis "
+            f"is; make one first: fzero data {how} {c.data.path} --out corpus"
+        )
     found = open_analysis(corpus, name, c.data.seq_len, c.data.packing)
     return replace(c, data=replace(c.data, curriculum=f"{name}@{found.digest}"))
+
+
+def described(c: RunConfig) -> Iterator[str]:
+    """The lines that say which rows a run reads at first, and in pieces of which length."""
+    d = c.data
+    if d.curriculum:
+        length = f"{d.curriculum_steps:,} steps" if d.curriculum_steps else f"{d.curriculum_tokens:,} tokens"
+        yield f"curriculum {d.curriculum}: {d.curriculum_start:.3g} of the rows at first, all after {length}"
+    if d.seq_len_warmup:
+        ramp = Ramp.parse(d.seq_len_warmup, "data.seq_len_warmup")
+        yield f"rows in pieces of {ramp.start} tokens at first, {ramp.increment} more each {ramp.tokens:,} tokens"
 
 
 def make_pieces(c: RunConfig) -> Callable[[Batch, int], Batch]:

@@ -26,7 +26,7 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
-from fzero.run import config_table, conversations, corpus, machine, run_folder
+from fzero.run import config_table, conversations, corpus, curriculum, machine, run_folder
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -278,6 +278,7 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
             linked = "linked" in read_meta(place)
             why = "another system's file" if linked else "an earlier version prepared it"
             yield f"{place}: has no checksums ({why}), so damage to it is not noticed"
+    yield from curriculum.described(config)
     if sources:
         yield from described(Mixture.parse(config.data.mixture))
 
