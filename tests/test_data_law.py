@@ -2,18 +2,21 @@
 batch that grows, weights that change, sources that end, and sequences that become longer."""
 
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import ranks
 from launched import rows, torchrun
 
 from fzero import data
+from fzero.data.curriculum import Curriculum
 from fzero.data.mixed import SOURCES
-from fzero.run import corpus
+from fzero.run import corpus, curriculum
 from fzero.run.config_table import from_json, from_table, to_json
 from fzero.run.stages import samples_before, stage_at, stages_of, tokens_before
 from fzero.sharding import fake_mesh
@@ -46,7 +49,10 @@ def config_of(home, **train):
 
 
 def keys_of(batch):
-    """A key for each row: its source and its tokens."""
+    """A key for each row: its source, "" where there is one corpus, and its tokens and documents."""
+    if SOURCES not in batch:
+        both = zip(batch["tokens"].tolist(), batch["documents"].tolist())
+        return [("", (*tokens, *documents)) for tokens, documents in both]
     of = batch[SOURCES].int().argmax(1).tolist()
     return [(NAMES[source], tuple(row)) for source, row in zip(of, batch["tokens"].tolist())]
 
@@ -61,9 +67,10 @@ def one_process(config, path):
     """The rows of all steps, read one after the other."""
     found = []
     for stage in stages_of(config):
-        stream, before = corpus.open_last(stage.config, path)
+        read, size = corpus.open_micro_batches(stage.config, path), stage.config.train.batch
         for step in range(stage.begin, stage.end):
-            found.append(keys_of(stream.samples_at(samples_before(config, step) - before, stage.config.train.batch)))
+            parts = [read(samples_before(config, step), m) for m in range(size // config.train.micro_batch)]
+            found.append([key for part in parts for key in keys_of(part)])
     return found
 
 
@@ -156,6 +163,63 @@ def test_and_so_with_sequences_that_become_longer(mixed, seed, packing):
     # Of a source that is read less than once no token comes twice.
     stream = corpus.open_last(stages_of(longer)[0].config, path)[0]
     assert stream.counts(sum(len(rows) for rows in made[:17]))[0] < stream.streams[0].samples_per_epoch
+
+
+@pytest.fixture
+def in_order_of_length(home):
+    """A config whose batch grows while its rows become harder and its pieces longer, over two epochs."""
+    values = {"schedule": "root:2", "start": 0.2, "steps": 30}
+    if not (home / "web" / "analysis-length-8-stream").exists():
+        data.analyze(home / "web", "length", seq_len=8)
+    config = config_of(home)
+    own = {f"curriculum_{key}": value for key, value in values.items()}
+    return replace(
+        config,
+        data=replace(
+            config.data, mixture="", path=str(home / "web"), curriculum="length", seq_len_warmup="2:2:600", **own
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 9))])
+def test_and_so_with_a_curriculum(home, in_order_of_length, seed):
+    config, path = in_order_of_length, home / "web"
+    made = one_process(config, path)
+    assert sorted({len(rows) for rows in made}) == [4, 8, 12, 16]
+    assert killed_and_resumed(config, path, random.Random(seed)) == made
+    # Each row once in an epoch, and at each step rows of the allowed part, or the easiest that are left.
+    values = data.analyze(home / "web", "length", seq_len=8, name=f"again-{seed}")
+    stream = data.TokenStream(data.open_tokens(path), 8, 1)
+    of = {tuple(row): n for n, row in enumerate(stream.rows.positions(np.arange(len(stream.rows))).tolist())}
+    last, _ = corpus.open_last(stages_of(config)[-1].config, path)
+    size, order = stream.samples_per_epoch, sorted(range(len(values)), key=lambda n: (values[n], n))
+    total = sum(map(len, made))
+    drawn = [of[tuple(row)] for row in last.positions_at(0, total).tolist()]
+    assert size < total and sorted(drawn[:size]) == list(range(size)) and len(set(drawn[size:])) == total - size
+    least, first = math.ceil(Fraction("0.2") * size), 0
+    for step, own in enumerate(made):
+        wanted = (x for x in range(size) if (x / (size - least)) ** 2 >= step / 30 - 1e-12)
+        allowed = size if step >= 30 else least + next(wanted)
+        for n in range(first, first + len(own)):
+            assert order.index(drawn[n]) < max(allowed, n % size + 1), (step, n)
+        lengths = [row[8:].count(number) for _, row in own for number in set(row[8:])]
+        assert max(lengths) <= min(8, 2 + first * 8 // 600 * 2), step
+        first += len(own)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("of", ["step", "sample"])
+def test_a_planted_mistake_in_a_curriculum_is_found(home, in_order_of_length, monkeypatch, of):
+    """A curriculum that counts from where a process began, and one that draws rows anew."""
+    config, path = in_order_of_length, home / "web"
+    made = one_process(config, path)
+    real = curriculum.pieces_of
+    if of == "step":
+        monkeypatch.setattr(curriculum, "pieces_of", lambda c, by_tokens: real(c, by_tokens)[-1:])
+    else:
+        monkeypatch.setattr(Curriculum, "numbers", lambda own, seed, epoch, begin, end: own.ranked[: end - begin])
+    with pytest.raises((AssertionError, ValueError)):
+        assert killed_and_resumed(config, path, random.Random(0)) == made
 
 
 def rows_on(mesh, text, path, steps):

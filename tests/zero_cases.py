@@ -35,6 +35,10 @@ def model_of(name, **changes):
     if name == "qlora":
         sizes = {**SIZES, "d_model": 32, "d_ff": 32, "n_kv_heads": 4, **changes}  # tp cuts between blocks of 16
         return models.lora(models.quantized(models.build(config_of("llama", **sizes)), "nf4", 16), rank=2)
+    if name == "random-ltd":  # 8 tokens a row, of which layers in the middle compute 5
+        return models.random_ltd(
+            models.build(config_of("llama", **{**SIZES, "n_layers": 4, "n_kv_heads": 2, **changes})), 5
+        )
     if name == "lora":
         return models.lora(models.build(config_of("llama", **{**SIZES, "n_kv_heads": 2, **changes})), rank=2)
     if name == "encoder and decoder":

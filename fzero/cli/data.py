@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from fzero.cli.flags import EMA, FOLDER
+from fzero.cli.flags import DEVICE, EMA, FOLDER
 from fzero.cli.process import say
 
 
@@ -89,6 +89,52 @@ def verify(corpus: Path) -> int:
     if not found:
         say(f"{corpus}: sound")
     return 1 if found else 0
+
+
+@data_group.command()
+@click.argument("corpus", type=FOLDER)
+@click.option(
+    "--metric",
+    type=click.Choice(["length", "rarity", "loss"]),
+    required=True,
+    help="The number of each sequence. length (of its documents), rarity (of its tokens), or loss (of a model).",
+)
+@click.option("--seq-len", type=int, required=True, help="The tokens in a sequence.")
+@click.option(
+    "--packing",
+    default="stream",
+    show_default=True,
+    help="How documents fill sequences: stream (end to end) or best-fit (whole, what is left filled up).",
+)
+@click.option("--reference", type=FOLDER, metavar="RUN", help="The run whose model's loss is the number.")
+@click.option("--name", default="", help="The name of the analysis. Default: the metric.")
+@DEVICE
+def analyze(
+    corpus: Path, metric: str, seq_len: int, packing: str, reference: Path | None, name: str, device: str | None
+) -> None:
+    """Find a number for each sequence of a corpus, by which data.curriculum orders them.
+
+    It is written beside the corpus, in analysis-NAME-LENGTH-PACKING/."""
+    from fzero import data
+    from fzero.core import gpu
+    from fzero.data.analysis import analysis_folder, described
+
+    if (metric == "loss") != (reference is not None):
+        fix = "give --reference RUN" if reference is None else f"leave it out, or use --metric loss, not {metric}"
+        raise ValueError(f"--reference: the run whose model's loss is found; {fix}")
+    if reference is None:
+        values = data.analyze(corpus, metric, seq_len=seq_len, packing=packing, name=name)
+    else:
+        from fzero.run.row_losses import analyze_by_model
+
+        options = {"seq_len": seq_len, "packing": packing, "name": name}
+        place = gpu.use_device(gpu.resolve_device(device or "auto"))
+        values, passed = analyze_by_model(corpus, reference, **options, device=place)
+        for warning in passed:
+            print(warning, file=sys.stderr)
+    for line in described(values, metric):
+        say(line)
+    say(f"written: {analysis_folder(corpus, name or metric, seq_len, packing)}")
 
 
 @data_group.command()

@@ -1,5 +1,7 @@
 """Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
 
+from fzero.data.analysis import analyze
+from fzero.data.curriculum import Curriculum, Growth, Piece
 from fzero.data.linked import link
 from fzero.data.loader import from_loader
 from fzero.data.mixed import MixedStream
@@ -13,13 +15,17 @@ from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
 from fzero.data.transforms import Sentinels, fill_in_middle
 
 __all__ = [
+    "Curriculum",
+    "Growth",
     "MixedStream",
     "Mixture",
+    "Piece",
     "Reading",
     "Sentinels",
     "TokenStream",
     "Tokenizer",
     "Tokens",
+    "analyze",
     "describe",
     "eval_batches",
     "fill_in_middle",

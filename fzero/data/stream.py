@@ -16,6 +16,7 @@ from fzero.core import prng
 from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
 from fzero.core.pytree import nearest
+from fzero.data.curriculum import Curriculum
 from fzero.data.packing import FILL, PACKINGS, Packing, whole
 from fzero.data.remote import ASKED_FOR, RemoteTokens
 from fzero.data.tokens import Tokens
@@ -45,6 +46,9 @@ class TokenStream:
     Sample n is row permutation(n mod S) of epoch n // S, where S is the number of rows and the permutation is drawn
     from (seed, epoch): within an epoch no row comes twice, whatever the batch sizes.
 
+    curriculum: the order of an epoch in which easy rows come first (see fzero/data/curriculum.py), None for the
+    permutation.
+
     rest: what another stream of the corpus left of an epoch. The first samples are the rows of that, and whole epochs
     follow: so a run goes on with another seq_len, and reads each token of that epoch once all the same.
 
@@ -69,12 +73,19 @@ class TokenStream:
     seed: int = 0
     packing: str = "stream"
     rest: Rest | None = None
+    curriculum: Curriculum | None = None
 
     def __post_init__(self) -> None:
         expect_fields(self)
         if self.batch < 1:
             raise ValueError(f"batch={self.batch}: wanted at least 1 sequence a step")
         expect_rows(self.tokens, self.seq_len, self.packing)
+        if self.curriculum is not None and (self.rest is not None or len(self.curriculum.ranked) != len(self.rows)):
+            raise ValueError(
+                f"the curriculum orders {len(self.curriculum.ranked):,} rows and the stream has "
+                f"{'what is left of an epoch' if self.rest is not None else f'{len(self.rows):,}'}; analyze the rows "
+                "of this seq_len and packing"
+            )
 
     @functools.cached_property
     def rows(self) -> Packing:
@@ -115,9 +126,22 @@ class TokenStream:
         if first + count > few:
             size = self.samples_per_epoch
             begin = max(first - few, 0) + (0 if self.rest is None else (self.rest.epoch + 1) * size)
-            numbers = shuffled(self.seed, size, begin, first + count - max(first, few))
+            numbers = self.numbers_of(begin, first + count - max(first, few))
             positions.append(self.rows.positions(numbers))
         return np.concatenate(positions) if len(positions) > 1 else positions[0]
+
+    def numbers_of(self, first: int, count: int) -> np.ndarray:
+        """The rows, int64 [count], that the samples `first` .. first + count - 1 of whole epochs are."""
+        if self.curriculum is None:
+            return shuffled(self.seed, self.samples_per_epoch, first, count)
+        found, size = [], self.samples_per_epoch
+        for epoch in range(first // size, (first + count - 1) // size + 1):
+            begin, end = max(first, epoch * size), min(first + count, (epoch + 1) * size)
+            if self.curriculum.complete(epoch):
+                found.append(shuffled(self.seed, size, begin, end - begin))
+            else:
+                found.append(self.curriculum.numbers(self.seed, epoch, begin - epoch * size, end - epoch * size))
+        return np.concatenate(found)
 
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
@@ -150,7 +174,8 @@ class TokenStream:
             epoch, made = before + 1 + ended, samples - few - ended * len(rows)
         read = np.zeros(len(rows), bool)
         if made:
-            read[shuffled(self.seed, len(rows), epoch * len(rows), made)] = True
+            begin, few = epoch * len(rows), rows is self.first_rows
+            read[shuffled(self.seed, len(rows), begin, made) if few else self.numbers_of(begin, made)] = True
         return Rest(epoch, rows.unread(read))
 
     def eval_batches(self, most: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:

@@ -15,6 +15,7 @@ from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.preference import answer_log_probs, dpo
 from fzero.models.presets import PRESETS, ModelConfig, build, period, preset, shorten
 from fzero.models.quantized import QuantizedConfig, quantize_weights, quantized
+from fzero.models.random_ltd import random_ltd
 from fzero.models.score import ScoreConfig, classify, reward
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "preset",
     "quantize_weights",
     "quantized",
+    "random_ltd",
     "reward",
     "set_magnitudes",
     "shorten",

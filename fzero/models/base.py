@@ -146,6 +146,7 @@ class Model(NamedTuple):
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
     splits: bool = False  # whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks
+    draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
 
 
 def with_still_leaves(model: Model) -> Model:

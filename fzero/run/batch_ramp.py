@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: batches of 16, and of 16 more each 1e8 tokens"
+FORM = "a ramp is START:INCREMENT:TOKENS, such as 16:16:1e8: 16 at first, and 16 more each 1e8 tokens"
 MOST = 1000  # sizes on the way, each with steps of its own
 
 
@@ -22,8 +22,8 @@ class Ramp(NamedTuple):
     tokens: int
 
     @classmethod
-    def parse(cls, text: str) -> Ramp:
-        """The Ramp of a text; raises ValueError.
+    def parse(cls, text: str, key: str = "train.batch_ramp") -> Ramp:
+        """The Ramp of a text, the value of `key`; raises ValueError.
 
         >>> Ramp.parse("16:8:1e6")
         Ramp(start=16, increment=8, tokens=1000000)
@@ -33,12 +33,12 @@ class Ramp(NamedTuple):
             try:
                 value = float(part)
             except ValueError:
-                raise ValueError(f"train.batch_ramp is {text!r}: {part!r} is no number; {FORM}") from None
+                raise ValueError(f"{key} is {text!r}: {part!r} is no number; {FORM}") from None
             if not (math.isfinite(value) and value >= 1 and value == int(value)):
-                raise ValueError(f"train.batch_ramp is {text!r}: {part} is no whole number of at least 1; {FORM}")
+                raise ValueError(f"{key} is {text!r}: {part} is no whole number of at least 1; {FORM}")
             found.append(int(value))
         if len(found) != 3:
-            raise ValueError(f"train.batch_ramp is {text!r}; {FORM}")
+            raise ValueError(f"{key} is {text!r}; {FORM}")
         return cls(*found)
 
     def expect_fits(self, batch: int, micro_batch: int) -> None:
@@ -66,8 +66,10 @@ class Ramp(NamedTuple):
                 f"increment of at least {-(-(batch - self.start) // MOST)}"
             )
 
-    def pieces(self, batch: int, seq_len: int, before: int, steps: int) -> list[tuple[int, int]]:
+    def pieces(self, batch: int, seq_len: int, before: int, steps: int, sequences: int = 0) -> list[tuple[int, int]]:
         """[(a batch, steps of it)] of so many steps up to `batch`, after `before` tokens of the run.
+
+        sequences: of each step, where it is not a batch that grows.
 
         >>> Ramp(2, 1, 40).pieces(4, 10, 0, 6)
         [(2, 2), (3, 2), (4, 2)]
@@ -76,11 +78,11 @@ class Ramp(NamedTuple):
         while steps:
             level = min(before // self.tokens, last)
             size = self.start + level * self.increment
-            count = steps
+            count, of_step = steps, (sequences or size) * seq_len
             if level < last:
-                count = min(steps, -(-((level + 1) * self.tokens - before) // (size * seq_len)))
+                count = min(steps, -(-((level + 1) * self.tokens - before) // of_step))
             found.append((size, count))
-            before, steps = before + count * size * seq_len, steps - count
+            before, steps = before + count * of_step, steps - count
         return found
 
 

@@ -138,8 +138,10 @@ def build(
         _layers=layers,
         _known=known,
     )
+    kept = t.random_ltd if 0 < t.random_ltd < config.data.seq_len else 0
+    trained = models.random_ltd(model, kept) if kept else model
     train_step = make_train_step(
-        model,
+        trained,
         tx,
         plan,
         micro_batches=micro_batches,
@@ -150,7 +152,7 @@ def build(
     )
     evaluated = models.by_position(model) if t.loss_by_position else model
     eval_step = make_eval_step(evaluated, plan, execution=execution, reduce=False)
-    check = make_check(model, tx, plan, execution=execution, nvme=nvme)
+    check = make_check(trained, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
     train_step = members.step(train_step, plan) if members else train_step
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)

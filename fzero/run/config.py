@@ -31,6 +31,16 @@ class Data:
     # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), see docs/data.md
     packing: str = "stream"
     within_documents: bool = True  # a token attends to its own document only
+    # the analysis by which easy rows come first, such as "rarity" (fzero data analyze); its digest is recorded at the
+    # start of a run: "rarity@0123456789abcdef". "": a permutation
+    curriculum: str = ""
+    curriculum_schedule: str = "linear"  # how the part that is allowed grows: linear, root:2, discrete:0.3@0.25,0.6@0.5
+    curriculum_start: float = 0.1  # the part of the rows that is allowed at first
+    curriculum_steps: int = 0  # after which all rows are allowed
+    curriculum_tokens: int = 0  # in place of curriculum_steps
+    # rows are read as pieces, each a document of its own, of START tokens at first, and of INCREMENT more after each
+    # TOKENS tokens of the run, up to seq_len: "64:64:1e8"
+    seq_len_warmup: str = ""
     cache: str = ""  # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches
     cache_gb: float = 20.0  # its size, of all ranks of the machine together
     retry_minutes: float = 5.0  # how long their store may be away
@@ -99,6 +109,10 @@ class Train:
     # of a batch that grows: its first size, by how much and after how many tokens it grows, up to `batch`: "16:16:1e8"
     batch_ramp: str = ""
     micro_batch: int = 4
+    # tokens of each sequence that the layers between the first and the last compute (random-LTD, see docs/data.md); 0:
+    # all. random_ltd_ramp: fewer at first, up to that: "64:64:1e8"
+    random_ltd: int = 0
+    random_ltd_ramp: str = ""
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler

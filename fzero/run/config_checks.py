@@ -25,6 +25,7 @@ from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
+from fzero.run.curriculum import validate_curriculum, validate_kept
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.sharding import AXES
@@ -55,6 +56,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE},
+    **{"data.curriculum_start": (0.0, False, 1.0), "data.curriculum_steps": COUNT, "data.curriculum_tokens": COUNT},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.{n}": COUNT for n in ("freeze_steps", "schedule.warmup_steps", "schedule.decay_steps")},
@@ -63,7 +65,12 @@ BOUNDS: dict[str, Bounds] = {
     "optim.schedule.start": FRACTION,
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
-    **{"train.snapshot_mb": COUNT, "train.digest_every": COUNT, "train.measure_every": COUNT},
+    **{
+        "train.random_ltd": COUNT,
+        "train.snapshot_mb": COUNT,
+        "train.digest_every": COUNT,
+        "train.measure_every": COUNT,
+    },
     **{
         "train.seed": (0, True, 2**64),
         "train.hang_s": RATE,
@@ -149,6 +156,7 @@ def validate(config: RunConfig) -> None:
         )
     if t.batch_ramp:
         Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
+    validate_kept(c)
     validate_tokens(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
         raise ValueError(
@@ -156,6 +164,7 @@ def validate(config: RunConfig) -> None:
             "one fit the other"
         )
     validate_data(c)
+    validate_curriculum(c)
     if t.loss_by_position and c.objective not in ("text", "chat"):
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"

@@ -8,6 +8,7 @@ import platform
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta, token_dtype
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
+from fzero.run.curriculum import curriculum_of, make_pieces
 from fzero.run.stages import stages_of
 from fzero.sharding import Mesh
 
@@ -145,6 +147,8 @@ def open_last(config: RunConfig, corpus: Path, skips: Skips = ()) -> tuple[Any, 
             i, rows = len(streams), 0
             rest = streams[-1].rest_after(firsts[i] - firsts[i - 1]) if streams else None
             streams.append(open_stream(stage.config, corpus, "train", config.train.batch, rest))
+            if (order := curriculum_of(config, corpus)) is not None:  # of all sizes of a batch that grows
+                streams[-1] = replace(streams[-1], curriculum=order)
         rows += stage.samples
         expect_rows_left(streams[-1], rows)
     return streams[-1], firsts[-1]
@@ -163,10 +167,10 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
 def micro_batches(config: RunConfig, stream: Any, before: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
     is sample `before`."""
-    size = config.train.micro_batch
+    size, in_pieces = config.train.micro_batch, make_pieces(config)
 
     def read(sample: int, m: int) -> Batch:
-        return drop_documents(config, stream.samples_at(sample - before + m * size, size))
+        return drop_documents(config, in_pieces(stream.samples_at(sample - before + m * size, size), sample))
 
     return read
 

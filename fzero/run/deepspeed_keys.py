@@ -194,11 +194,14 @@ KEYS: tuple[Key, ...] = (
     *_refused("give the batch that it would choose", "elasticity.enabled"),
     *_refused("use `fzero plan --search`", "autotuning.enabled"),
     *_refused(
+        "use data.curriculum, data.seq_len_warmup or train.random_ltd",
+        "curriculum_learning.enabled",
+        "data_efficiency.enabled",
+    ),
+    *_refused(
         "fzero has no such training",
         "progressive_layer_drop.enabled",
         "eigenvalue.enabled",
-        "curriculum_learning.enabled",
-        "data_efficiency.enabled",
         "hybrid_engine.enabled",
         "sparse_gradients",
     ),

@@ -26,7 +26,7 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
-from fzero.run import config_table, conversations, corpus, machine, run_folder
+from fzero.run import config_table, conversations, corpus, curriculum, machine, run_folder
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -92,7 +92,8 @@ def begin_stage(attempt: Attempt, step: int) -> Attempt:
         expect_memory(there.job, there.coordinator)
         c = there.job.config
         where = "" if stage_at(attempt.config, step).reads_on else " in another stage"
-        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step")
+        kept = f", of which layers in the middle compute {c.train.random_ltd}" if c.train.random_ltd else ""
+        attempt.options.say(f"after step {step}{where}: {c.train.batch} x {c.data.seq_len} a step{kept}")
     return there
 
 
@@ -277,6 +278,7 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
             linked = "linked" in read_meta(place)
             why = "another system's file" if linked else "an earlier version prepared it"
             yield f"{place}: has no checksums ({why}), so damage to it is not noticed"
+    yield from curriculum.described(config)
     if sources:
         yield from described(Mixture.parse(config.data.mixture))
 

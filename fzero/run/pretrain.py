@@ -29,6 +29,7 @@ from fzero.run.config_checks import check_corpus
 from fzero.run.config_ranks import refuse_without_axis
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
+from fzero.run.curriculum import with_digest
 from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.memory_check import check_memory
@@ -97,6 +98,9 @@ def start(
             job = build(config, mesh, folder, device=device)
         check_corpus(config, path)
         compare_corpus(path, coordinator)
+        own = coordinator.share(lambda: with_digest(config, path).data.curriculum)
+        config = replace(config, data=replace(config.data, curriculum=own))
+        job = job._replace(config=config)
         for stage in stages_of(config):
             corpus.open_stream(stage.config, path, "train", stage.config.train.batch)
             corpus.open_stream(stage.config, path, "val", stage.config.train.micro_batch)

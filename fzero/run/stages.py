@@ -41,13 +41,17 @@ class Stage(NamedTuple):
     end: int  # steps made after it
     written: RunConfig  # of a run whose last stage it is, with the largest of its batches
     batch: int
-    reads_on: bool = False  # in the rows of the stage before it, of which it has the length and all but the batch
+    kept: int = 0  # tokens of a sequence that layers in the middle compute; 0: as written
+    # In the rows of the stage before it, of which it has the length and all but the batch and the tokens kept.
+    reads_on: bool = False
 
     @property
     def config(self) -> RunConfig:
         """The config of a run whose last stage it is."""
-        c = self.written
-        return c if self.batch == c.train.batch else with_values(c, {"train.batch": self.batch}, c.stages)
+        c, own = self.written, {}
+        own |= {"train.batch": self.batch} if self.batch != c.train.batch else {}
+        own |= {"train.random_ltd": self.kept} if self.kept else {}
+        return with_values(c, own, c.stages) if own else c
 
     @property
     def samples(self) -> int:
@@ -62,14 +66,34 @@ class Stage(NamedTuple):
 
 def stages_of(config: RunConfig) -> list[Stage]:
     """The stages of a run, the first one first; raises ValueError for a text that is none."""
-    found = written_stages(config)
-    if not config.train.batch_ramp:
-        return found
-    ramp, tokens, out = Ramp.parse(config.train.batch_ramp), 0, list[Stage]()
-    for stage in found:
+    found, t = written_stages(config), config.train
+    if t.batch_ramp:
+        ramp = Ramp.parse(t.batch_ramp)
+        found = cut_stages(found, lambda s, *at: ramp.pieces(s.batch, s.written.data.seq_len, *at), "batch")
+    if t.random_ltd_ramp:
+        kept = Ramp.parse(t.random_ltd_ramp)
+
+        def pieces(stage: Stage, before: int, steps: int) -> list[tuple[int, int]]:
+            seq_len = stage.written.data.seq_len
+            most = stage.written.train.random_ltd or seq_len
+            made = kept.pieces(most, seq_len, before, steps, stage.batch)
+            return [(0 if size == most else size, count) for size, count in made]
+
+        found = cut_stages(found, pieces, "kept")
+    return found
+
+
+def cut_stages(
+    stages: list[Stage], pieces: Callable[[Stage, int, int], list[tuple[int, int]]], field: str
+) -> list[Stage]:
+    """The stages in pieces: those that `pieces`(a stage, tokens before it, its steps) gives, each a value of a field of
+    a stage and steps with it."""
+    tokens, out = 0, list[Stage]()
+    for stage in stages:
         begin = stage.begin
-        for batch, steps in ramp.pieces(stage.batch, stage.written.data.seq_len, tokens, stage.end - begin):
-            out.append(stage._replace(begin=begin, end=begin + steps, batch=batch, reads_on=begin > stage.begin))
+        for value, steps in pieces(stage, tokens, stage.end - begin):
+            on = stage.reads_on or begin > stage.begin
+            out.append(stage._replace(begin=begin, end=begin + steps, reads_on=on, **{field: value}))
             begin, tokens = begin + steps, tokens + out[-1].tokens
     return out
 

@@ -69,8 +69,8 @@ def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> bas
 
 
 def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tuple:
-    """The key of a step's dropout, () for none."""
-    dropout = isinstance(loss_fn, base.Model) and getattr(loss_fn.config, "dropout", 0.0) > 0.0
+    """The key of a step's dropout, and of what else a model draws; () for none."""
+    dropout = isinstance(loss_fn, base.Model) and (loss_fn.draws or getattr(loss_fn.config, "dropout", 0.0) > 0.0)
     return prng.fold_in(prng.fold_in(state.key, "dropout"), state.step) if dropout else ()
 
 

@@ -1,0 +1,96 @@
+"""Random layerwise token dropping: the layers in the middle compute some tokens of each sequence, and the others pass.
+
+    at = a random subset of the positions, in their order;  x[at] = block(x[at]), with the positions and documents of at
+
+Which tokens they are is drawn from (the step's key, the layer, a row's number in the step's global batch), so that
+every mesh keeps the same ones.
+Ref: Yao et al. 2022, "Random-LTD: random and layerwise token dropping", arXiv:2211.11586, section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fzero.core import prng
+from fzero.core.arguments import checked, expect_count
+from fzero.core.pytree import Tree
+from fzero.core.stack import Block, in_turn
+from fzero.models.base import Ctx, Model
+from fzero.models.gpt2 import GPT2Config
+from fzero.models.layer_kinds import parse_layers
+from fzero.models.llama import LlamaConfig
+
+
+@checked()
+def random_ltd(model: Model, keep: int) -> Model:
+    """Return the model whose layers, but for the first and the last, compute `keep` random tokens of each sequence.
+
+    A ctx without a key, as of an evaluation, drops none, and neither does a sequence of at most `keep` tokens. One
+    subset serves the whole layer, attention and feed-forward part; RoPE and the attention within documents follow it.
+
+    Raises ValueError for another family than gpt2 and llama, dropout, attention other than full, and fewer than three
+    layers; a step raises it where cp or sequence parallelism split sequences.
+
+    >>> from fzero import models, random
+    >>> sizes = dict(vocab_size=8, d_model=16, n_layers=3, n_heads=2, n_kv_heads=2, d_ff=16)
+    >>> model = random_ltd(models.llama(models.LlamaConfig(**sizes)), keep=2)
+    >>> tokens = torch.zeros(1, 4, dtype=torch.int64)
+    >>> params = models.init_params(model, random.key(0))
+    >>> loss = models.loss(model, params, {"tokens": tokens, "targets": tokens}, models.Ctx(key=random.key(1)))
+
+    Ref: Yao et al. 2022, arXiv:2211.11586, section 3.
+    """
+    expect_count("keep", keep)
+    expect_droppable(model.config)
+    blocks, layers = in_turn(model.block), model.config.n_layers  # one stack: of these families
+    dropping = [dropped(block, keep) for block in blocks]
+    ends = (0, layers - 1)
+    taken = tuple((blocks if i in ends else dropping)[i % len(blocks)] for i in range(layers))
+    return model._replace(block=taken, draws=True)
+
+
+def expect_droppable(config: object) -> None:
+    """Raise ValueError for the config of a model whose layers cannot drop tokens."""
+    if type(config) not in (LlamaConfig, GPT2Config):  # no mixture of experts, whose tokens share its capacity
+        raise ValueError(f"random-LTD: the model is of {type(config).__name__}; it takes a gpt2 or a llama")
+    if config.dropout:
+        raise ValueError(f"random-LTD: dropout is {config.dropout:g}, which draws for tokens in a row; use dropout=0")
+    if any(str(kind.pattern) != "full" for kind in parse_layers(config.pattern)):
+        raise ValueError(f"random-LTD: pattern is {config.pattern}, and of some tokens only full attention is defined")
+    if config.n_layers < 3:
+        raise ValueError(
+            f"random-LTD: the model has {config.n_layers} layers, of which the first and the last drop nothing; it "
+            "takes 3 or more"
+        )
+
+
+def dropped(block: Block, keep: int) -> Block:
+    """The block on `keep` random tokens of each sequence."""
+
+    def dropped_block(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
+        if keep >= x.shape[1] or isinstance(ctx.key, tuple):
+            return block(params, x, ctx)
+        if ctx.sequence or isinstance(ctx.positions, Tensor):
+            raise ValueError(
+                "random-LTD: sequences are split over ranks (cp, or sequence parallelism), which have not the tokens "
+                "of one another; use dp, tp, pp"
+            )
+        at = kept_positions(x.shape[0], x.shape[1], keep, ctx)
+        own = ctx._replace(positions=at)
+        if isinstance(ctx.documents, Tensor):
+            own = own._replace(documents=ctx.documents.gather(1, at))
+        places = at[..., None].expand(-1, -1, x.shape[-1])
+        return x.scatter(1, places, block(params, x.gather(1, places), own))
+
+    return dropped_block
+
+
+def kept_positions(rows: int, tokens: int, keep: int, ctx: Ctx) -> Tensor:
+    """The positions that a layer computes, int64 [rows, keep], rising: each subset of a row's is as likely as another
+    (up to equal words of 32 bits, of which the first is kept)."""
+    assert isinstance(ctx.key, Tensor) and isinstance(ctx.layer, Tensor)  # inside a block, with a key
+    key = prng.fold_in(prng.fold_in(ctx.key, "kept"), ctx.layer)
+    first = torch.as_tensor(ctx.first).to(key.device) * tokens
+    words = prng.bits(key, (rows, tokens), first=first)
+    return words.sort(dim=1, stable=True).indices[:, :keep].sort(1).values
