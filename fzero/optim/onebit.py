@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -204,7 +205,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             """(leaf, its update), once its part of `state` is overwritten with the new one."""
             named, g = pytree.named_leaves(params), pytree.named_leaves(grads)
             m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
-            own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
+            own = partial(own_part, signs, state)
             full = is_full(owner, method, state.count)
             before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
             move_momentum(shards, numbers, full, g, state, (m, v))
@@ -247,7 +248,7 @@ def move_momentum(
     sent."""
     (m, v), signs, b1, b2 = moments, shards.signs, numbers.b1, numbers.b2
     sent = [name for name in state.worker if m[name].numel()]  # a stage may have no layer of a stack
-    own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
+    own = partial(own_part, signs, state)
     if full and signs is not None:
         g.update(signs.in_full({name: g.pop(name) for name in sent}))
     if full:
@@ -270,6 +271,12 @@ def move_momentum(
     if by is not None:
         for x in m.values():
             x.mul_(by.to(x.dtype))
+
+
+def own_part(signs: SignSums | None, state: OneBitState, name: str, x: Tensor) -> Tensor:
+    """What this rank updates of a leaf that is whole on every rank because it is sent by signs; other leaves are that
+    already."""
+    return signs.own(name, x) if signs is not None and name in state.worker else x
 
 
 def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) -> Tensor | None:
