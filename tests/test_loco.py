@@ -105,8 +105,9 @@ def by_hand(n, text, micro_batches, skipped):
                         exact = average[name][row, sender] / codec.loco
                         new[name][row, sender] = at_rest(exact)
                         gone[name][row] += exact - new[name][row, sender]
-                        bound = exact.abs().max() / 254
-                        assert float((exact - new[name][row, sender]).abs().max()) <= bound * 1.0001
+                        if i not in skipped:
+                            bound = exact.abs().max() / 254 * 1.0001
+                            assert float((exact - new[name][row, sender]).abs().max()) <= bound
                         average[name][row, sender] = codec.loco * new[name][row, sender]
                         total[row] += sent
             sums[name] = total.view(params[name].shape)
@@ -368,7 +369,11 @@ LOCO8 = f"{LOCO},errors=int8"
 @pytest.mark.parametrize(
     "before, after, lines",
     [
-        (({"dp": 4}, LOCO), ({"dp": 2}, LOCO), "leaves of errors were other ranks'; each rank begins with its share"),
+        (
+            ({"dp": 4}, LOCO),
+            ({"dp": 2}, LOCO),
+            "leaves of errors were other ranks', or in other codes; each rank begins",
+        ),
         (({"dp": 2}, LOCO8), ({"dp": 4}, LOCO8), "were other ranks', or in other codes"),
         pytest.param(({"dp": 2}, LOCO8), ({"dp": 2}, LOCO), "in other codes", marks=exhaustive),
         pytest.param(({"dp": 2}, LOCO), ({"dp": 2}, LOCO8), "in other codes", marks=exhaustive),

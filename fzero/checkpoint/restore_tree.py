@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import Index
 from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.moment_codes import SCALES, coded_leaves
 from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
@@ -79,6 +80,13 @@ def restore(
     there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
     passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
     passed |= {name for name in there if name.startswith(EXTRAS)}
+    if coded := sorted(coded_leaves(held.leaves) & wanted_leaves.keys()):
+        held.close()
+        raise ValueError(
+            f"{path}: {list_some(coded)} are in 8-bit codes (train.compress); a run of fzero pretrain reads them, and "
+            "restore reads the other leaves: give under=, keep= or drop="
+        )
+    passed |= {name for name in there if name.startswith(SCALES)}
     shards: dict[str, tuple[Tensor, list[Box]]] = {}
     windows: dict[str, tuple[list[Window], Index]] = {}  # and the shape of this rank's part
     for name in wanted_leaves.keys() & there.keys():

@@ -117,7 +117,8 @@ class Train:
     keep_last: int = 2  # checkpoints; 0: all
     keep_every: int = 0  # of these steps all are kept; 0: none
     checkpoints: str = ""  # their folder, or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
-    compress: str = "none"  # checkpoints: zstd, or none
+    # checkpoints: none, zstd (lossless), 8bit (an optimizer's moments in codes: lossy), or 8bit,zstd
+    compress: str = "none"
     # memory of a rank for the copy that is written while training goes on; 0: the state's size if there is room
     snapshot_mb: int = 0
     on_save_error: str = "continue"  # if a checkpoint cannot be written: continue, and try again at the next; or stop
