@@ -47,6 +47,7 @@ class Moments(NamedTuple):
     decay: float
     correct1: Tensor  # 1 - b1^t
     correct2: Tensor  # 1 - b2^k, where v has moved k times
+    correct_all: Tensor  # 1 - b2^t, of a mean that moves in each step
     full: bool  # whether this step's sum was made in full
 
 
@@ -210,7 +211,8 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
             move_momentum(shards, numbers, full, g, state, (m, v))
             t = (state.count + 1).to(torch.float64)
-            correct = 1 - numbers.b1**t, 1 - numbers.b2 ** method.moved(state.count).to(torch.float64)
+            moved = method.moved(state.count).to(torch.float64)
+            correct = 1 - numbers.b1**t, 1 - numbers.b2**moved, 1 - numbers.b2**t
             lr = lr_at(numbers.lr, state.count)
             for name, p in named.items():
                 wide_p = p.to(v[name].dtype)
@@ -288,9 +290,10 @@ def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) ->
     return bound / torch.maximum(norm, bound)
 
 
-def casts(numbers: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Both numbers in a tensor's dtype."""
-    return numbers[0].to(like.dtype), numbers[1].to(like.dtype)
+def casts(numbers: tuple[Tensor, Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers in a tensor's dtype."""
+    first, second, third = (number.to(like.dtype) for number in numbers)
+    return first, second, third
 
 
 def wide(p: Tensor) -> torch.dtype:
