@@ -210,7 +210,7 @@ def read_in_codes(mesh, sizes, stage, path):
     """(the whole state that is read on another mesh, the loss of a step from it)."""
     made = build.build(config_of(sizes, stage, "", **LARGER), mesh)
     state = build.restore(made, path)
-    found = whole(state, build.specs_of(made), mesh)
+    found = pytree.map(torch.clone, whole(state, build.specs_of(made), mesh))
     return found, trained(made, state, 1)[1]
 
 
@@ -249,7 +249,8 @@ def test_moments_in_codes_are_read_on_every_mesh(tmp_path, before, after):
 
 def trained_one(state):
     """The loss of a step of one process from a whole state."""
-    return trained(build.build(config_of({}, 0, "", **LARGER), fzero.one_process()), state, 1)[1]
+    made = build.build(config_of({}, 0, "", **LARGER), fzero.one_process())
+    return trained(made, pytree.map(torch.clone, state), 1)[1]
 
 
 @pytest.mark.parametrize(
