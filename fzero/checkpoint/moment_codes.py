@@ -11,7 +11,6 @@ Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", ar
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,30 +26,43 @@ from fzero.kernels.optim_lowbit import blocks_of, decode, encode
 from fzero.optim.moment_storage import SMALL
 from fzero.sharding import Mesh, Spec
 from fzero.sharding.slices import Window, whole_shape
+from fzero.train.state import TrainState
 
-SCALES = "scales/"  # how the name of the scales of a leaf begins
-MOMENT = re.compile(r"opt_state/(?:.*/)?(m|v)/")  # how the name of a moment begins
+SCALES = "scales/"  # how the name of the scales of a leaf begins: m or v, and the leaf, follow
+OF = {"m": True, "v": False}  # a moment's name in the state of an optimizer: whether it may be below 0
 LEAST, MOST = 16, 256  # elements of a block, powers of two
 
 
-def in_codes(state: Tree, specs: Tree, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:
+def in_codes(state: TrainState, specs: Tree, mesh: Mesh) -> tuple[dict[str, Any], dict[str, Spec]]:
     """({name: leaf}, {name: its Spec}) of a state to save, with its moments in codes.
 
     Codes are made when a leaf is written, one leaf at a time.
     """
     found, spec_of = dict[str, Any](), pytree.named_leaves(specs)
-    laid = dict[str, Spec]()
+    laid, params = dict[str, Spec](), frozenset(pytree.names(state.params))
     for name, leaf in pytree.named_leaves(state).items():
         spec = laid[name] = spec_of[name]
-        block = block_of(name, leaf, spec, mesh)
+        kind = moment_of(name, params)
+        block = block_of(leaf, spec, mesh) if kind else 0
         if not block:
             found[name] = leaf
             continue
         blocks = (*leaf.shape[:-1], blocks_of(leaf.shape[-1], block))
-        pair = Pair(leaf, block, signed(name))
+        pair, scales = Pair(leaf, block, OF[kind]), f"{SCALES}{kind}/{name}"
         found[name] = Lazy(torch.uint8, tuple(leaf.shape), pair.codes)
-        found[SCALES + name], laid[SCALES + name] = Lazy(torch.float32, blocks, pair.scales), spec
+        found[scales], laid[scales] = Lazy(torch.float32, blocks, pair.scales), spec
     return found, laid
+
+
+def moment_of(name: str, params: frozenset[str]) -> str:
+    """ "m" or "v" of a leaf that is a moment of one of the parameters; "" of another one.
+
+    >>> moment_of("opt_state/1/m/layers/v/w", frozenset({"layers/v/w"})), moment_of("params/m/w", frozenset({"w"}))
+    ('m', '')
+    """
+    parts = name.split("/")
+    of = next((parts[i - 1] for i in range(1, len(parts)) if "/".join(parts[i:]) in params), "")
+    return of if parts[0] == "opt_state" and of in OF else ""
 
 
 class Pair:
@@ -70,9 +82,9 @@ class Pair:
         return self.made.pop() if self.made else encode(self.leaf.detach(), self.block, self.signed)[1]
 
 
-def block_of(name: str, leaf: Any, spec: Spec, mesh: Mesh) -> int:
-    """The elements of a block of a leaf that is written in codes; 0 for one that is written as it is."""
-    if not (MOMENT.match(name) and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim() > 1):
+def block_of(leaf: Any, spec: Spec, mesh: Mesh) -> int:
+    """The elements of a block of a moment that is written in codes; 0 for one that is written as it is."""
+    if not (isinstance(leaf, Tensor) and leaf.dtype == torch.float32 and leaf.dim() > 1):
         return 0
     whole = whole_shape(leaf.shape, spec, mesh)
     if math.prod(whole) < SMALL:
@@ -83,28 +95,25 @@ def block_of(name: str, leaf: Any, spec: Spec, mesh: Mesh) -> int:
     return block if block >= LEAST else 0  # else blocks would straddle the shards of a row
 
 
-def signed(name: str) -> bool:
-    """Whether a moment may be below 0: all but v, the mean of squares."""
-    found = MOMENT.match(name)
-    return found is None or found[1] == "m"
-
-
-def coded_leaves(there: Mapping[str, Leaf]) -> set[str]:
-    """The leaves of a checkpoint that are in codes."""
-    return {name.removeprefix(SCALES) for name in there if name.startswith(SCALES)}
+def coded_leaves(there: Mapping[str, Leaf]) -> dict[str, str]:
+    """{leaf of a checkpoint that is in codes: "m" or "v"}."""
+    found = [name.split("/", 2) for name in there if name.startswith(SCALES)]
+    return {name: kind for _, kind, name in found}
 
 
 def read_coded(held: CheckpointReader, name: str, windows: Sequence[Window], size: Sequence[int]) -> Tensor:
     """What the codes of the windows of a leaf stand for, float32 of shape `size`: this rank's part of it."""
     out = torch.empty(tuple(size), dtype=torch.float32)
-    n, blocks = held.leaves[name].shape[-1], held.leaves[SCALES + name].shape[-1]
+    kind = coded_leaves(held.leaves)[name]
+    named = f"{SCALES}{kind}/{name}"
+    n, blocks = held.leaves[name].shape[-1], held.leaves[named].shape[-1]
     block = next(b for b in (1 << i for i in range(8, -1, -1)) if blocks_of(n, b) == blocks)
     for window in windows:
         part = window.of(out)
         start, count = (*window.start[:-1], 0), (*window.size[:-1], n)  # whole rows, at which blocks begin
         codes = held.read(name, start, count)
-        scales = held.read(SCALES + name, start, (*window.size[:-1], blocks))
-        part.copy_(decode(codes, scales, signed(name), block).narrow(-1, window.start[-1], window.size[-1]))
+        scales = held.read(named, start, (*window.size[:-1], blocks))
+        part.copy_(decode(codes, scales, OF[kind], block).narrow(-1, window.start[-1], window.size[-1]))
     return out
 
 

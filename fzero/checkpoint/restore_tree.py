@@ -80,7 +80,7 @@ def restore(
     there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
     passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
     passed |= {name for name in there if name.startswith(EXTRAS)}
-    if coded := sorted(coded_leaves(held.leaves) & wanted_leaves.keys()):
+    if coded := sorted(coded_leaves(held.leaves).keys() & wanted_leaves.keys()):
         held.close()
         raise ValueError(
             f"{path}: {list_some(coded)} are in 8-bit codes (train.compress); a run of fzero pretrain reads them, and "
