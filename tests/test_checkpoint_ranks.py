@@ -232,7 +232,7 @@ def test_moments_in_codes_are_read_on_every_mesh(tmp_path, before, after):
     assert_close(torch.tensor(losses), torch.tensor(trained_one(saved)), rtol=1e-2)
     there = checkpoint.open_checkpoint(path).leaves
     coded = coded_leaves(there)
-    assert len(coded) == 16 and f"{len(coded)} leaves of moments are in 8-bit codes" in lines[0]
+    assert len(coded) == 18 and f"{len(coded)} leaves of moments are in 8-bit codes" in lines[0]
     assert set(coded.values()) == {"m", "v"} and all(f"/{kind}/" in name for name, kind in coded.items())
     assert all("average" not in name for name in coded)
     for name, was in pytree.named_leaves(saved).items():

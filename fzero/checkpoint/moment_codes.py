@@ -28,7 +28,7 @@ from fzero.sharding import Mesh, Spec
 from fzero.sharding.slices import Window, whole_shape
 from fzero.train.state import TrainState
 
-SCALES = "scales/"  # how the name of the scales of a leaf begins: m or v, and the leaf, follow
+SCALES = "moment_scales/"  # how the name of the scales of a leaf begins: m or v, and the leaf, follow
 OF = {"m": True, "v": False}  # a moment's name in the state of an optimizer: whether it may be below 0
 LEAST, MOST = 16, 256  # elements of a block, powers of two
 
@@ -55,7 +55,7 @@ def in_codes(state: TrainState, specs: Tree, mesh: Mesh) -> tuple[dict[str, Any]
 
 
 def moment_of(name: str, params: frozenset[str]) -> str:
-    """ "m" or "v" of a leaf that is a moment of one of the parameters; "" of another one.
+    """Which moment of a parameter a leaf of a state is, "m" or "v"; "" for another leaf.
 
     >>> moment_of("opt_state/1/m/layers/v/w", frozenset({"layers/v/w"})), moment_of("params/m/w", frozenset({"w"}))
     ('m', '')
@@ -97,8 +97,8 @@ def block_of(leaf: Any, spec: Spec, mesh: Mesh) -> int:
 
 def coded_leaves(there: Mapping[str, Leaf]) -> dict[str, str]:
     """{leaf of a checkpoint that is in codes: "m" or "v"}."""
-    found = [name.split("/", 2) for name in there if name.startswith(SCALES)]
-    return {name: kind for _, kind, name in found}
+    found = [name.removeprefix(SCALES).partition("/") for name in there if name.startswith(SCALES)]
+    return {name: kind for kind, _, name in found if kind in OF and name in there}  # another tree may have such names
 
 
 def read_coded(held: CheckpointReader, name: str, windows: Sequence[Window], size: Sequence[int]) -> Tensor:

@@ -128,6 +128,7 @@ def as_it_is(
     if name.startswith(ERROR):
         scales = there[scale_of(name)].shape[-1] if scale_of(name) in there else 0
         codec = plan.codec
+        assert codec is not None  # whose errors they are
         if scales != (-(-shapes[name][-1] // codec.block) if codec.errors else 0):
             return False
     return sources == [name] and tuple(there[name].shape) == shapes[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -80,13 +80,7 @@ def restore(
     there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
     passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
     passed |= {name for name in there if name.startswith(EXTRAS)}
-    if coded := sorted(coded_leaves(held.leaves).keys() & wanted_leaves.keys()):
-        held.close()
-        raise ValueError(
-            f"{path}: {list_some(coded)} are in 8-bit codes (train.compress); a run of fzero pretrain reads them, and "
-            "restore reads the other leaves: give under=, keep= or drop="
-        )
-    passed |= {name for name in there if name.startswith(SCALES)}
+    passed |= scales_in(path, held.leaves, wanted_leaves)
     shards: dict[str, tuple[Tensor, list[Box]]] = {}
     windows: dict[str, tuple[list[Window], Index]] = {}  # and the shape of this rank's part
     for name in wanted_leaves.keys() & there.keys():
@@ -110,6 +104,17 @@ def restore(
         elif leaf.device.type not in ("meta", "cpu"):
             done[name] = done[name].to(leaf.device)
     return pytree.from_named(done, like)
+
+
+def scales_in(path: Folder, there: dict[str, Leaf], wanted: Collection[str]) -> set[str]:
+    """The leaves of a checkpoint that are scales of moments in codes; raises ValueError if such a moment is wanted."""
+    coded = coded_leaves(there)
+    if here := sorted(coded.keys() & set(wanted)):
+        raise ValueError(
+            f"{path}: {list_some(here)} are in 8-bit codes (train.compress); a run of fzero pretrain reads them, and "
+            "restore reads the other leaves: give under=, keep= or drop="
+        )
+    return {f"{SCALES}{kind}/{name}" for name, kind in coded.items()}
 
 
 def fits_in(shape: tuple[int, ...], spec: Spec, mesh: Mesh, name: str) -> bool:

@@ -18,6 +18,10 @@ class Asked(NamedTuple):
     search: Any
     answer: Any
 
+    def for_tokens(self, tokens: float) -> Asked:
+        """The same with a budget of tokens in the reports of the search."""
+        return self._replace(search=self.search.for_tokens(tokens))
+
     def to_json(self) -> str:
         """Format as one JSON object."""
         return json.dumps({"search": json.loads(self.search.to_json()), "asked": json.loads(self.answer.to_json())})

@@ -162,8 +162,9 @@ def plan(
     config = config_of(table, config_file, has_mesh=not searches and not vary)
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
-    fields = {"price_per_hour": price, "ranks_on_node": ranks_on_node}
-    device = device_with(gpu, memory_gb, nvme_gbs, imbalance, between, **fields)
+    device = device_with(
+        gpu, memory_gb, nvme_gbs, imbalance, between, price_per_hour=price, ranks_on_node=ranks_on_node
+    )
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
         answer = Asked(answer, ask(question, answer.config, device, cache_of(no_cache))) if question else answer
