@@ -62,6 +62,7 @@ FORMS = {
     "params=int8": coded("params=int8"),
     "grads=int4": coded("grads=int4"),
     "grads=int4,loco": coded("grads=int4,loco"),
+    "grads=int4,loco,errors=int8": coded("grads=int4,loco,errors=int8"),
     "params=int8,grads=int4,hpz": coded("params=int8,grads=int4,hpz", {"rp": 2, "dp": 2}),
     "onebit_adam": signs("onebit_adam"),
     "zero_one_adam": signs("zero_one_adam"),

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from pathlib import Path
 
 import launched
 import pytest
@@ -28,6 +29,7 @@ from fzero.train.batch import local_batch
 from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
 from fzero.train.state import state_specs
 
+ROOT = Path(__file__).parent.parent
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 INNER = {"SGD": optim.sgd(0.3), "ADAM": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5))}
 OUTER = {
@@ -316,6 +318,18 @@ def test_a_plan_says_what_would_send_fewer_bytes():
     text = str(found)
     assert all(name in text for name in names) and "measured at small scale, see docs/codec.md" in text
     assert [row["name"] for row in json.loads(found.to_json())["options"]] == names
+
+
+def test_what_a_plan_says_of_losses_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/learning-codecs.json").read_text())["rows"]
+    last: dict[str, dict[int, float]] = {}
+    for row in rows:
+        last.setdefault(row["form"], {})[row["seed"]] = row["val_loss"]["400"]
+    whole = {form: of for form, of in last.items() if len(of) == 3}
+    plain = whole.get("plain", {})
+    apart = {form: sum(of[s] / plain[s] - 1 for s in of) / 3 for form, of in whole.items() if plain and form != "plain"}
+    told = {one.measured for one in fewer_bytes.options_of(made(zero=3), {"dp": 4}, 2)} | {"onebit_adam"}
+    assert {form: round(x, 4) for form, x in apart.items() if form in told} == fewer_bytes.MEASURED
 
 
 def test_a_run_on_one_node_has_no_links_to_ask_about():
