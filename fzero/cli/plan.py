@@ -144,9 +144,7 @@ def plan(
             "--nvme-gbs": nvme_gbs,
         }
     )
-    kind = "--search" if searches else "--vary" if vary else ""
-    if searches and vary:
-        raise ValueError("--search and --vary exclude each other; give one of them")
+    kind = of_many(searches, bool(vary))
     of_search = {"--out": bool(out), "--slurm": bool(slurm), "--world-size": world_size is not None}
     refuse_together(kind, question, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
     refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
@@ -185,6 +183,13 @@ def plan(
 
         assert isinstance(answer, PlanReport)  # one plan
         click.echo("\n" + roofline.page(answer))
+
+
+def of_many(searches: bool, vary: bool) -> str:
+    """The flag that makes many plans, "--search" or "--vary"; "" for neither."""
+    if searches and vary:
+        raise ValueError("--search and --vary exclude each other; give one of them")
+    return "--search" if searches else "--vary" if vary else ""
 
 
 def refuse_together(

@@ -72,8 +72,8 @@ class Optim:
     nesterov: bool = False
     adjust: str = "original"  # how muon scales an update with the matrix's shape
     states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
-    # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps; zero_one_adam: the steps in which v
-    # moves at all, 0: all
+    # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps, of onebit_lamb a half;
+    # zero_one_adam: the steps in which v moves at all, 0: all
     freeze_steps: int = 0
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
     schedule: Schedule = Schedule()
