@@ -258,6 +258,7 @@ def trained_one(state):
     "changes, words",
     [
         ({"optim": {"name": "adamw", "states": "8bit"}}, "optim.states 8bit: they are small already; use none or zstd"),
+        ({"optim": {"name": "adafactor"}}, "optim.name adafactor, whose state is small already; use none or zstd"),
         ({"optim": {"name": "onebit_adam"}}, "for which a momentum of 0 is one without a scale; use none or zstd"),
         ({"offload": "opt=nvme"}, "offload opt=nvme: what rests on a disk is written as it is; use none or zstd"),
     ],

@@ -1,6 +1,6 @@
 """Checkpoints whose moments are in 8-bit codes: a quarter of their bytes, at a relative error of up to a 16th.
 
-Of an optimizer's m and v, leaves in float32 of two dims or more and SMALL elements are written as the codes of 8-bit
+Of an optimizer's m, momentum and v, leaves in float32 of two dims or more and SMALL elements are written as the codes of 8-bit
 states, and beside them a scale for each block of a row. Codes of v have no sign: none falls to 0. What is read stands
 for what was written, and is not it: a run that resumes there does not have the bits of the run that went on. Everything
 else is written as it is.
@@ -28,8 +28,12 @@ from fzero.sharding import Mesh, Spec
 from fzero.sharding.slices import Window, whole_shape
 from fzero.train.state import TrainState
 
-SCALES = "moment_scales/"  # how the name of the scales of a leaf begins: m or v, and the leaf, follow
-OF = {"m": True, "v": False}  # a moment's name in the state of an optimizer: whether it may be below 0
+SCALES = "moment_scales/"  # how the name of the scales of a leaf begins: one of OF, and the leaf, follow
+OF = {
+    "m": True,
+    "momentum": True,
+    "v": False,
+}  # a moment's name in the state of an optimizer: whether it may be below 0
 LEAST, MOST = 16, 256  # elements of a block, powers of two
 
 
@@ -55,7 +59,7 @@ def in_codes(state: TrainState, specs: Tree, mesh: Mesh) -> tuple[dict[str, Any]
 
 
 def moment_of(name: str, params: frozenset[str]) -> str:
-    """Which moment of a parameter a leaf of a state is, "m" or "v"; "" for another leaf.
+    """Which moment of a parameter a leaf of a state is, a key of OF; "" for another leaf.
 
     >>> moment_of("opt_state/1/m/layers/v/w", frozenset({"layers/v/w"})), moment_of("params/m/w", frozenset({"w"}))
     ('m', '')
@@ -96,7 +100,7 @@ def block_of(leaf: Any, spec: Spec, mesh: Mesh) -> int:
 
 
 def coded_leaves(there: Mapping[str, Leaf]) -> dict[str, str]:
-    """{leaf of a checkpoint that is in codes: "m" or "v"}."""
+    """{leaf of a checkpoint that is in codes: its key of OF}."""
     found = [name.removeprefix(SCALES).partition("/") for name in there if name.startswith(SCALES)]
     return {name: kind for kind, _, name in found if kind in OF and name in there}  # another tree may have such names
 

@@ -48,6 +48,8 @@ def validate_codes(c: RunConfig) -> None:
     said = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
     if not c.train.compress.startswith("8bit"):
         return
+    if c.optim.name == "adafactor":
+        raise ValueError(f"{said}, and optim.name adafactor, whose state is small already; use none or zstd")
     if c.optim.states != "full":
         raise ValueError(f"{said}, and optim.states {c.optim.states}: they are small already; use none or zstd")
     if c.optim.name in SEND_SIGNS:
