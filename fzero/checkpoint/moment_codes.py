@@ -1,9 +1,9 @@
 """Checkpoints whose moments are in 8-bit codes: a quarter of their bytes, at a relative error of up to a 16th.
 
-Of an optimizer's m, momentum and v, leaves in float32 of two dims or more and SMALL elements are written as the codes of 8-bit
-states, and beside them a scale for each block of a row. Codes of v have no sign: none falls to 0. What is read stands
-for what was written, and is not it: a run that resumes there does not have the bits of the run that went on. Everything
-else is written as it is.
+Of an optimizer's m, momentum and v, leaves in float32 of two dims or more and SMALL elements are written as the codes
+of 8-bit states, and beside them a scale for each block of a row. Codes of v have no sign: none falls to 0. What is read
+stands for what was written, and is not it: a run that resumes there does not have the bits of the run that went on.
+Everything else is written as it is.
 
 Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1.
 """
