@@ -19,6 +19,7 @@ from zero_cases import whole
 import fzero
 from fzero import checkpoint
 from fzero.checkpoint import restore_tree
+from fzero.checkpoint.moment_codes import code_lines, coded_leaves, in_codes
 from fzero.cli import main
 from fzero.core import pytree
 from fzero.core.digest import digest
@@ -188,6 +189,85 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(matrix, source, target):
 
 
 LOSS, PARAMS = 1e-6, 5e-7
+
+
+# ---- moments in codes ----
+
+LARGER = {"model": {**SIZES, "d_model": 64, "d_ff": 128}}
+
+
+def save_in_codes(mesh, sizes, stage, folder):
+    """Train, and save the moments in codes: (the whole state, its bytes there)."""
+    made = build.build(config_of(sizes, stage, "", **LARGER), mesh)
+    specs = build.specs_of(made)
+    state, _ = trained(made, build.first_state(made), 2)
+    held, laid = in_codes(state, specs, mesh)
+    path = checkpoint.save(folder, held, step=2, specs=laid, mesh=mesh)
+    return whole(state, specs, mesh), path, code_lines(path)
+
+
+def read_in_codes(mesh, sizes, stage, path):
+    """(the whole state that is read on another mesh, the loss of a step from it)."""
+    made = build.build(config_of(sizes, stage, "", **LARGER), mesh)
+    state = build.restore(made, path)
+    found = pytree.map(torch.clone, whole(state, build.specs_of(made), mesh))
+    return found, trained(made, state, 1)[1]
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (({"dp": 2, "tp": 2}, 3), ({"dp": 2}, 1)),
+        pytest.param(({"dp": 2}, 1), ({"dp": 2, "tp": 2}, 3), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_moments_in_codes_are_read_on_every_mesh(tmp_path, before, after):
+    """What is read is within a 16th of what was written, or 16 octaves below the largest of its block; a second moment
+    stays above 0; and everything else is what was written."""
+    saved, path, lines = ranks.run(4 if "tp" in before[0] else 2, save_in_codes, *before, tmp_path, mesh=before[0])[0]
+    results = ranks.run(4 if "tp" in after[0] else 2, read_in_codes, *after, path, mesh=after[0])
+    found, losses = results[0]
+    alone, _ = read_in_codes(fzero.one_process(), {}, 0, path)
+    assert_same_bits(found, alone)
+    assert_close(torch.tensor(losses), torch.tensor(trained_one(saved)), rtol=1e-2)
+    there = checkpoint.open_checkpoint(path).leaves
+    coded = coded_leaves(there)
+    assert len(coded) == 18 and f"{len(coded)} leaves of moments are in 8-bit codes" in lines[0]
+    assert set(coded.values()) == {"m", "v"} and all(f"/{kind}/" in name for name, kind in coded.items())
+    assert all("average" not in name for name in coded)
+    for name, was in pytree.named_leaves(saved).items():
+        now = pytree.named_leaves(found)[name]
+        if name not in coded:
+            assert torch.equal(now, was), name
+            continue
+        few = was.abs().amax(-1, keepdim=True) * (2.0**-15.8 if coded[name] == "m" else 0.0)
+        assert bool(((now - was).abs() <= torch.maximum(was.abs() / 15.9, few)).all()), name
+        assert not torch.equal(now, was) and there[name].dtype == torch.uint8
+        assert coded[name] == "m" or bool(((now > 0) == (was > 0)).all())
+    with pytest.raises(ValueError, match=r"are in 8-bit codes .train.compress."):
+        checkpoint.restore(path, found)
+
+
+def trained_one(state):
+    """The loss of a step of one process from a whole state."""
+    made = build.build(config_of({}, 0, "", **LARGER), fzero.one_process())
+    return trained(made, pytree.map(torch.clone, state), 1)[1]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"optim": {"name": "adamw", "states": "8bit"}}, "optim.states 8bit: they are small already; use none or zstd"),
+        ({"optim": {"name": "adafactor"}}, "optim.name adafactor, whose state is small already; use none or zstd"),
+        ({"optim": {"name": "onebit_adam"}}, "for which a momentum of 0 is one without a scale; use none or zstd"),
+        ({"offload": "opt=nvme"}, "offload opt=nvme: what rests on a disk is written as it is; use none or zstd"),
+    ],
+)
+def test_moments_that_are_not_written_in_codes_are_one_line(changes, words):
+    table = {"preset": "llama-tiny", "train": {"compress": "8bit"}, **changes}
+    with pytest.raises(ValueError, match=words) as found:
+        config_table.from_table(table)
+    assert "\n" not in str(found.value)
 
 
 def test_canonical_runs_of_all_data_meshes_are_one_run(matrix):

@@ -1,7 +1,9 @@
 """Local steps: members that train apart and agree once in H steps."""
 
 import functools
+import json
 import math
+from pathlib import Path
 
 import launched
 import pytest
@@ -16,11 +18,18 @@ import fzero
 from fzero import optim
 from fzero.checkpoint import restore, save, step_folder
 from fzero.core import pytree
+from fzero.core.device import CPU
+from fzero.planner import fewer_bytes
+from fzero.planner.agreements import trace_agreement, with_agreements
+from fzero.planner.devices import between_nodes, device
+from fzero.planner.rates import ways_of
+from fzero.planner.timing import Timing
 from fzero.run import build
 from fzero.train.batch import local_batch
 from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
 from fzero.train.state import state_specs
 
+ROOT = Path(__file__).parent.parent
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 INNER = {"SGD": optim.sgd(0.3), "ADAM": optim.chain(optim.clip_by_global_norm(0.5), optim.adam(1e-2, eps=1e-5))}
 OUTER = {
@@ -236,6 +245,97 @@ def test_members_send_twice_what_they_update_once_in_h_steps():
     for sent, updated, others in ranks.run(4, bytes_sent, Local(every=2), 4, mesh={"rp": 2, "dp": 2}):
         assert sent == 2 * (4 * updated)  # 4 steps are 2 times, and 2 (R-1)/R is 1 with 2 members
         assert not others
+
+
+# ---- in a plan -------------------------------------------------------------------------------------------------------
+
+NO_TIME = Timing(0.5, {}, {}, {}, {}, {}, {}, {}, {}, {}, 0, "", 0.0)
+
+
+def config_of(**local):
+    table = {"train_compiled": False, "precision": {"policy": "fp32"}, "train_checkpoint_every": 40}
+    return made(mesh={"rp": 2}, local={"method": "diloco", **local}, **table)
+
+
+def in_codes(elements):
+    """The bytes of a leaf's sum in int4 that each of two ranks sends: codes and scales, halves of both ways."""
+    row = (elements + -elements % 32) // 2
+    return 2 * (row // 2 + 4 * -(-row // 128))
+
+
+@pytest.mark.parametrize("codec", ["", "int4"])
+def test_a_plan_counts_what_an_agreement_sends(codec):
+    config = config_of(codec=codec)
+    held = build.like_of(build.build(config, fzero.fake_mesh(config.mesh))).extra["outer"]["0"].params
+    each = [leaf.numel() for leaf in pytree.leaves(held)]
+    expected = sum(map(in_codes, each)) if codec else 4 * sum(each)
+    assert trace_agreement(config, config.mesh, 0, CPU).bytes == expected
+
+
+def test_a_plan_has_a_members_share_of_its_agreements():
+    """Half as often is half the share; an overlap hides what its steps take; and the parts are the step."""
+    on = between_nodes(device("h100", ranks_on_node=1), "0.001:0")
+
+    def share(**local):
+        config = config_of(**local)
+        found = with_agreements(NO_TIME, config, config.mesh, on, 0)
+        parts = sum(found.phases.values()) + sum(found.exposed.values()) + sum(found.waiting.values())
+        assert_close(torch.tensor(parts + NO_TIME.step_s), torch.tensor(found.step_s), rtol=1e-6)
+        return found.step_s - NO_TIME.step_s, found
+
+    (often, found), (half, _), (hidden, _) = share(every=20), share(every=40), share(every=20, overlap=2)
+    sent = trace_agreement(config_of(), {"rp": 2}, 0, on.target).bytes
+    per_byte = 1 / (on.links[-1].bytes_s * on.efficiency.get("links", 1.0))
+    message = sent * per_byte
+    assert found.binds == "communication on rp"
+    assert 1.0 < (often - half) / (message / 40) < 1.1 and 1.0 < (often - hidden) / (2 * NO_TIME.step_s / 20) < 1.1
+
+
+def test_bytes_are_counted_by_the_links_that_they_pass():
+    on = between_nodes(device("h100", ranks_on_node=2), "10")
+    inside, outside = (level.name for level in on.links)
+    both = ways_of(on, {"dp": 4})["dp"]
+    # Of a gather of 4 pieces of 10 bytes, a rank passes on 3; between nodes, through 2 links, those of another node
+    assert fewer_bytes.by_level(both, "all_gather", 30) == pytest.approx({inside: 30, outside: 10})
+    apart = ways_of(on, {"rp": 2, "dp": 2})
+    assert fewer_bytes.by_level(apart["rp"], "psum", 30) == {outside: 30}
+    assert fewer_bytes.by_level(apart["dp"], "psum", 30) == {inside: 30}
+
+
+@slow
+def test_a_plan_says_what_would_send_fewer_bytes():
+    table = {"train_compiled": False, "precision": {"policy": "bf16"}, "zero": 3}
+    found = fewer_bytes.fewer_bytes(
+        made(mesh={"dp": 4}, **table), between_nodes(device("h100", ranks_on_node=2), "0.05:5")
+    )
+    names = [one.name for one in found.options]
+    plain, members = (found.options[names.index(name)] for name in ("as it is", "diloco H=20"))
+    assert members.mesh == {"rp": 2, "dp": 2} and not plain.error
+    assert members.sent[1] < 0.1 * plain.sent[1] and members.reports[0].step_s < plain.reports[0].step_s
+    assert found.links() == ["0.05 Gbit/s", "100 Gbit/s", "10 Gbit/s", "1 Gbit/s"]
+    steps = [report.step_s for report in plain.reports]
+    assert steps[0] > steps[3] > steps[2] > steps[1]
+    text = str(found)
+    assert all(name in text for name in names) and "measured at small scale, see docs/codec.md" in text
+    assert [row["name"] for row in json.loads(found.to_json())["options"]] == names
+
+
+def test_what_a_plan_says_of_losses_was_measured():
+    rows = json.loads((ROOT / "benchmarks/results/learning-codecs.json").read_text())["rows"]
+    last: dict[str, dict[int, float]] = {}
+    for row in rows:
+        last.setdefault(row["form"], {})[row["seed"]] = row["val_loss"]["400"]
+    whole = {form: of for form, of in last.items() if len(of) == 3}
+    plain = whole.get("plain", {})
+    apart = {form: sum(of[s] / plain[s] - 1 for s in of) / 3 for form, of in whole.items() if plain and form != "plain"}
+    told = {one.measured for one in fewer_bytes.options_of(made(zero=3), {"dp": 4}, 2)} | {"onebit_adam"}
+    assert {form: round(x, 4) for form, x in apart.items() if form in told} == fewer_bytes.MEASURED
+
+
+def test_a_run_on_one_node_has_no_links_to_ask_about():
+    config = made(mesh={"dp": 4}, train_compiled=False, precision={"policy": "bf16"})
+    with pytest.raises(ValueError, match="all 4 ranks of dp=4 are on one; give a mesh of more ranks"):
+        fewer_bytes.fewer_bytes(config, device("h100"))
 
 
 # ---- members come and go ---------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class Lamb:
         self.fresh, self.average, self.factor = {}, {}, {}
 
     def scaled(self, k, p, first, r, full, moments):
-        m, before, v, correct2 = moments
+        m, before, v, correct2, correct_all = moments
         r_norm, layers = norms(r, k), lambda x: stack(x, k)
         if full:
             self.fresh[k] = v
@@ -132,7 +132,7 @@ class Lamb:
             return (ratio * layers(r)).view(p.shape)
         g = (m - B1 * before) / (1 - B1)
         self.fresh[k] = B2 * self.fresh[k] + (1 - B2) * g * g
-        quotient = ((v / correct2).sqrt() + EPS) / ((self.fresh[k] / correct2).sqrt() + EPS)
+        quotient = ((v / correct2).sqrt() + EPS) / ((self.fresh[k] / correct_all).sqrt() + EPS)
         factor = torch.stack([x.max() for x in layers(quotient)]).view(r_norm.shape)
         if k in ("blocks/w", "u"):
             share = (norms(first, k) / r_norm).clamp(max=1.0)
@@ -176,7 +176,7 @@ def by_hand(n, method, micro_batches, skipped, clip):
             first = (m[k] / (1 - B1**t)) / ((v[k] / (1 - B2**moved)).sqrt() + EPS)
             r = first + DECAY * p[k] * (k in ("blocks/w", "u"))
             if method == "onebit_lamb":
-                r = lamb.scaled(k, p[k], first, r, full, (m[k], before[k], v[k], 1 - B2**moved))
+                r = lamb.scaled(k, p[k], first, r, full, (m[k], before[k], v[k], 1 - B2**moved, 1 - B2**t))
             p[k] = p[k] - RATE * r
     return p, e, f
 

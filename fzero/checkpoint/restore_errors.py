@@ -1,12 +1,14 @@
 """The errors of a codec from a checkpoint: as they are for the same senders, else their sum, shared by those of a run.
 
 What a leaf's senders owe together is what must not be lost: each of N' senders takes the N'-th part of the sum over
-those before, whichever they were. So it is with those of an optimizer that sends signs; the errors of what a rank
+those before, whichever they were. Errors in codes are read as what they stand for, and rounded once more where they
+change. So it is with those of an optimizer that sends signs; the errors of what a rank
 serves have the shape of their leaf, and are read like it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -18,10 +20,13 @@ from torch import Tensor
 from fzero.checkpoint.manifest import Folder, Leaf
 from fzero.checkpoint.reader import CheckpointReader, open_checkpoint
 from fzero.core import pytree
+from fzero.kernels.registry import Kernels
 from fzero.sharding import Plan, Spec
-from fzero.sharding.error_feedback import ERROR, error_dtype, error_specs, errors_of
+from fzero.sharding.codec import ERROR_KINDS
+from fzero.sharding.error_feedback import ERROR, SCALE, error_dtype, error_specs, errors_of
 from fzero.sharding.sign_sums import served_spec, sign_leaves, worker_errors_of
 from fzero.sharding.slices import is_stacked, local_shape, local_windows
+from fzero.train.codes import coder_of, errors_coder
 
 OF_SIGNS = re.compile(r"opt_state/(?:inner/)?(worker|server)/")  # how the name of an optimizer's errors begins
 
@@ -38,11 +43,33 @@ def shared_errors(held: CheckpointReader, plan: Plan, names: Collection[str]) ->
     """
     shapes = whole_shapes(plan, names)
     specs = pytree.named_leaves({"extra": error_specs(plan)}) | specs_of_signs(plan, names)
-    return {
-        name: partial(read_share, held, sources, shapes[name], specs[name], plan)
-        for name, sources in sources_of(held.leaves, shapes).items()
-        if not as_it_is(name, sources, held.leaves, shapes)
-    }
+    kept = errors_coder(plan, Kernels())
+    found: dict[str, Callable[[], Tensor]] = {}
+    for name, sources in sources_of(codes_of(held.leaves), shapes).items():
+        if as_it_is(name, sources, held.leaves, shapes, plan):
+            continue
+        share = partial(read_share, held, sources, shapes[name], specs[name], plan)
+        if kept is None or not name.startswith(ERROR):
+            found[name] = share
+        else:
+            pieces = functools.cache(lambda share=share: kept.encode(share()))
+            found[name], found[scale_of(name)] = (lambda i=i, pieces=pieces: pieces()[i] for i in (0, 1))
+    return found
+
+
+def codes_of(there: Collection[str]) -> list[str]:
+    """The leaves of a checkpoint without the scales of errors."""
+    return [name for name in there if not name.startswith(ERROR) or not hop_in(name).endswith(SCALE)]
+
+
+def hop_in(name: str) -> str:
+    """The hop of a leaf of errors, by its name."""
+    return name.removeprefix(ERROR).partition("/")[0]
+
+
+def scale_of(name: str) -> str:
+    """The leaf of the scales of errors in codes."""
+    return f"{ERROR}{hop_in(name)}{SCALE}/{leaf_of(name)}"
 
 
 def whole_shapes(plan: Plan, names: Collection[str]) -> dict[str, tuple[int, ...]]:
@@ -91,11 +118,19 @@ def leaf_of(name: str) -> str:
     return OF_SIGNS.sub("", name, 1) if OF_SIGNS.match(name) else name.removeprefix(ERROR).partition("/")[2]
 
 
-def as_it_is(name: str, sources: list[str], there: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a leaf of errors is that of the checkpoint, sender by sender."""
+def as_it_is(
+    name: str, sources: list[str], there: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]], plan: Plan
+) -> bool:
+    """Whether a leaf of errors is that of the checkpoint, sender by sender and code by code."""
     kind = OF_SIGNS.match(name)
     if kind is not None and kind[1] == "server":
         return bool(sources)
+    if name.startswith(ERROR):
+        scales = there[scale_of(name)].shape[-1] if scale_of(name) in there else 0
+        codec = plan.codec
+        assert codec is not None  # whose errors they are
+        if scales != (-(-shapes[name][-1] // codec.block) if codec.errors else 0):
+            return False
     return sources == [name] and tuple(there[name].shape) == shapes[name]
 
 
@@ -114,9 +149,23 @@ def read_share(held: CheckpointReader, sources: list[str], whole: tuple[int, ...
             part = window.of(out)
             rows = (window.start[0], window.size[0]) if stacked else (0, there[0])
             for sender in range(there[1]):
-                term = held.read(source, (rows[0], sender, *window.start[2:]), (rows[1], 1, *window.size[2:]))
-                part += (term if stacked else term.sum(0, keepdim=True)).to(out.dtype)
+                at, size = (rows[0], sender, *window.start[2:]), (rows[1], 1, *window.size[2:])
+                term = read_error(held, source, at, size).to(out.dtype)
+                part += term if stacked else term.sum(0, keepdim=True)
     return out / math.prod(whole[1:2] if stacked else whole[:2])
+
+
+def read_error(held: CheckpointReader, source: str, at: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """A box of errors of a checkpoint, of codes what they stand for."""
+    scales = held.leaves.get(scale_of(source)) if source.startswith(ERROR) else None
+    if scales is None:
+        return held.read(source, at, size)
+    n = held.leaves[source].shape[-1]
+    block = next(b for b in (1 << i for i in range(4, 14)) if -(-n // b) == scales.shape[-1])
+    rows = (*at[:-1], 0), (*size[:-1], n)  # whole ones, as blocks begin at their first element
+    codes, scale = held.read(source, *rows), held.read(scale_of(source), rows[0], (*size[:-1], scales.shape[-1]))
+    whole = coder_of(ERROR_KINDS[0], block, Kernels()).decode((codes, scale), torch.float32, n)
+    return whole.narrow(-1, at[-1], size[-1])
 
 
 def error_lines(path: Folder, plan: Plan, names: Collection[str] = ()) -> list[str]:
@@ -125,16 +174,16 @@ def error_lines(path: Folder, plan: Plan, names: Collection[str] = ()) -> list[s
     held = open_checkpoint(path)
     held.close()
     shapes = whole_shapes(plan, names)
-    there = [name for name in held.leaves if is_error(name)]
-    sources = sources_of(held.leaves, shapes)
+    there = [name for name in codes_of(held.leaves) if is_error(name)]
+    sources = sources_of(there, shapes)
     lost = [name for name in there if name not in [each for given in sources.values() for each in given]]
     lines = []
     if shapes and not there:
         lines.append(f"codec {plan.codec}: {path} has no errors of rounded gradients; they begin at 0")
-    elif changed := [name for name, given in sources.items() if not as_it_is(name, given, held.leaves, shapes)]:
+    elif changed := [name for name, given in sources.items() if not as_it_is(name, given, held.leaves, shapes, plan)]:
         lines.append(
-            f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks'; each rank begins with its share "
-            "of their sums"
+            f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks', or in other codes; each rank "
+            "begins with its share of their sums"
         )
     if lost:
         why = "the run keeps none" if not shapes else "the run keeps none of theirs"

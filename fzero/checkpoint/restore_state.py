@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero import checkpoint
 from fzero.checkpoint.extras import EXTRAS
+from fzero.checkpoint.moment_codes import SCALES, coded_leaves, read_coded
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.reader import THREADS, read_boxes
 from fzero.checkpoint.restore_errors import is_error, shared_errors
@@ -80,12 +81,16 @@ def _restore_from(
             )
         return local_windows(there, spec_of[name], mesh), tuple(leaf.shape)
 
+    coded = coded_leaves(held.leaves)
     slices = {name: slice_of(name, leaf) for name, leaf in pytree.named_leaves(like).items() if name in source}
 
     def read(name: str, leaf: Tensor, layer: int | None = None) -> Tensor:
         if name not in source:
             return shared[name]().to(leaf.dtype) if name in shared else fresh[name]
         windows, size = slices[name]
+        if source[name] in coded:
+            whole = read_coded(held, source[name], windows, size).to(leaf.dtype)
+            return whole if layer is None else whole[layer]
         if layer is not None:
             window = next(w for w in windows if w.at <= layer < w.at + w.size[0])
             start, size = (window.start[0] + layer - window.at, *window.start[1:]), (1, *size[1:])
@@ -98,7 +103,8 @@ def _restore_from(
     if on_disk(plan):
         return put_on_disk(read, like, specs, plan, nvme, device)
     named = pytree.named_leaves(like)
-    direct = [name for name, leaf in named.items() if name in source and held.leaves[source[name]].dtype == leaf.dtype]
+    plain = [name for name in named if name in source and source[name] not in coded]
+    direct = [name for name in plain if held.leaves[source[name]].dtype == named[name].dtype]
     out: dict[str, Tensor] = {}
     with ThreadPoolExecutor(THREADS, "fzero-load") as pool:
         for names in [direct] if device == HOST else [[name] for name in direct]:
@@ -131,7 +137,7 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
             made |= {name, found}
         elif not (name.startswith(FRESH) or is_error(name)):
             missing.append(name)
-    known = (MASTER, SCALER, EXTRAS, BEFORE)
+    known = (MASTER, SCALER, EXTRAS, BEFORE, SCALES)
     extra = [name for name in held.leaves if name not in made and not (name.startswith(known) or is_error(name))]
     problems = [f"{what}: {list_some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     if problems:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from fzero.checkpoint.extras import EXTRAS
 from fzero.checkpoint.layout import Index
 from fzero.checkpoint.manifest import Folder, Leaf
+from fzero.checkpoint.moment_codes import SCALES, coded_leaves
 from fzero.checkpoint.reader import THREADS, Box, open_checkpoint, read_boxes
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
@@ -79,6 +80,7 @@ def restore(
     there = {name: leaf for name, leaf in held.leaves.items() if not under or f"{name}/".startswith(f"{under}/")}
     passed = {name for name in there if short(name) in kept or (drop and re.fullmatch(drop, short(name)))}
     passed |= {name for name in there if name.startswith(EXTRAS)}
+    passed |= scales_in(path, held.leaves, wanted_leaves)
     shards: dict[str, tuple[Tensor, list[Box]]] = {}
     windows: dict[str, tuple[list[Window], Index]] = {}  # and the shape of this rank's part
     for name in wanted_leaves.keys() & there.keys():
@@ -102,6 +104,17 @@ def restore(
         elif leaf.device.type not in ("meta", "cpu"):
             done[name] = done[name].to(leaf.device)
     return pytree.from_named(done, like)
+
+
+def scales_in(path: Folder, there: dict[str, Leaf], wanted: Collection[str]) -> set[str]:
+    """The leaves of a checkpoint that are scales of moments in codes; raises ValueError if such a moment is wanted."""
+    coded = coded_leaves(there)
+    if here := sorted(coded.keys() & set(wanted)):
+        raise ValueError(
+            f"{path}: {list_some(here)} are in 8-bit codes (train.compress); a run of fzero pretrain reads them, and "
+            "restore reads the other leaves: give under=, keep= or drop="
+        )
+    return {f"{SCALES}{kind}/{name}" for name, kind in coded.items()}
 
 
 def fits_in(shape: tuple[int, ...], spec: Spec, mesh: Mesh, name: str) -> bool:

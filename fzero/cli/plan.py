@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from fzero.cli.ask import OF_SEARCH, QUESTIONS, Asked, ask
 from fzero.cli.flags import AS_JSON, FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
 from fzero.cli.names import check_names, check_preset
 from fzero.cli.progress import Progress
@@ -77,8 +78,10 @@ TABLES = (
 )
 @click.option(
     "--ask",
-    type=click.Choice(["longest"]),
-    help="A question. longest: of sequences that train on one device, the setting, and where each byte goes.",
+    "question",
+    type=click.Choice(QUESTIONS),
+    help="A question. longest: of sequences that train on one device, and where each byte goes. fewer-bytes: what "
+    "codecs and local steps gain on slow links between nodes.",
 )
 @click.option("--lora-rank", type=int, help="Plan LoRA of this rank: only its factors are trained.")
 @click.option(
@@ -114,7 +117,7 @@ def plan(
     out: Path | None,
     slurm: Path | None,
     vary: tuple[str, ...],
-    ask: str | None,
+    question: str | None,
     lora_rank: int | None,
     lora_targets: str | None,
     quantize: str | None,
@@ -141,11 +144,9 @@ def plan(
             "--nvme-gbs": nvme_gbs,
         }
     )
-    kind = "--search" if searches else "--vary" if vary else ""
-    if searches and vary:
-        raise ValueError("--search and --vary exclude each other; give one of them")
+    kind = of_many(searches, bool(vary))
     of_search = {"--out": bool(out), "--slurm": bool(slurm), "--world-size": world_size is not None}
-    refuse_together(kind, ask, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
+    refuse_together(kind, question, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
     refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
@@ -159,12 +160,14 @@ def plan(
     config = config_of(table, config_file, has_mesh=not searches and not vary)
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
-    fields = {"price_per_hour": price, "ranks_on_node": ranks_on_node}
-    device = device_with(gpu, memory_gb, nvme_gbs, imbalance, between, **fields)
+    device = device_with(
+        gpu, memory_gb, nvme_gbs, imbalance, between, price_per_hour=price, ranks_on_node=ranks_on_node
+    )
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
-    elif ask:
-        answer = ask_longest(config, device)
+        answer = Asked(answer, ask(question, answer.config, device, cache_of(no_cache))) if question else answer
+    elif question:
+        answer = ask(question, config, device, cache_of(no_cache))
     elif vary:
         from fzero.planner import vary as variants
 
@@ -182,8 +185,15 @@ def plan(
         click.echo("\n" + roofline.page(answer))
 
 
+def of_many(searches: bool, vary: bool) -> str:
+    """The flag that makes many plans, "--search" or "--vary"; "" for neither."""
+    if searches and vary:
+        raise ValueError("--search and --vary exclude each other; give one of them")
+    return "--search" if searches else "--vary" if vary else ""
+
+
 def refuse_together(
-    kind: str, ask: str | None, as_json: bool, of_search: dict[str, bool], of_one: dict[str, bool]
+    kind: str, question: str | None, as_json: bool, of_search: dict[str, bool], of_one: dict[str, bool]
 ) -> None:
     """Raise ValueError for flags that exclude each other.
 
@@ -193,20 +203,12 @@ def refuse_together(
     if kind != "--search" and found:
         raise ValueError(f"{found[0]} is for --search; add that, or leave it out")
     other = [kind] if kind else [flag for flag, given in of_one.items() if given]
-    if ask and other:
-        raise ValueError(f"--ask {ask} answers one question; leave out {other[0]}")
+    if question and other and not (question in OF_SEARCH and kind == "--search"):
+        raise ValueError(f"--ask {question} answers one question; leave out {other[0]}")
     if of_search["--slurm"] and not of_search["--out"]:
         raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if of_one["--roofline"] and (kind or as_json):
         raise ValueError(f"--roofline is for one plan in words; leave out {kind or '--json, which has time.parts'}")
-
-
-def ask_longest(config: Any, device: Any) -> Any:
-    """The longest sequence that trains on a device, see planner.longest."""
-    from fzero.planner.longest import longest
-
-    with Progress("planning") as show:
-        return longest(config, device, show)
 
 
 def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | None, many: str) -> None:

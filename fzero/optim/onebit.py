@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ class Moments(NamedTuple):
     decay: float
     correct1: Tensor  # 1 - b1^t
     correct2: Tensor  # 1 - b2^k, where v has moved k times
+    correct_all: Tensor  # 1 - b2^t, of a mean that moves in each step
     full: bool  # whether this step's sum was made in full
 
 
@@ -204,12 +206,13 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             """(leaf, its update), once its part of `state` is overwritten with the new one."""
             named, g = pytree.named_leaves(params), pytree.named_leaves(grads)
             m, v = pytree.named_leaves(state.m), pytree.named_leaves(state.v)
-            own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
+            own = partial(own_part, signs, state)
             full = is_full(owner, method, state.count)
             before = {name: own(name, x).clone() for name, x in m.items()} if method.extra else {}
             move_momentum(shards, numbers, full, g, state, (m, v))
             t = (state.count + 1).to(torch.float64)
-            correct = 1 - numbers.b1**t, 1 - numbers.b2 ** method.moved(state.count).to(torch.float64)
+            moved = method.moved(state.count).to(torch.float64)
+            correct = 1 - numbers.b1**t, 1 - numbers.b2**moved, 1 - numbers.b2**t
             lr = lr_at(numbers.lr, state.count)
             for name, p in named.items():
                 wide_p = p.to(v[name].dtype)
@@ -247,7 +250,7 @@ def move_momentum(
     sent."""
     (m, v), signs, b1, b2 = moments, shards.signs, numbers.b1, numbers.b2
     sent = [name for name in state.worker if m[name].numel()]  # a stage may have no layer of a stack
-    own = lambda name, x: signs.own(name, x) if signs is not None and name in state.worker else x  # noqa: E731
+    own = partial(own_part, signs, state)
     if full and signs is not None:
         g.update(signs.in_full({name: g.pop(name) for name in sent}))
     if full:
@@ -272,6 +275,12 @@ def move_momentum(
             x.mul_(by.to(x.dtype))
 
 
+def own_part(signs: SignSums | None, state: OneBitState, name: str, x: Tensor) -> Tensor:
+    """What this rank updates of a leaf that is whole on every rank because it is sent by signs; other leaves are that
+    already."""
+    return signs.own(name, x) if signs is not None and name in state.worker else x
+
+
 def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) -> Tensor | None:
     """What makes the norm of a tree at most `clip`; None without clipping."""
     if not clip:
@@ -281,9 +290,10 @@ def clip_factor(shards: ShardedLeaves, parts: dict[str, Tensor], clip: float) ->
     return bound / torch.maximum(norm, bound)
 
 
-def casts(numbers: tuple[Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Both numbers in a tensor's dtype."""
-    return numbers[0].to(like.dtype), numbers[1].to(like.dtype)
+def casts(numbers: tuple[Tensor, Tensor, Tensor], like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers in a tensor's dtype."""
+    first, second, third = (number.to(like.dtype) for number in numbers)
+    return first, second, third
 
 
 def wide(p: Tensor) -> torch.dtype:

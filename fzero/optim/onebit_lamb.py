@@ -41,7 +41,8 @@ def onebit_lamb(
     Until then as `lamb`, with ratios c = ||p|| / ||r|| in [0.01, 10], of which c̄ = 0.9 c̄ + 0.1 c is kept for each
     layer. From then on m is summed as in `onebit_adam`, whose state, plan ("grads=1bit") and arguments it has, and
 
-    w = b2 w + (1 - b2) ((m - b1 m') / (1 - b1))², with m' the m before, begins at v;  r₀ = m̂ / (√v̂ + eps);
+    w = b2 w + (1 - b2) ((m - b1 m') / (1 - b1))², with m' the m before, begins at v, and ŵ is corrected
+    for all steps, as v̂ is for those of the warm-up;  r₀ = m̂ / (√v̂ + eps);
     r = r₀ + λ p;  q = min(1, ||r₀|| / ||r||);  f = q max((√v̂ + eps) / (√ŵ + eps)) + 1 - q, in [0.5, 4], and within 10%
     of the f before;  u = -lr c̄ f r.
 
@@ -100,7 +101,7 @@ def lamb_direction(numbers: Numbers, stacked: str | None) -> Direction:
             return ratio * r
         assert x.before is not None  # as the method has an `extra`
         fresh.mul_(b2).add_(((x.m - b1 * x.before) / (1 - b1)).square_(), alpha=1 - b2)
-        quotient = root / ((fresh / x.correct2).sqrt() + eps)
+        quotient = root / ((fresh / x.correct_all).sqrt() + eps)
         dims = tuple(range(lead, x.p.dim()))
         factor = shards.amax(x.name, quotient.amax(dims, keepdim=True) if dims else quotient, dims)
         if x.decay:

@@ -96,7 +96,8 @@ def error_bytes(basis: Basis, c: Candidate) -> float:
     plan, policy = basis.plan_of(c)[0], basis.policy
     cut = {name: leaf for name, leaf in plan.leaves.items() if leaf.trained and "dp" in leaf.opt.axes}
     coded = [leaf for name, leaf in cut.items() if is_matrix(name, leaf.shape, leaf.dtype)]
-    each = max(policy.accumulate.itemsize, 4)
+    codec = Codec.parse(basis.config.codec)
+    each = 1 + 4 / codec.block if codec.errors else max(policy.accumulate.itemsize, 4)
     return 2.0 * each * sum(local_numel(leaf.shape, leaf.compute, plan.sizes) for leaf in coded) / c.pp
 
 

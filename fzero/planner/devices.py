@@ -161,8 +161,9 @@ def between_nodes(device: Device, text: str) -> Device:
         gigabit = milliseconds = math.nan
     if not (0 < gigabit < math.inf and 0 <= milliseconds < math.inf):
         raise ValueError(f"between nodes: {text!r} is not GBIT or GBIT:MS, such as 10:5 for 10 Gbit/s and 5 ms")
-    inner, ranks = [level for level in device.links if level.ranks is not None], device.ranks_on_node
-    inner = inner or [device.links[0]._replace(ranks=ranks or 1)]
+    ranks = device.ranks_on_node
+    inner = [level for level in device.links if level.ranks is not None] or [device.links[0]._replace(ranks=ranks or 1)]
+    inner = [level if ranks is None else level._replace(ranks=min(level.ranks or ranks, ranks)) for level in inner]
     share = gigabit * 1e9 / 8 / (inner[0].ranks or 1)
     # How much of a message computation hides is the transport's, as it was measured inside a node.
     outer = Level(f"{gigabit:g} Gbit/s", inner[-1].kind, None, share, milliseconds / 1e3, hidden=inner[-1].hidden)

@@ -62,7 +62,25 @@ def plan(
     config = config_for(model, settings)
     device = device_for(gpu)
     sizes = sizes_of(config, mesh)
-    resolved, target = with_layout(resolve_for(config, device), sizes, device), device.target
+    report = reports_of(resolve_for(config, device), sizes, device, rank=rank, say=say, cache=cache)
+    say("simulating the step" if sizes.get("pp", 1) == 1 else "playing the schedule")
+    return report(device)
+
+
+def reports_of(
+    resolved: RunConfig,
+    sizes: Mapping[str, int],
+    device: Device,
+    *,
+    rank: int = 0,
+    say: Callable[[str], None] = lambda stage: None,
+    cache: Path | None = None,
+) -> Callable[[Device], PlanReport]:
+    """Trace a run, and return the function from a Device to its PlanReport there: of `device`, or with other links.
+
+    resolved: with every "auto" decided for the device. The other arguments are those of `plan`.
+    """
+    resolved, target = with_layout(resolved, sizes, device), device.target
     if device.loads != EVEN:
         expect_room(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)
 
@@ -71,11 +89,9 @@ def plan(
 
     if sizes.get("pp", 1) > 1:  # traced anew each time
         found = pipelined.trace(resolved, sizes, rank=rank, target=target, say=say)
-        say("playing the schedule")
-        return pipeline_report(found, device)
+        return lambda on: pipeline_report(found, on)
     trace = trace_anew() if cache is None else cached_trace(trace_anew, resolved, sizes, rank, target, cache)
-    say("simulating the step")
-    return report_of(trace, device)
+    return lambda on: report_of(trace, on)
 
 
 def config_for(

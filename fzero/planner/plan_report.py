@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fzero.core import pytree
 from fzero.models import LoRAConfig
 from fzero.planner import fake_inductor
+from fzero.planner.agreements import with_agreements
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, page, size
 from fzero.planner.step_trace import Trace, Transfer
@@ -136,6 +137,8 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
     over, host_over = peak > capacity, host is not None and trace.host_peak > host
     if timing is None and has_rates(device) and not trace.turns:
         timing = predict(trace, device)
+    if timing is not None and built.members is not None:
+        timing = with_agreements(timing, trace.config, trace.sizes, device, trace.rank)
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
     flop, passes = total_flop(trace), total_flop(trace, PASSES)
@@ -313,7 +316,7 @@ def sums_notes(built: Job) -> list[str]:
     """The notes on sums that are not made in each step, or not as in it."""
     notes = []
     if built.members is not None:
-        notes.append(f"{built.members.text(built.plan)}; the step above is one of a member without an agreement")
+        notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with its share of them")
     if built.tx.sums:
         full = sum(once_in_full(built.plan, link) for link in built.plan.sent_by_link())
         notes.append(

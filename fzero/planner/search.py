@@ -95,7 +95,7 @@ def search(
     if given.local.method:
         raise ValueError(
             f"local.method is {given.local.method}, and a search compares meshes whose ranks agree in each step; leave "
-            "it out, or plan one mesh"
+            "it out, and add --ask fewer-bytes, which tries local steps with the best"
         )
     config = resolve_for(given, device)
     node = device.on_node(gpus)

@@ -37,6 +37,7 @@ COMPILED = (
     "other",
 )  # kinds of operators in a compiled block, besides our own
 PARTS = ("seconds", "FLOPs at the peak", "bytes at the bandwidth")  # of Timing.parts
+SUMS = ("phases", "layers", "kinds", "bound", "exposed", "hidden", "waiting", "moving")  # of Timing: seconds by name
 SECONDS_A_DAY = 86400.0
 
 
@@ -301,17 +302,36 @@ class Play:
         groups: dict[str, dict[str, float]] = {}
         for (group, key), value in self.sums.items():
             groups.setdefault(group, {})[key] = value
-        names = ("phases", "layers", "kinds", "bound", "exposed", "hidden", "waiting", "moving")
-        found = {name: groups.get(name, {}) for name in names}
-        parts = {**groups.get("bound", {}), **groups.get("waiting", {})}
-        parts |= {f"communication on {axis}": seconds for axis, seconds in groups.get("exposed", {}).items()}
+        found = {name: groups.get(name, {}) for name in SUMS}
         predicted, of_flop, of_bytes = (groups.get(name, {}) for name in PARTS)
         rows = {part: (seconds, of_flop[part], of_bytes[part]) for part, seconds in predicted.items()}
         flop = int(groups.get("flop", {}).get("", 0))
-        binds = max(parts, key=parts.__getitem__, default="compute")
+        binds = binding(found)
         issue_s = 0.0 if self.one_clock else self.clock["host"]
         host_s = sum(groups.get("host", {}).values())
         return Timing(self.clock["device"], **found, parts=rows, flop=flop, binds=binds, issue_s=issue_s, host_s=host_s)
+
+
+def binding(sums: Mapping[str, Mapping[str, float]]) -> str:
+    """The largest part of a time. sums: its `bound`, `waiting` and `exposed`."""
+    parts = {**sums["bound"], **sums["waiting"]}
+    parts |= {f"communication on {axis}": seconds for axis, seconds in sums["exposed"].items()}
+    return max(parts, key=parts.__getitem__, default="compute")
+
+
+def weighed(parts: Sequence[tuple[Timing, float]]) -> Timing:
+    """The sum of times, each with a weight: how often it is spent in a step. FLOPs and `parts` are those of the
+    first."""
+    sums: dict[str, dict[str, float]] = {name: {} for name in SUMS}
+    for timing, weight in parts:
+        for name, of in sums.items():
+            for key, seconds in getattr(timing, name).items():
+                of[key] = of.get(key, 0.0) + weight * seconds
+    step_s, issue_s, host_s = (
+        sum(weight * getattr(timing, name) for timing, weight in parts) for name in ("step_s", "issue_s", "host_s")
+    )
+    whole: dict[str, Any] = {**sums, "binds": binding(sums)}
+    return parts[0][0]._replace(step_s=step_s, issue_s=issue_s, host_s=host_s, **whole)
 
 
 def crossing(events: Sequence[Op | Transfer], first: int, last: int) -> tuple[list[int], list[int]]:

@@ -92,7 +92,9 @@ def make_optimizer(
     states = {**STATES[config.states], "seed": seed}
 
     signs: dict[str, Any] = {**decay, "clip": config.clip}  # of those that clip what they send themselves
-    warm, last = config.freeze_steps or max(1, steps // 5), config.freeze_steps or None
+    # The ratios that 1-bit LAMB keeps from its warm-up must have settled.
+    warm = config.freeze_steps or max(1, steps // (2 if config.name == "onebit_lamb" else 5))
+    last = config.freeze_steps or None
 
     def block_matrices() -> GradientTransformation:
         # In blocks every weight matrix decays, so muon itself needs no mask.

@@ -82,8 +82,8 @@ class Optim:
     nesterov: bool = False
     adjust: str = "original"  # how muon scales an update with the matrix's shape
     states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
-    # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps; zero_one_adam: the steps in which v
-    # moves at all, 0: all
+    # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps, of onebit_lamb a half;
+    # zero_one_adam: the steps in which v moves at all, 0: all
     freeze_steps: int = 0
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
     schedule: Schedule = Schedule()
@@ -131,7 +131,8 @@ class Train:
     keep_last: int = 2  # checkpoints; 0: all
     keep_every: int = 0  # of these steps all are kept; 0: none
     checkpoints: str = ""  # their folder, or a URL such as s3://bucket/run; "": checkpoints/ in the run folder
-    compress: str = "none"  # checkpoints: zstd, or none
+    # checkpoints: none, zstd (lossless), 8bit (an optimizer's moments in codes: lossy), or 8bit,zstd
+    compress: str = "none"
     # memory of a rank for the copy that is written while training goes on; 0: the state's size if there is room
     snapshot_mb: int = 0
     on_save_error: str = "continue"  # if a checkpoint cannot be written: continue, and try again at the next; or stop

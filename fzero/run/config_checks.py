@@ -23,7 +23,7 @@ from fzero.models import sizes
 from fzero.models.score import head_of
 from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
-from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_local, validate_signs
+from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_codes, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
 from fzero.run.curriculum import validate_curriculum, validate_kept
 from fzero.run.measure.loggers import check_loggers
@@ -108,7 +108,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.fp32_matmul": ("auto", "default", "onednn"),
     "train.compiled": ("auto", True, False),
     "train.capture": CAPTURE,
-    "train.compress": ("none", "zstd"),
+    "train.compress": ("none", "zstd", "8bit", "8bit,zstd"),
     "train.on_save_error": ("continue", "stop"),
     "train.update": UPDATES,
     "local.method": ("", *OUTER),
@@ -185,6 +185,7 @@ def validate(config: RunConfig) -> None:
         )
     validate_delayed(c, offload)
     validate_signs(c)
+    validate_codes(c)
     validate_local(c)
     if c.nvme != type(c.nvme)() and "nvme" not in offload.memories:
         raise ValueError(

@@ -43,6 +43,23 @@ def validate_signs(c: RunConfig) -> None:
         )
 
 
+def validate_codes(c: RunConfig) -> None:
+    """Raise ValueError for checkpoints in codes of moments that are not in float32, or of which a 0 means something."""
+    said = f"train.compress is {c.train.compress}, which writes moments in 8-bit codes"
+    if not c.train.compress.startswith("8bit"):
+        return
+    if c.optim.name == "adafactor":
+        raise ValueError(f"{said}, and optim.name adafactor, whose state is small already; use none or zstd")
+    if c.optim.states != "full":
+        raise ValueError(f"{said}, and optim.states {c.optim.states}: they are small already; use none or zstd")
+    if c.optim.name in SEND_SIGNS:
+        raise ValueError(
+            f"{said}, and optim.name {c.optim.name}, for which a momentum of 0 is one without a scale; use none or zstd"
+        )
+    if Offload.parse(c.offload).opt.memory == "nvme":
+        raise ValueError(f"{said}, and offload {c.offload}: what rests on a disk is written as it is; use none or zstd")
+
+
 def validate_local(c: RunConfig) -> None:
     """Raise ValueError for local steps that do not go with the mesh, the checkpoints or the rest of a config."""
     local, t = c.local, c.train

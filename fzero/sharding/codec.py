@@ -39,7 +39,9 @@ FORMS = {  # of a part of a text: what its value matches, and how it is read
     "block": (r"[0-9]+", int),
     "loco": (r"|[0-9]*\.?[0-9]+(e-?[0-9]+)?", lambda text: float(text) if text else BETA),
     "reset": (r"[0-9]+", int),
+    "errors": (r".+", str),
 }
+ERROR_KINDS = ("int8",)  # in which what LoCo keeps may rest
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,13 @@ class Codec:
     loco: what `grads` loses is kept by the rank that sends it: beta, the part of it that is added to what it sends
         next, in (0, 1]; None: it is lost.
     reset: after so many steps these errors are dropped, again and again; None: never.
+    errors: the kind of code in which they rest in the state, "int8" with a scale for each block of a row; "": in
+        float32. What that rounding takes is lost.
 
     Leaves of one dim in a layer (biases, norms) and integers travel as they are.
 
     >>> Codec.parse("params=int8,grads=int4,hpz")
-    Codec(params='int8', grads='int4', hpz=True, block=128, loco=None, reset=None)
+    Codec(params='int8', grads='int4', hpz=True, block=128, loco=None, reset=None, errors='')
     >>> print(Codec.parse("grads=int4,loco,reset=1024"))
     grads=int4,loco=0.8,reset=1024
     """
@@ -70,6 +74,7 @@ class Codec:
     block: int = 128
     loco: float | None = None
     reset: int | None = None
+    errors: str = ""
 
     def __post_init__(self) -> None:
         for name, kind in (("params", self.params), ("grads", self.grads)):
@@ -96,6 +101,11 @@ class Codec:
                 f"loco,reset={self.reset}"
             )
 
+        if self.errors and (self.errors not in ERROR_KINDS or self.loco is None):
+            raise ValueError(
+                f"codec: errors is {self.errors!r}; it is how the errors of loco rest: write "
+                f"loco,errors={' or '.join(ERROR_KINDS)}"
+            )
         if self.signs and (self.params or self.hpz or self.loco is not None or self.block != 128):
             raise ValueError(
                 f"codec: grads is {SIGNS}, whose optimizer has errors and scales of its own; write grads={SIGNS} alone"
@@ -119,8 +129,8 @@ class Codec:
             name, _, value = part.partition("=")
             if name not in FORMS or name in found:
                 raise ValueError(
-                    f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz, block=N, loco, loco=BETA "
-                    "and reset=STEPS, each once"
+                    f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz, block=N, loco, loco=BETA, "
+                    "reset=STEPS and errors=KIND, each once"
                 )
             form, read = FORMS[name]
             if not re.fullmatch(form, value) or part.endswith("="):
@@ -135,7 +145,8 @@ class Codec:
         parts = [f"{name}={kind}" for name, kind in (("params", self.params), ("grads", self.grads)) if kind]
         parts += [*["hpz"] * self.hpz, *[f"block={self.block}"] * (self.block != 128)]
         parts += [] if self.loco is None else [f"loco={self.loco}"]
-        return ",".join([*parts, *([] if self.reset is None else [f"reset={self.reset}"])])
+        parts += [] if self.reset is None else [f"reset={self.reset}"]
+        return ",".join([*parts, *[f"errors={self.errors}"] * bool(self.errors)])
 
     def bytes_of(self, kind: str, elements: int, last: int) -> float:
         """The bytes of so many elements in codes of a kind, with their scales, in rows of `last` elements."""
@@ -178,7 +189,21 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
     summed = frozenset(name for name in fit if codec.grads and leaves[name].trained)
     if codec.loco is not None:  # what a sum loses on its way back to all ranks is the error of no sender
         summed = frozenset(name for name in summed if rounded_once(leaves[name], plan.sizes))
+        expect_blocks(codec, {name: leaves[name] for name in summed}, plan.sizes)
     return replace(plan, leaves=leaves, codec=codec, coded=gathered, coded_grads=summed)
+
+
+def expect_blocks(codec: Codec, leaves: Mapping[str, LeafPlan], sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for rows of errors in codes that are cut elsewhere than between blocks: another mesh would have
+    other blocks."""
+    for name, leaf in leaves.items():
+        parts = math.prod(sizes[axis] for axis in leaf.compute.dims[-1])
+        own = leaf.shape[-1] // parts
+        if codec.errors and parts > 1 and own % codec.block:
+            raise ValueError(
+                f"codec {codec}: rows of {name} are cut into parts of {own} elements, which blocks of {codec.block} do "
+                "not divide; use a smaller block=N, or leave errors out"
+            )
 
 
 def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:

@@ -270,9 +270,9 @@ def sent_by_link(plan: Plan) -> dict[str, tuple[float, float]]:
 
 def errors_text(plan: Plan) -> list[str]:
     """The lines that say what a codec's error feedback takes, and of what it keeps none."""
-    held = error_bytes(plan)
+    held, kind = error_bytes(plan), plan.codec.errors or dtype_name(error_dtype(plan))
     lines = [
-        f"  error feedback: a rank holds {held:,} bytes of errors in {dtype_name(error_dtype(plan))}, and as many "
+        f"  error feedback: a rank holds {held:,} bytes of errors in {kind}, and as many "
         "again in a step until it is known whether it is skipped"
     ]
     fit = [n for n, leaf in plan.leaves.items() if leaf.trained and is_matrix(n, leaf.shape, leaf.dtype)]

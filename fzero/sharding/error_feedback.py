@@ -8,7 +8,8 @@ added to what it sends next.
 so that after any number of sends the sum of s, with e, is that of g: what is missing is never more than an error. This
 is LoCo, whose moving average (1 - beta) e + beta (h - s) is beta times this e; kept so, e does not depend on beta. With
 beta = 1 it is classical error feedback. Gradients travel multiplied by a loss scale, which changes: errors are kept
-divided by it.
+divided by it. With codec.errors they rest in codes, as the paper's do; what that rounding takes, at most half a scale
+of an element and send, is lost.
 
 Sources: Xie et al. 2024, "LoCo: low-bit communication adaptor for large-scale model training", arXiv:2407.04480,
 section 3; Seide et al. 2014, "1-bit stochastic gradient descent", Interspeech, section 3.
@@ -33,9 +34,11 @@ from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what errors take
 T = TypeVar("T")
+Pieces = tuple[Tensor, ...]
 Hops = dict[str, dict[str, T]]  # {"data" or "rp": {leaf: T}}: one for each sum that a leaf's gradient is sent to
 ERRORS = "codec_error"  # their name in `TrainState.extra`
 ERROR = f"extra/{ERRORS}/"  # how the name of one begins there: a hop and a leaf follow
+SCALE = "_scale"  # behind the name of a hop: the scales of its errors in codes
 HOPS = ("data", "rp")  # between the ranks that share a leaf, of a node if there is hpz; between nodes
 
 
@@ -82,19 +85,33 @@ def errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], T]) -> Hops[T]
     return found
 
 
+def held_of(plan: Plan, make: Callable[[tuple[int, ...], Spec, torch.dtype], T]) -> Hops[T]:
+    """`make(shape, spec, dtype)` for what a state has of the errors: of each itself; or its codes, a byte an element,
+    and under the hop's name with "_scale" a scale for each block of its rows."""
+    found: Hops[T] = {}
+    for hop, leaves in errors_of(plan, lambda shape, spec: (shape, spec)).items():
+        coded = plan.codec.errors
+        dtype = torch.uint8 if coded else error_dtype(plan)
+        found[hop] = {name: make(shape, spec, dtype) for name, (shape, spec) in leaves.items()}
+        if coded:
+            blocks = {name: (*shape[:-1], -(-shape[-1] // plan.codec.block)) for name, (shape, _) in leaves.items()}
+            found[hop + SCALE] = {name: make(blocks[name], spec, torch.float32) for name, (_, spec) in leaves.items()}
+    return found
+
+
 def error_specs(plan: Plan) -> dict[str, Hops[Spec]]:
     """The entry of `TrainState.extra` for errors as specs: {"codec_error": {hop: {leaf: Spec}}}; {} without errors."""
-    found = errors_of(plan, lambda shape, spec: spec)
+    found = held_of(plan, lambda shape, spec, dtype: spec)
     return {ERRORS: found} if found else {}
 
 
 def first_errors(plan: Plan, device: torch.device | str) -> dict[str, Hops[Tensor]]:
     """The same entry before the first step: this rank's errors, zeros."""
 
-    def zeros(shape: tuple[int, ...], spec: Spec) -> Tensor:
-        return torch.zeros(local_shape(shape, spec, plan.mesh), dtype=error_dtype(plan), device=device)
+    def zeros(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(local_shape(shape, spec, plan.mesh), dtype=dtype, device=device)
 
-    found = errors_of(plan, zeros)
+    found = held_of(plan, zeros)
     return {ERRORS: found} if found else {}
 
 
@@ -104,7 +121,7 @@ def rows_of(ranks: list[int], pp: int) -> tuple[tuple[int, ...], ...]:
 
 
 def error_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of errors: that of sums of gradients, float32 at least."""
+    """The dtype of errors, that of sums of gradients, float32 at least; they may rest in codes."""
     return torch.promote_types(plan.policy.accumulate, torch.float32)
 
 
@@ -112,34 +129,47 @@ def error_bytes(plan: Plan) -> int:
     """The bytes of errors that a rank holds: the rank of pp with the most."""
     held = [0] * plan.sizes["pp"]
 
-    def add(shape: tuple[int, ...], spec: Spec) -> None:
+    def add(shape: tuple[int, ...], spec: Spec, dtype: torch.dtype) -> None:
         rows = [len(each) for each in spec.rows] or [1] * len(held)
+        size = (
+            local_numel(shape, spec, plan.sizes) * dtype.itemsize // max(rows)
+        )  # of all rows of the rank with the most
         for rank, n in enumerate(rows):
-            held[rank] += local_numel(shape, spec, plan.sizes) // max(rows) * n  # of all rows of the rank with the most
+            held[rank] += size * n
 
-    errors_of(plan, add)
-    return max(held) * error_dtype(plan).itemsize
+    held_of(plan, add)
+    return max(held)
 
 
 class ErrorFeedback:
     """The errors of a step: those that the state has, and beside them those of what was sent since, until it is known
     whether the step is skipped.
 
-    held: of the state, see `errors_of`. unit: what gradients are multiplied by on their way, 0-dim. step: the number of
-    steps made. A later micro-batch is given the error of the one before.
+    held: of the state, see `held_of`. unit: what gradients are multiplied by on their way, 0-dim. step: the number of
+    steps made. kept: of the codes in which errors rest; None: as they are. A later micro-batch is given the error of
+    the one before.
     """
 
-    def __init__(self, plan: Plan, held: Hops[Tensor], unit: Tensor, step: Tensor) -> None:
-        self.beta, self.held, self.unit = plan.codec.loco, held, unit
+    def __init__(self, plan: Plan, held: Hops[Tensor], unit: Tensor, step: Tensor, kept: Coder | None = None) -> None:
+        self.beta, self.held, self.unit, self.kept, self.dtype = plan.codec.loco, held, unit, kept, error_dtype(plan)
         # 0 in a step that begins without errors, else 1: a number on the device, for which nobody waits
         self.keep = None if plan.codec.reset is None else (step % plan.codec.reset != 0).to(error_dtype(plan))
-        self.new: dict[tuple[str, str, int], Tensor] = {}
+        self.new: dict[tuple[str, str, int], Pieces] = {}
+
+    def resting(self, held: Hops[Tensor], hop: str, name: str, row: int) -> Pieces:
+        """What a state has of the error of a row of a leaf: itself, or its codes and scales. Views."""
+        hops = (hop,) if self.kept is None else (hop, hop + SCALE)
+        return tuple(held[one][name][row, 0] for one in hops)
+
+    def read(self, pieces: Pieces) -> Tensor:
+        """An error of what rests of it."""
+        return pieces[0] if self.kept is None else self.kept.decode(pieces, self.dtype, pieces[0].shape[-1])
 
     def at(self, hop: str, name: str, row: int) -> Tensor:
         """The error to add to what this rank sends next of a row of a leaf: of its shape."""
         if (hop, name, row) in self.new:
-            return self.new[hop, name, row]
-        error = self.held[hop][name][row, 0]
+            return self.read(self.new[hop, name, row])
+        error = self.read(self.resting(self.held, hop, name, row))
         return error if self.keep is None else error * self.keep
 
     def coder(self, coder: Coder, link: str, names: Sequence[str], row: int, ranks: int) -> Coder:
@@ -154,8 +184,9 @@ class ErrorFeedback:
             sent = coder.encode(torch.addcmul(terms, error, self.beta * unit))
             lost = coder.decode(sent, terms.dtype, terms.shape[1]).neg_().add_(terms)
             new = lost.div_(unit).add_(error)
-            for name, value, old in zip(names, unpack(new, shapes), errors):
-                self.new[hop, name, row] = value.to(old.dtype)
+            for name, value in zip(names, unpack(new, shapes)):
+                value = value.to(self.dtype)
+                self.new[hop, name, row] = (value,) if self.kept is None else self.kept.encode(value)
             return sent
 
         return coder._replace(encode=encode)
@@ -164,10 +195,12 @@ class ErrorFeedback:
     def settle(self, skipped: Tensor | None, *, donate: bool) -> Hops[Tensor]:
         """The errors after the step: as they were if it is `skipped`. donate: in the memory of those before it."""
         held = self.held if donate else pytree.map(torch.clone, self.held)
-        for leaf in pytree.leaves(held) if self.keep is not None else ():
-            leaf.mul_(self.keep)
+        if self.keep is not None:  # codes whose scales are 0 stand for 0
+            factors = held if self.kept is None else {hop: of for hop, of in held.items() if hop.endswith(SCALE)}
+            for leaf in pytree.leaves(factors):
+                leaf.mul_(self.keep)
         while self.new:
-            (hop, name, row), new = self.new.popitem()
-            old = held[hop][name][row, 0]
-            old.copy_(new if skipped is None else torch.where(skipped, old, new))
+            place, new = self.new.popitem()
+            for old, part in zip(self.resting(held, *place), new):
+                old.copy_(part if skipped is None else torch.where(skipped, old, part))
         return held

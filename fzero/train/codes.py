@@ -100,6 +100,11 @@ def grads_coder(plan: Plan, impl: Kernels) -> Coder | None:
     return None if plan.codec is not None and plan.codec.signs else _coder(plan.codec, "grads", impl)
 
 
+def errors_coder(plan: Plan, impl: Kernels) -> Coder | None:
+    """The codes in which errors rest under a plan; None: they rest as they are."""
+    return _coder(plan.codec, "errors", impl)
+
+
 def _coder(codec: Codec | None, group: str, impl: Kernels) -> Coder | None:
     kind = getattr(codec, group) if codec is not None else ""
     return coder_of(kind, codec.block, impl) if codec is not None and kind else None

@@ -25,7 +25,7 @@ from fzero.sharding.prefetch import Coding, Group, Kept, ParamFetcher
 from fzero.sharding.reduce import GradientReducer
 from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.sharding.sums_at_rest import LayerSums, SumsAtRest
-from fzero.train.codes import grads_coder, params_coding, rounded_params
+from fzero.train.codes import errors_coder, grads_coder, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
@@ -204,7 +204,8 @@ class StepGradient:
                 known(sum_losses(so_far, mesh))
 
         held = state.extra.get(ERRORS)
-        errors = ErrorFeedback(self.plan, held, seed, state.step) if held is not None else None
+        kept = errors_coder(self.plan, self.kernels)
+        errors = ErrorFeedback(self.plan, held, seed, state.step, kept) if held is not None else None
         turns = [self.turn(state.params, len(parts), device, shown, errors)]
         losses = self.backward(turns, Batches(parts, firsts, keys), seed, ready)
         reducer = turns.pop().sink

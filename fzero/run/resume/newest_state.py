@@ -9,6 +9,7 @@ from typing import Any
 
 from fzero import checkpoint
 from fzero.checkpoint.directory import newest_sound
+from fzero.checkpoint.moment_codes import code_lines
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_errors import error_lines
 from fzero.core import pytree
@@ -143,12 +144,13 @@ def restore_newest(
             return str(found.path), found.lines()
 
         path, lines = coordinator.share(look)
-        for line in [*lines, *error_lines(path, job.plan, pytree.names(like_of(job)))]:
+        for line in [*lines, *code_lines(path), *error_lines(path, job.plan, pytree.names(like_of(job)))]:
             say(line)
         return restore(job, path)
     found = newest_sound(checkpoint_dir, lambda path: restore_on_all(job, path, coordinator), saved)
     assert found.path is not None  # else it has raised
-    for line in [*found.lines(), *error_lines(found.path, job.plan, pytree.names(like_of(job)))]:
+    lines = [*found.lines(), *code_lines(found.path)]
+    for line in [*lines, *error_lines(found.path, job.plan, pytree.names(like_of(job)))]:
         say(line)
     return found.value
 

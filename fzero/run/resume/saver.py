@@ -8,6 +8,7 @@ from typing import Any
 
 from fzero import checkpoint
 from fzero.checkpoint import directory
+from fzero.checkpoint.moment_codes import in_codes
 from fzero.core.pytree import leaves
 from fzero.offload import DiskTensor
 from fzero.run import run_folder
@@ -29,6 +30,7 @@ class CheckpointSaver:
         self.job, self.say, self.saved = job, say, step
         self.specs, self.config = specs_of(job), to_table(job.config)
         self.on_error, self.every, self.writer = t.on_save_error, t.checkpoint_every, None
+        self.coded = t.compress.startswith("8bit")
         self.done: checkpoint.Saved | None = None  # completed, and not in a row of metrics yet
         if not all_on_disk(job):
             self.writer = checkpoint.Writer(
@@ -36,7 +38,7 @@ class CheckpointSaver:
                 job.mesh,
                 keep_last=t.keep_last or None,
                 keep_every=t.keep_every or None,
-                compress=t.compress.replace("none", ""),
+                compress="zstd" if t.compress.endswith("zstd") else "",
                 buffer_bytes=t.snapshot_mb << 20 or room,
             )
             if job.mesh.rank == 0:
@@ -59,7 +61,8 @@ class CheckpointSaver:
                 nvme.store.pin(nvme.slots - 2)
             return
         self.done = self._saved(self.writer.wait) or self.done
-        self.writer.save(state, step=step, config=self.config, specs=self.specs)
+        held, specs = in_codes(state, self.specs, self.job.mesh) if self.coded else (state, self.specs)
+        self.writer.save(held, step=step, config=self.config, specs=specs)
 
     def poll(self) -> dict[str, Any]:
         """The fields of a row of metrics for a checkpoint that was completed since the last call; raises as `save`

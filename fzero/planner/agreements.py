@@ -1,0 +1,88 @@
+"""What members that train apart (see train/local.py) take to agree: traced as a step is, and played on a device.
+
+An agreement is that of the first fragment: its differences, in codes if there are any, their sum over rp, and the outer
+optimizer's update. With an overlap its messages have so many steps to arrive. A step has its share of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fzero.comm.ledger import sent_elements
+from fzero.core.device import FakeDevice, Target
+from fzero.kernels.registry import Kernels
+from fzero.planner import fake_inductor
+from fzero.planner.devices import Device
+from fzero.planner.operations import Op
+from fzero.planner.step_trace import Tracer, Transfer, fake_state, shared_mesh, shared_model
+from fzero.planner.timing import Timing, play_of, weighed
+from fzero.run import build
+from fzero.run.config import RunConfig
+from fzero.run.measure.live_bytes import MemoryTrace, recorded
+from fzero.train.codes import coder_of
+from fzero.train.local import begin_again, send
+
+METRICS = 6  # numbers of a step that members add up, see `join` in run/members.py
+
+
+class Agreement(NamedTuple):
+    """The events of a fragment's agreement: to send what differs, and, `overlap` steps later, to use what came."""
+
+    sent: tuple[Op | Transfer, ...]
+    used: tuple[Op | Transfer, ...]
+
+    @property
+    def bytes(self) -> int:
+        """What a rank sends over rp."""
+        moves = [event for event in (*self.sent, *self.used) if isinstance(event, Transfer) and event.axis == "rp"]
+        return sum(move.bytes for move in moves if move.event == "start")
+
+
+def trace_agreement(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> Agreement:
+    """The agreement of a rank's first fragment in a run with local steps, on fake tensors."""
+    mesh = shared_mesh(tuple(sizes.items()), rank)
+    with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
+        job = build.build(config, mesh, model=shared_model(config.model))
+        assert job.members is not None  # local.method is given
+        local, state = job.members.local, fake_state(job, mode)
+        coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
+        tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
+        record = MemoryTrace(state, {}, device=device, note=tracer.note, told=tracer.told)
+
+        def events() -> tuple[Op | Transfer, ...]:
+            return tuple(event for stay in record.stays for event in stay.events)
+
+        with recorded(record, mesh.ledger):
+            with mesh.ledger.phase("outer"):
+                finish = send(job.plan, state, 0, mesh["rp"], local, coder)
+            sent = events()
+            begin_again(job.plan, job.members.outer, local, state, 0, finish())
+            record.close(state)
+    return Agreement(sent, events()[len(sent) :])
+
+
+def with_agreements(timing: Timing, config: RunConfig, sizes: Mapping[str, int], device: Device, rank: int) -> Timing:
+    """The Timing of a member's step with its share of the agreements, and with the sum of its metrics."""
+    local, found = config.local, trace_agreement(config, sizes, rank, device.target)
+    agreement = played(config, sizes, device, (found.sent, found.used), local.overlap * timing.step_s)
+    sent = sent_elements("psum", 8 * METRICS, sizes["rp"])
+    row = [Transfer(event, 0, "psum", "rp", sent, "metrics", None) for event in ("start", "wait")]
+    metrics = played(config, sizes, device, (row,), 0.0)
+    return weighed([(timing, 1.0), (agreement, local.fragments / local.every), (metrics, 1.0)])
+
+
+def played(
+    config: RunConfig, sizes: Mapping[str, int], device: Device, parts: Sequence[Sequence[Op | Transfer]], apart: float
+) -> Timing:
+    """The Timing of events in parts, between which the device computes something else for `apart` seconds."""
+    play = play_of(config, sizes, device)
+    play.sums.clear()  # what a step takes besides
+    begin = play.clock["device"]
+    for i, events in enumerate(parts):
+        for clock in ("device", "host") if i else ():
+            play.clock[clock] += apart
+        play.run(events, 0, len(events), ())
+    return play.timing()._replace(step_s=play.clock["device"] - begin - apart * (len(parts) - 1))

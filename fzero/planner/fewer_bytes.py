@@ -1,0 +1,206 @@
+"""What would help a run whose nodes have slow links between them: `fzero plan --ask fewer-bytes`.
+
+The plans of the run as it is, with codes, with the nodes as replicas, with signs of the momentum and with members that
+agree once in many steps, each beside the others on the device's own links and on slower ones. Each is traced once, and
+played on all links. What travels between nodes is counted by the levels of links that a collective passes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fzero.comm.mesh_text import mesh_text
+from fzero.planner.agreements import trace_agreement
+from fzero.planner.devices import Device, between_nodes
+from fzero.planner.format import duration, size, table
+from fzero.planner.plan import reports_of, resolve_for, sizes_of
+from fzero.planner.plan_report import PlanReport, has_rates
+from fzero.planner.rates import Way, collective_s, ways_of
+from fzero.run.config import LocalSteps, RunConfig
+
+GIGABIT = (100.0, 10.0, 1.0)  # links between nodes that are looked at beside the device's own
+PAGE = "docs/codec.md"
+# By the codec or method: how much higher the validation loss of a small model was than that of the plain run after 400
+# steps, the mean over three seeds of benchmarks/results/learning-codecs.json; of those that have run with all of them.
+MEASURED: dict[str, float] = {}
+
+
+class Option(NamedTuple):
+    """One way to send fewer bytes, with its plans, or the reason why a run refuses it."""
+
+    name: str
+    mesh: dict[str, int]
+    settings: dict[str, Any]  # what its config has otherwise
+    measured: str  # the key of MEASURED; "": the numbers of the plain run
+    reports: tuple[PlanReport, ...] = ()  # on the device's own links, then with GIGABIT between nodes
+    sent: tuple[float, float] = (0.0, 0.0)  # bytes of a rank in a step inside its node and between nodes
+    error: str = ""
+
+
+class FewerBytes(NamedTuple):
+    """The answer: `print` shows one row for each option."""
+
+    device: Device
+    nodes: int
+    options: tuple[Option, ...]
+
+    def to_json(self) -> str:
+        """Format as one JSON object."""
+        rows = list[dict[str, Any]]()
+        for one in self.options:
+            row: dict[str, Any] = {"name": one.name, "mesh": one.mesh, "settings": one.settings, "error": one.error}
+            if one.reports:
+                row |= {"inside_bytes": one.sent[0], "between_bytes": one.sent[1]}
+                row |= {"step_s": [report.step_s for report in one.reports], "fits": one.reports[0].fits}
+                row |= {"peak_bytes_per_rank": one.reports[0].peak_bytes_per_rank}
+            rows.append(row | {"loss": loss_of(one)})
+        facts = {"device": self.device.name, "nodes": self.nodes, "links": self.links(), "options": rows}
+        return json.dumps(facts, indent=1)
+
+    def links(self) -> list[str]:
+        """The links between nodes of the columns."""
+        return [on.links[-1].name for on in looked_at(self.device)]
+
+    def __str__(self) -> str:
+        plain = self.options[0].reports
+        head = ["", "mesh", "memory", "in a node", "between", *self.links(), "gain", "loss"]
+        cells = []
+        for one in self.options:
+            if not one.reports:
+                cells.append([one.name, mesh_text(one.mesh), *["-"] * (len(head) - 3), f"no: {one.error}"])
+                continue
+            first = one.reports[0]
+            fits = "" if first.fits else " (does not fit)"
+            steps = [duration(report.step_s or 0.0) for report in one.reports]
+            gain = (plain[0].step_s or 0.0) / (first.step_s or math.inf)
+            sent = [size(bytes_sent) for bytes_sent in one.sent]
+            memory = size(first.peak_bytes_per_rank) + fits
+            cells.append([one.name, mesh_text(one.mesh), memory, *sent, *steps, f"{gain:.2f}", loss_of(one)])
+        lines = table(head, cells, text=(0, 1, -1))
+        return "\n".join(
+            [
+                f"what would help between {self.nodes} nodes of {self.device.name}: bytes that a rank sends in a step, "
+                "and seconds of a step by the links between nodes; gain is of the first of them",
+                "",
+                *lines,
+                "",
+                "loss: how much higher the validation loss of a small model was than the plain run's, measured at "
+                f"small scale, see {PAGE}; measure your own before a run",
+            ]
+        )
+
+
+def loss_of(option: Option) -> str:
+    """What an option costs in accuracy, in words."""
+    if not option.measured:
+        return "same numbers"
+    if option.measured not in MEASURED:
+        return "not measured"
+    return f"{MEASURED[option.measured]:+.2%} at small scale"
+
+
+def fewer_bytes(
+    config: RunConfig,
+    device: Device,
+    say: Callable[[str], None] = lambda stage: None,
+    cache: Path | None = None,
+) -> FewerBytes:
+    """The plans of a run and of what would send fewer bytes between its nodes.
+
+    config: of the run, with its mesh; its own codec and local steps are left out. cache: as of `plan`. Raises
+    ValueError if all ranks are on one node, and for a device without rates.
+    """
+    if not has_rates(device):
+        raise ValueError(f"--ask fewer-bytes needs the rates of a device, and {device.name} has none; run fzero bench")
+    sizes = sizes_of(config, None)
+    ranks = math.prod(sizes.values())
+    nodes = -(-ranks // device.on_node(ranks))
+    if nodes == 1:
+        raise ValueError(
+            f"--ask fewer-bytes is of links between nodes, and all {ranks} ranks of {mesh_text(sizes)} are on one; "
+            "give a mesh of more ranks, or --nproc-per-node"
+        )
+    plain = replace(config, codec="", local=LocalSteps())
+    found = []
+    for option in options_of(plain, sizes, nodes):
+        say(option.name)
+        try:
+            found.append(planned(plain, option, device, cache))
+        except ValueError as error:
+            found.append(option._replace(error=str(error).split(";")[0]))
+    if not found[0].reports:
+        raise ValueError(found[0].error)
+    return FewerBytes(device, nodes, tuple(found))
+
+
+def options_of(config: RunConfig, sizes: Mapping[str, int], nodes: int) -> list[Option]:
+    """What may help a run on a mesh of several nodes, the run as it is first."""
+    here, apart = dict(sizes), dict(sizes)
+    if sizes.get("rp", 1) == 1 and sizes.get("dp", 1) % nodes == 0:
+        apart |= {"rp": nodes, "dp": sizes["dp"] // nodes}
+    both, all_of = "params=int8,grads=int4", "params=int8,grads=int4,hpz"
+    sums = ["grads=int4", "grads=int4,loco", "grads=int4,loco,errors=int8"]
+    codecs = {2: sums, 3: ["params=int8", *sums, both]}
+    found = [Option("as it is", here, {}, "")]
+    found += [Option(text, here, {"codec": text}, text) for text in codecs.get(config.zero, ())]
+    if apart != here:
+        found.append(Option("nodes as replicas", apart, {}, ""))
+    if config.zero == 3 and apart.get("rp", 1) > 1:
+        found += [Option(text, apart, {"codec": text}, key) for text, key in (("hpz", ""), (all_of, all_of))]
+    if config.zero < 2 and config.optim.name in ("adam", "adamw"):
+        found.append(Option("onebit_adam", here, {"optim": replace(config.optim, name="onebit_adam")}, "onebit_adam"))
+    if apart.get("rp", 1) > 1:
+        streaming = LocalSteps("diloco", 100, codec="int4", fragments=5, overlap=5, mix=0.5)
+        for name, local, key in (
+            ("diloco H=20", LocalSteps("diloco", 20), "diloco"),
+            ("diloco H=20 int4", LocalSteps("diloco", 20, codec="int4"), "diloco, codec=int4"),
+            ("diloco H=100 streaming int4", streaming, "diloco, streaming"),
+        ):
+            often = -(-config.train.checkpoint_every // local.every) * local.every
+            train = replace(config.train, checkpoint_every=often)
+            found.append(Option(name, apart, {"local": local, "train": train}, key))
+    return found
+
+
+def planned(config: RunConfig, option: Option, device: Device, cache: Path | None) -> Option:
+    """An option with its plans on the device's own links and on slower ones."""
+    changed = replace(config, mesh=option.mesh, **option.settings)
+    report = reports_of(resolve_for(changed, device), option.mesh, device, cache=cache)
+    reports = tuple(report(on) for on in looked_at(device))
+    return option._replace(reports=reports, sent=sent_by_level(reports[0], option.mesh, device))
+
+
+def looked_at(device: Device) -> list[Device]:
+    """The device, and the same with slower links between its nodes."""
+    late = 1e3 * device.links[-1].latency_s
+    slower = [between_nodes(device, f"{rate}:{late}") for rate in GIGABIT]
+    return [device, *(on for on in slower if on.links[-1].name != device.links[-1].name)]
+
+
+def sent_by_level(report: PlanReport, sizes: Mapping[str, int], device: Device) -> tuple[float, float]:
+    """The bytes that a rank sends in a step inside its node, and between nodes."""
+    ways, sent = ways_of(device, sizes), {"inside": 0.0, "between": 0.0}
+    outer = device.links[-1].name
+    moved = [(row["axis"], row["collective"], row["bytes"], row["calls"]) for row in report.comm]
+    local = report.config.local
+    if local.method:
+        agreed = trace_agreement(report.config, sizes, 0, device.target)
+        moved.append(("rp", "psum", agreed.bytes * local.fragments // local.every, 1))
+    for axis, what, amount, calls in moved:
+        if axis in ways and calls:
+            for level, passed in by_level(ways[axis], what, amount // calls).items():
+                sent["between" if level == outer else "inside"] += passed * calls
+    return sent["inside"], sent["between"]
+
+
+def by_level(way: Way, what: str, sent_bytes: int) -> dict[str, float]:
+    """What a rank sends over each level of links in a collective in which it sends so many bytes."""
+    if len(way.hops) == 1:
+        return {way.hops[0][0].name: float(sent_bytes)}
+    busy, rates = collective_s(way, what, sent_bytes).busy, {level.name: level.bytes_s for level, _ in way.hops}
+    return {name: seconds * rates[name] for name, seconds in busy.items()}
