@@ -5,6 +5,7 @@ from fzero.data.loader import from_loader
 from fzero.data.mixed import MixedStream
 from fzero.data.mixture import Mixture
 from fzero.data.prepare import describe, prepare
+from fzero.data.preparing import Preparing
 from fzero.data.remote import Reading
 from fzero.data.remote_corpus import link_url
 from fzero.data.stream import TokenStream, eval_batches, prefetch
@@ -15,6 +16,7 @@ from fzero.data.transforms import Sentinels, fill_in_middle
 __all__ = [
     "MixedStream",
     "Mixture",
+    "Preparing",
     "Reading",
     "Sentinels",
     "TokenStream",
