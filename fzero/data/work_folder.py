@@ -27,6 +27,10 @@ from fzero.core.storage import naming, write_text
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
 
 
+class Busy(ValueError):
+    """Raised where another process prepares the same corpus."""
+
+
 def path_of(out: Path) -> Path:
     """The work folder of a corpus."""
     return out.with_name(f"{out.name}.partial")
@@ -37,7 +41,7 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
     """A context of the work folder of a preparation, which is new or is resumed.
 
     It is there after an interrupt, a kill and an OSError, such as that of a full disk; it is removed at the end, and
-    after another error, unless it was resumed. Raises ValueError if another process has it, and if it is of other
+    after another error, unless it was resumed. Raises Busy if another process has it, and ValueError if it is of other
     settings.
     """
     folder = path_of(out)
@@ -48,7 +52,7 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another process prepares {out} there; wait for it, or stop it") from None
+            raise Busy(f"{folder}: another process prepares {out} there; wait for it, or stop it") from None
         resumed = (folder / SETTINGS).exists()
         if not new and not resumed:
             _expect_ours(folder)
