@@ -225,8 +225,9 @@ def test_a_tokenizer_that_has_changed_is_one_line(tmp_path, whole, small):
         prepare(folder, tmp_path / "out", tokenizer=path)
 
 
-def test_the_folder_is_one_process_s(tmp_path, whole):
+def test_the_folder_is_one_process_s(tmp_path, whole, monkeypatch):
     folder, _ = whole
+    monkeypatch.setattr(work_folder, "ENDING_S", 0.1)
     work = work_folder.path_of(tmp_path / "out")
     work.mkdir()
     with (work / "lock").open("w") as lock:

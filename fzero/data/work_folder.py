@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming, write_text
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
+ENDING_S = 5.0  # how long the processes of one that was killed may take to end
 
 
 class Busy(ValueError):
@@ -49,10 +51,11 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
     with naming(folder):
         folder.mkdir(exist_ok=True)
     with naming(folder / "lock"), (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Busy(f"{folder}: another process prepares {out} there; wait for it, or stop it") from None
+        end = time.monotonic() + ENDING_S
+        while not taken(lock):
+            if time.monotonic() > end:
+                raise Busy(f"{folder}: another process prepares {out} there; wait for it, or stop it")
+            time.sleep(0.02)
         resumed = (folder / SETTINGS).exists()
         if not new and not resumed:
             _expect_ours(folder)
@@ -69,6 +72,15 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     shutil.rmtree(folder)
+
+
+def taken(lock: Any) -> bool:
+    """Lock a file, which its processes hold together; False if others have it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def _expect_ours(folder: Path) -> None:
