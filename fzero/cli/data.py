@@ -45,7 +45,22 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
     help="The seed of all random numbers. They choose the validation documents.",
 )
 @click.option("--workers", type=int, default=0, help="The number of processes. Default: one for each core.")
-def prepare(sources: tuple[str, ...], out: Path, workers: int, **options: Any) -> None:
+@click.option(
+    "--duplicates",
+    default="keep",
+    show_default=True,
+    help="Keep them, or leave out what repeats an earlier document. keep, exact (the same text), or near.",
+)
+@click.option(
+    "--similarity",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="How much of two texts is the same if they are near duplicates. The share of their runs of five words.",
+)
+def prepare(
+    sources: tuple[str, ...], out: Path, workers: int, duplicates: str, similarity: float, **options: Any
+) -> None:
     """Turn text (files, folders, '-', stdlib) into a corpus of token files.
 
     The same command goes on after an interrupt or a kill, from the folder OUT.partial."""
@@ -54,7 +69,7 @@ def prepare(sources: tuple[str, ...], out: Path, workers: int, **options: Any) -
 
     try:
         with bytes_bar() as show:
-            preparing = data.Preparing(workers=workers, show=show)
+            preparing = data.Preparing(workers, show, (), duplicates, similarity)
             meta = data.prepare(list(sources), out, preparing=preparing, **options)
     except KeyboardInterrupt:
         if path_of(out).exists():

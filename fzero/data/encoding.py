@@ -1,13 +1,12 @@
 """The second reading: the documents encoded piece by piece into files of a work folder, which are joined in order.
 
-A file of a piece is: its tokens; int64 [n] how many each part has; uint8 [n] the number of the split of each; and at
-the end TAIL: the number of the piece, how many tokens and parts there are, and the crc32c of what comes before. A part
-is a document, or half of the only one. A file is whole when it has its name.
+What is in the file of a piece (piece_file.py): its tokens; int64 [n] how many each part has; uint8 [n] the number of
+the split of each; and at the end COUNTS, the numbers of tokens and of parts. A part is a document, or half of the only
+one.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -15,19 +14,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from crc32c import crc32c
 
-from fzero.core.storage import naming
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.first_reading import Corpus, parts_of
+from fzero.data.piece_file import read_piece, write_piece
 from fzero.data.preparing import Preparing
+from fzero.data.sources import Document
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import SPLITS, token_dtype
 from fzero.data.workers import results_of
 
-TAIL = struct.Struct("<QQQI")
+COUNTS = struct.Struct("<QQ")
 TOGETHER = 1 << 18  # characters that are encoded by one call
-READ = 1 << 22  # bytes of a piece that are compared or copied together
+COPIED = 1 << 22  # tokens that are copied together
+
+
+Part = tuple[str, str, Document]  # split, text, and what it is of
 
 
 class Piece(NamedTuple):
@@ -45,7 +47,7 @@ def encode(corpus: Corpus, tokenizer: Tokenizer, folder: Path, preparing: Prepar
     end-of-document token.
     """
     sizes, dtype = corpus.sources.sizes(), token_dtype(tokenizer.vocab_size)
-    missing = [n for n in range(len(sizes)) if read_piece(folder, n, dtype) is None]
+    missing = [n for n in range(len(sizes)) if read_encoded(folder, n, dtype) is None]
     done = sum(sizes) - sum(sizes[n] for n in missing)
     preparing.tell("encoding", done, sum(sizes))
     work = lambda n: encode_piece(corpus, tokenizer, n, folder)  # noqa: E731
@@ -59,22 +61,18 @@ def encode_piece(corpus: Corpus, tokenizer: Tokenizer, number: int, folder: Path
     """Write the file of a piece."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eos], dtype).tobytes()
-    path, partial = folder / f"{number}.tokens", folder / f"{number}.partial"
-    lengths, splits, crc, count = [], bytearray(), 0, 0
-    with naming(partial), partial.open("wb") as file:
+    lengths, splits, count = [], bytearray(), 0
+    with write_piece(folder / f"{number}.tokens", number) as write:
         for parts in together(parts_of(corpus, number)):
             found = ids_of(parts, tokenizer)
-            data = b"".join(piece for ids in found for piece in (ids.astype(dtype, copy=False).tobytes(), end))
-            file.write(data)
-            crc, count = crc32c(data, crc), count + len(data) // dtype.itemsize
+            write(b"".join(piece for ids in found for piece in (ids.astype(dtype, copy=False).tobytes(), end)))
             lengths += [len(ids) + 1 for ids in found]
             splits += bytes(SPLITS.index(split) for split, _, _ in parts)
-        data = np.array(lengths, "<i8").tobytes() + splits
-        file.write(data + TAIL.pack(number, count, len(splits), crc32c(data, crc)))
-    os.replace(partial, path)
+            count += sum(lengths[-len(found) :])
+        write(np.array(lengths, "<i8").tobytes() + splits + COUNTS.pack(count, len(splits)))
 
 
-def together(parts: Iterator[tuple[str, str, str]]) -> Iterator[list[tuple[str, str, str]]]:
+def together(parts: Iterator[Part]) -> Iterator[list[Part]]:
     """The parts, as many together as have TOGETHER characters."""
     some, room = [], TOGETHER
     for part in parts:
@@ -87,35 +85,27 @@ def together(parts: Iterator[tuple[str, str, str]]) -> Iterator[list[tuple[str, 
         yield some
 
 
-def ids_of(parts: Sequence[tuple[str, str, str]], tokenizer: Tokenizer) -> list[np.ndarray]:
+def ids_of(parts: Sequence[Part], tokenizer: Tokenizer) -> list[np.ndarray]:
     """The ids of each text; raises ValueError naming the one that cannot be encoded."""
     try:
         return tokenizer.encode_all([text for _, text, _ in parts])
     except ValueError:
-        for _, text, origin in parts:
+        for _, text, document in parts:
             try:
                 tokenizer.encode(text)
             except ValueError as error:
-                raise ValueError(f"{origin}: {error}") from None
+                raise ValueError(f"{document.origin}: {error}") from None
         raise
 
 
-def read_piece(folder: Path, number: int, dtype: np.dtype) -> Piece | None:
+def read_encoded(folder: Path, number: int, dtype: np.dtype) -> Piece | None:
     """The piece of this number; None if it is not there, or damaged."""
-    path = folder / f"{number}.tokens"
-    if not path.is_file() or (size := path.stat().st_size) < TAIL.size:
+    raw = read_piece(folder / f"{number}.tokens", number)
+    if raw is None:
         return None
-    raw = np.memmap(path, np.uint8, "r")
-    own, tokens, parts, crc = TAIL.unpack(raw[-TAIL.size :].tobytes())
-    if own != number or size != tokens * dtype.itemsize + 9 * parts + TAIL.size:
-        return None
-    view, found = memoryview(raw[: -TAIL.size]), 0
-    for begin in range(0, len(view), READ):
-        found = crc32c(view[begin : begin + READ], found)
-    if found != crc:
-        return None
+    tokens, parts = COUNTS.unpack(raw[-COUNTS.size :].tobytes())
     ends = np.cumsum([tokens * dtype.itemsize, 8 * parts])
-    return Piece(raw[: ends[0]].view(dtype), raw[ends[0] : ends[1]].view("<i8"), raw[ends[1] : -TAIL.size])
+    return Piece(raw[: ends[0]].view(dtype), raw[ends[0] : ends[1]].view("<i8"), raw[ends[1] : -COUNTS.size])
 
 
 def join(pieces: Path, number: int, folder: Path, tokenizer: Tokenizer) -> tuple[dict, dict[str, str]]:
@@ -128,7 +118,7 @@ def join(pieces: Path, number: int, folder: Path, tokenizer: Tokenizer) -> tuple
             {s: stack.enter_context(closing(SummedFile(folder / f"{s}.{x}"))) for s in SPLITS} for x in ("bin", "docs")
         )
         for n in range(number):
-            piece = read_piece(pieces, n, dtype)
+            piece = read_encoded(pieces, n, dtype)
             if piece is None:
                 raise OSError(f"{pieces}/{n}.tokens: damaged since it was written; the same command encodes it again")
             begins = np.cumsum(piece.lengths) - piece.lengths
@@ -143,8 +133,8 @@ def join(pieces: Path, number: int, folder: Path, tokenizer: Tokenizer) -> tuple
             ends = np.append(begins[firsts][1:], len(piece.tokens))
             for first, begin, end in zip(firsts.tolist(), begins[firsts].tolist(), ends.tolist()):
                 split = SPLITS[piece.splits[first]]
-                for at in range(begin, end, READ):
-                    bins[split].write(piece.tokens[at : min(at + READ, end)].tobytes())
+                for at in range(begin, end, COPIED):
+                    bins[split].write(piece.tokens[at : min(at + COPIED, end)].tobytes())
         for split in SPLITS:
             docs[split].write(struct.pack("<Q", counts[split]["tokens"]))
     return counts, {split: write_sums(folder / f"{split}.sums", [bins[split], docs[split]]) for split in SPLITS}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fzero.core.storage import naming
-from fzero.data.preparing import Preparing
-from fzero.data.sources import SourceFile, read_documents
+from fzero.data.preparing import Filter, Preparing, filtered
+from fzero.data.sources import Document, SourceFile, read_documents
 from fzero.data.workers import results_of
 
 ROW = struct.Struct("<32sQQQB")
-DOCUMENT = np.dtype([("sha256", "V32"), ("draw", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("unique", "?")])
+UNIQUE, OTHER, LEFT_OUT = 1, 2, 4  # of a row: is left out if it comes again; filters changed it; filters left it out
+DOCUMENT = np.dtype([("sha256", "V32"), ("draw", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("notes", "u1")])
 AT_A_TIME = 4096  # rows that are written together
 CHANGED = "the sources changed while they were read; prepare again once they are stable"
 
@@ -35,6 +36,7 @@ class Sources(NamedTuple):
     text_key: str
     seed: int
     folder: Path
+    filters: Sequence[Filter] = ()
 
     def sizes(self) -> list[int]:
         """The bytes of each piece, about, as they are stored."""
@@ -74,9 +76,9 @@ def look(sources: Sources, val_fraction: float, preparing: Preparing) -> Corpus:
             found[number] = result
             done += sizes[number]
             preparing.tell("reading", done, sum(sizes))
-    kept = [np.ones(found[number][0], bool) for number in range(len(sizes))]
+    kept = [sources.rows(number)["notes"] & LEFT_OUT == 0 for number in range(len(sizes))]
     skipped = sum((found[number][1] for number in range(len(sizes))), Counter())
-    leave_out_copies(sources, kept, skipped)
+    leave_out_copies(sources, kept, UNIQUE if preparing.duplicates == "keep" else 0, skipped)
     return put_together(sources, kept, val_fraction, skipped)
 
 
@@ -89,9 +91,13 @@ def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str]]:
             if document.problem:
                 skipped[document.problem] += 1
                 continue
-            data = document.text.encode("utf-8")
+            text, reason = filtered(document.text, sources.filters, lambda document=document: document.origin)
+            if reason:
+                skipped[reason] += 1
+            data = text.encode("utf-8")
             digest, draw = hashlib.sha256(data).digest(), draw_of(data, sources.seed)
-            rows += ROW.pack(digest, draw, len(data), len(document.text), document.file.unique)
+            notes = UNIQUE * document.file.unique + OTHER * (text != document.text) + LEFT_OUT * bool(reason)
+            rows += ROW.pack(digest, draw, len(data), len(text), notes)
             count += 1
             if len(rows) > AT_A_TIME * ROW.size:
                 file.write(rows)
@@ -107,7 +113,7 @@ def draw_of(data: bytes, seed: int) -> int:
     return int.from_bytes(digest.digest()[:8], "big")
 
 
-def put_together(sources: Sources, kept: list[np.ndarray], val_fraction: float, skipped: Counter[str]) -> Corpus:
+def put_together(sources: Sources, kept: list[np.ndarray], val_fraction: float, skipped: Mapping[str, int]) -> Corpus:
     """The corpus of the documents that are kept; raises ValueError if they cannot be split in two."""
     documents, text_bytes, longest, whole, lowest, highest = 0, 0, 0, hashlib.sha256(), 2**64, -1
     for number, keep in enumerate(kept):
@@ -129,12 +135,12 @@ def put_together(sources: Sources, kept: list[np.ndarray], val_fraction: float, 
     return Corpus(sources, kept, val_fraction, documents, text_bytes, whole.hexdigest(), found, lowest, highest)
 
 
-def leave_out_copies(sources: Sources, kept: list[np.ndarray], skipped: Counter[str]) -> None:
-    """Keep the first of identical documents of which all but one are to go."""
+def leave_out_copies(sources: Sources, kept: list[np.ndarray], notes: int, skipped: Counter[str]) -> None:
+    """Keep the first of identical documents, of those whose rows have these notes: 40 bytes of memory for each."""
     digests, places = [], []
     for number, keep in enumerate(kept):
-        rows = sources.rows(number) if len(keep) else np.zeros(0, DOCUMENT)
-        at = np.flatnonzero(keep & rows["unique"])
+        rows = sources.rows(number)
+        at = np.flatnonzero(keep & (rows["notes"] & notes == notes))
         if len(at):
             digests.append(np.frombuffer(rows["sha256"][at].tobytes(), "<u8").reshape(-1, 4)[:, :2])
             places.append((number, at))
@@ -157,27 +163,37 @@ def later_copies(digests: np.ndarray) -> np.ndarray:
     return copies
 
 
-def parts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, str, str]]:
-    """Yield (split, text, origin) of every part of a piece of the corpus; raises ValueError if the content has changed
-    since the first reading."""
+def texts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, int, Document]]:
+    """Yield (text, draw, document) of every document of a piece that is kept; raises ValueError if the content has
+    changed since the first reading."""
     sources, keep = corpus.sources, corpus.kept[number]
     rows, at = sources.rows(number), -1
     changed = ValueError(f"{sources.pieces[number][0].name}: {CHANGED}")
-    draws = rows["draw"].tolist()
+    draws, notes = rows["draw"].tolist(), rows["notes"].tolist()
     for document in read_documents(sources.pieces[number], sources.text_key):
         if document.problem:
             continue
         at += 1
-        if at >= len(rows) or hashlib.sha256(document.text.encode()).digest() != rows["sha256"][at].tobytes():
+        if at >= len(rows):
             raise changed
-        if not keep[at]:
-            continue
         text = document.text
-        if corpus.lowest == corpus.highest:
-            cut = min(max(1, round(len(text) * (1 - corpus.val_fraction))), len(text) - 1)
-            yield "train", text[:cut], document.origin
-            yield "val", text[cut:], document.origin
-        else:
-            yield corpus.split_of(draws[at]), text, document.origin
+        if notes[at] & OTHER:
+            text, _ = filtered(text, sources.filters, lambda document=document: document.origin)
+        if hashlib.sha256(text.encode()).digest() != rows["sha256"][at].tobytes():
+            raise changed
+        if keep[at]:
+            yield text, draws[at], document
     if at + 1 != len(rows):
         raise changed
+
+
+def parts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, str, Document]]:
+    """Yield (split, text, document it is of) of every part of a piece of the corpus; raises ValueError if the content
+    has changed since the first reading."""
+    for text, draw, document in texts_of(corpus, number):
+        if corpus.lowest == corpus.highest:
+            cut = min(max(1, round(len(text) * (1 - corpus.val_fraction))), len(text) - 1)
+            yield "train", text[:cut], document
+            yield "val", text[cut:], document
+        else:
+            yield corpus.split_of(draw), text, document

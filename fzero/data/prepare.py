@@ -20,6 +20,7 @@ from fzero.core.storage import write_text
 from fzero.data import work_folder
 from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
+from fzero.data.near_duplicates import leave_out_near
 from fzero.data.preparing import PREPARING, Preparing
 from fzero.data.sources import ALLOWED, cut, find_files
 from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe
@@ -49,7 +50,7 @@ def prepare(
     tokenizer: "bytes"; "bpe:N", N tokens trained on the training split; or the path of a Hugging Face tokenizer.json
         or of its folder.
     eos: the end-of-document token of such a file (default: the usual one it has), or the name to give it in bpe:N.
-    preparing: by how many processes, and what shows how far they are.
+    preparing: by how many processes, what shows how far they are, filters of documents, and whether duplicates stay.
 
     A document is for validation when its draw, SHA-256(seed, content) as a number in [0, 1), is below val_fraction:
     reading order and other documents do not matter, and copies of a document are on one side. The document with the
@@ -69,6 +70,7 @@ def prepare(
     sources = [sources] if isinstance(sources, str | Path) else list(sources)
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
+    preparing.expect_sound()
     out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:
@@ -81,20 +83,22 @@ def prepare(
         "val_fraction": val_fraction,
         "seed": seed,
         "text_key": text_key,
-    }
+    } | preparing.settings()
     with work_folder.open_work(out, wanted) as work:
         files = find_files(sources, work)
-        found = Sources(cut(files), text_key, seed, work / "documents")
+        found = Sources(cut(files), text_key, seed, work / "documents", preparing.filters)
         corpus = look(found, val_fraction, preparing)
         made = None if str(tokenizer).startswith("bpe:") else tokenizer_of_file(str(tokenizer), eos)
         made_of = {"pieces": len(found.pieces), "sources": corpus.sha256}
         if made is not None:
             made_of["tokenizer.json"] = hashlib.sha256(made.json.encode()).hexdigest()
         work_folder.begin(work, wanted | made_of)
+        if preparing.duplicates == "near":
+            corpus = leave_out_near(corpus, work / "signatures", preparing)
         if made is None:
             made = _train(str(tokenizer), eos, corpus, work)
         encode(corpus, made, work / "encoded", preparing)
-        source = {"names": [str(source) for source in sources], "files": len(files)}
+        source = {"names": [str(source) for source in sources], "files": len(files)} | preparing.settings()
         meta = _write(work, corpus, made, source) | {"val_fraction": val_fraction, "seed": seed}
         write_text(work / "corpus", "meta.json", json.dumps(meta, indent=2) + "\n")
         os.rename(work / "corpus", out)

@@ -3,6 +3,7 @@
     lock             locked (flock) by the process that prepares
     settings.json    what the corpus is made of, and the digest of the sources: written after their first reading
     documents/       what the first reading said of each piece (fzero/data/first_reading.py)
+    signatures/      of each piece, for near duplicates (fzero/data/near_duplicates.py)
     tokenizer.json   one that was trained
     encoded/         the pieces that are encoded (fzero/data/encoding.py)
     corpus/          the corpus, while the pieces are joined
@@ -26,6 +27,7 @@ from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming, write_text
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
+FOLDERS = ("documents", "signatures", "encoded")
 ENDING_S = 5.0  # how long the processes of one that was killed may take to end
 
 
@@ -62,7 +64,7 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
         if resumed:
             expect_settings(folder, settings)
         try:
-            for name in ("documents", "encoded"):
+            for name in FOLDERS:
                 (folder / name).mkdir(exist_ok=True)
             yield folder
         except OSError:
@@ -85,7 +87,7 @@ def taken(lock: Any) -> bool:
 
 def _expect_ours(folder: Path) -> None:
     """Raise ValueError if a folder without settings holds what a preparation does not make."""
-    more = sorted({path.name for path in folder.iterdir()} - {"lock", "documents", "encoded", "stdin"})
+    more = sorted({path.name for path in folder.iterdir()} - {"lock", "stdin", *FOLDERS})
     if more:
         raise ValueError(f"{folder}: is no folder of an unfinished preparation (it holds {more[0]}); move it away")
 
