@@ -11,7 +11,7 @@ from fzero.data.remote_corpus import link_url
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
-from fzero.data.transforms import Sentinels, fill_in_middle
+from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, thin_targets
 
 __all__ = [
     "MixedStream",
@@ -22,6 +22,7 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "Tokens",
+    "corrupt_spans",
     "describe",
     "eval_batches",
     "fill_in_middle",
@@ -33,5 +34,6 @@ __all__ = [
     "prefetch",
     "prepare",
     "read_meta",
+    "thin_targets",
     "verify",
 ]

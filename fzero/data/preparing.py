@@ -11,6 +11,7 @@ from fzero.data.sources import expect_text
 Show = Callable[[str, int, int], None]
 Filter = Callable[[str], bool | str | None]
 DUPLICATES = ("keep", "exact", "near")
+LEAST, MOST = 0.1, 0.95  # a similarity: beyond them no bands of a signature of 128 numbers tell near from other texts
 
 
 class Preparing(NamedTuple):
@@ -39,8 +40,8 @@ class Preparing(NamedTuple):
             raise ValueError(f"workers={self.workers}: wanted a number of processes, or 0 for one for each core")
         if self.duplicates not in DUPLICATES:
             raise ValueError(f"duplicates={self.duplicates!r}: it must be one of {', '.join(DUPLICATES)}")
-        if not 0.0 < self.similarity < 1.0:
-            raise ValueError(f"similarity={self.similarity}: wanted a number between 0 and 1; the usual is 0.8")
+        if not LEAST <= self.similarity <= MOST:
+            raise ValueError(f"similarity={self.similarity}: wanted a number from {LEAST} to {MOST}; the usual is 0.8")
         names = list(map(name_of, self.filters))
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"filters: two are called {twice[0]!r}; give each its own name, by which it counts")
