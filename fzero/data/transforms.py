@@ -100,7 +100,7 @@ def corrupt_spans(
     >>> tokens = torch.arange(10, 30)[None]
     >>> batch = {"tokens": tokens, "targets": tokens + 1, "documents": tokens * 0, "mask": tokens > 0}
     >>> corrupt_spans(batch, 0, 0, sentinels=[1, 2, 3], rate=1.0, density=0.3)["tokens"].tolist()
-    [[10, 11, 12, 13, 1, 17, 18, 19, 20, 21, 22, 2, 1, 14, 15, 16, 2, 23, 24, 3]]
+    [[10, 11, 12, 1, 15, 16, 17, 18, 19, 20, 21, 22, 2, 1, 13, 14, 2, 23, 24, 3]]
 
     Ref: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer",
     arXiv:1910.10683, section 3.1.4; inputs, then targets in one sequence: Tay et al. 2023, "UL2", arXiv:2205.05131,
