@@ -655,6 +655,84 @@ def test_a_rearranged_document_has_its_tokens_but_three(packing, spm):
     assert seen["changed"] > 10 and seen["same"] > 5
 
 
+MARKS = [990, 991, 992, 993, 994]
+
+
+def put_back(ids):
+    """The text of which spans were taken out, and how many there were; its first part has each mark once."""
+    second = next(i for i in range(len(ids)) if ids[i] == MARKS[0] and MARKS[0] in ids[:i])
+    inputs, spans, found, current = ids[:second], {}, [], None
+    for token in ids[second:]:
+        if token in MARKS:
+            current = spans.setdefault(token, [])
+        else:
+            current.append(token)
+    for token in inputs:
+        found += spans[token] if token in MARKS else [token]
+    marks = [token for token in inputs if token in MARKS]
+    assert marks == MARKS[: len(marks)] and list(spans) == MARKS[: len(marks) + 1] and ids[-1] == MARKS[len(marks)]
+    assert all(spans[mark] for mark in marks) and not any(
+        a in MARKS and b in MARKS for a, b in itertools.pairwise(inputs)
+    )
+    return found, second, len(marks)
+
+
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+def test_a_document_whose_spans_are_taken_out_has_its_tokens(packing):
+    stream = data.TokenStream(hand_made([7, 3, 40, 12, 5, 90, 6, 31, 8, 22] * 3), 32, 6, packing=packing)
+    seen, gone = {"changed": 0, "same": 0}, []
+    for step in range(6):
+        batch = stream.batch_at(step)
+        how = {"sentinels": MARKS, "rate": 0.8, "density": 0.3, "span": 2.0}
+        new = data.corrupt_spans(batch, step * 6, 5, **how)
+        assert torch.equal(new["documents"], batch["documents"])
+        for row in range(6):
+            for document in batch["documents"][row].unique().tolist():
+                here = batch["documents"][row] == document
+                old, its, counts, was, targets = (
+                    leaf[row][here]
+                    for leaf in (batch["tokens"], new["tokens"], new["mask"], batch["mask"], new["targets"])
+                )
+                if torch.equal(old, its):
+                    seen["same"] += 1
+                    assert torch.equal(counts, was) and torch.equal(targets, batch["targets"][row][here])
+                    continue
+                seen["changed"] += 1
+                over = not bool(was[-1])
+                text = old[: len(old) - over].tolist()
+                found, second, spans = put_back(its[: len(its) - over].tolist())
+                assert found == text[: len(text) - 2 * spans - 1]
+                gone.append((len(text) - second - spans - 1) / len(found))
+                assert torch.equal(targets[:-1], its[1:])
+                assert not over or its[-1] == 0 == targets[-2]
+                assert not counts[: second - 1].any() and counts[second - 1 : -1].all() and not counts[-1]
+    assert seen["changed"] > 10 and seen["same"] > 5 and 0.2 < np.mean(gone) < 0.4
+
+
+def test_a_sample_s_spans_and_targets_are_alike_in_every_batch():
+    stream, weights = data.TokenStream(hand_made([40, 12, 90, 31]), 16, 6), torch.full((256,), 0.5)
+    for change in (
+        lambda n, count, seed: data.corrupt_spans(stream.samples_at(n, count), n, seed, sentinels=MARKS),
+        lambda n, count, seed: data.thin_targets(stream.samples_at(n, count), n, seed, weights=weights),
+    ):
+        whole, parts = change(4, 6, 1), [change(n, 2, 1) for n in (4, 6, 8)]
+        for name, leaf in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
+        assert not torch.equal(whole["mask"], change(4, 6, 2)["mask"])
+    batch = stream.samples_at(0, 6)
+    weights = torch.linspace(0, 1, 256)
+    counts = sum(data.thin_targets(batch, 0, seed, weights=weights)["mask"].double() for seed in range(400)) / 400
+    assert (counts - weights[batch["targets"]] * batch["mask"]).abs().max() < 0.12
+    for call, said in (
+        (lambda: data.corrupt_spans(batch, 0, 0, sentinels=[1]), "with 1 sentinels; wanted 1 or more, and 2"),
+        (lambda: data.corrupt_spans(batch, 0, 0, sentinels=MARKS, density=2.0), "density is 2.0; it must be from 0"),
+        (lambda: data.thin_targets(batch, 0, 0, weights=torch.tensor([2.0])), "numbers from 0 to 1, one for each"),
+        (lambda: data.thin_targets(batch, 0, 0, weights=torch.ones(1)), "and there are 1 weights"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
 def test_a_sample_is_rearranged_alike_in_every_batch():
     stream = data.TokenStream(hand_made([40, 12, 90, 31]), 16, 6)
     whole = data.fill_in_middle(stream.samples_at(4, 6), 4, 1, sentinels=SENTINELS)

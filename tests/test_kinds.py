@@ -36,6 +36,8 @@ MORE = (
     "prepare",
     "link",
     "fill_in_middle",
+    "corrupt_spans",
+    "thin_targets",
     "open_tokens",
     "read_meta",
     "verify",

@@ -18,8 +18,9 @@ import zstandard
 from fzero import data
 from fzero.core import foreign
 from fzero.data import sources
-from fzero.data.prepare import _look, _parts
-from fzero.data.sources import find_files
+from fzero.data.first_reading import Sources, look, parts_of
+from fzero.data.preparing import PREPARING
+from fzero.data.sources import cut, find_files
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer, train_bpe
 
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(40)]
@@ -360,12 +361,14 @@ def test_digest_is_of_the_content(tmp_path):
 
 def test_sources_that_change_between_the_readings_are_noticed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    corpus = _look(find_files([path], tmp_path), "text", 0, 0.1)
-    write_jsonl(path, TEXTS[:-1])
-    with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
-        list(_parts(corpus))
-    with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
-        train_bpe((text for _, text, _ in _parts(corpus)), 260)
+    (tmp_path / "said").mkdir()
+    corpus = look(Sources(cut(find_files([path], tmp_path)), "text", 0, tmp_path / "said"), 0.1, PREPARING)
+    for texts in (TEXTS[:-1], [*TEXTS, "more"], [*TEXTS[:-1], "other"]):
+        write_jsonl(path, texts)
+        with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
+            list(parts_of(corpus, 0))
+        with pytest.raises(ValueError, match=r"a\.jsonl: the sources changed"):
+            train_bpe((text for _, text, _ in parts_of(corpus, 0)), 260)
 
 
 # preparation: errors

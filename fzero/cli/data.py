@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,59 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
     show_default=True,
     help="The seed of all random numbers. They choose the validation documents.",
 )
-def prepare(sources: tuple[str, ...], out: Path, **options: Any) -> None:
-    """Turn text (files, folders, '-', stdlib) into a corpus of token files."""
-    from fzero import data
+@click.option("--workers", type=int, default=0, help="The number of processes. Default: one for each core.")
+@click.option(
+    "--duplicates",
+    default="keep",
+    show_default=True,
+    help="Keep them, or leave out what repeats an earlier document. keep, exact (the same text), or near.",
+)
+@click.option(
+    "--similarity",
+    type=float,
+    default=0.8,
+    show_default=True,
+    help="How much of two texts is the same if they are near duplicates. The share of their runs of five words.",
+)
+def prepare(
+    sources: tuple[str, ...], out: Path, workers: int, duplicates: str, similarity: float, **options: Any
+) -> None:
+    """Turn text (files, folders, '-', stdlib) into a corpus of token files.
 
-    say(data.describe(data.prepare(list(sources), out, **options)))
+    The same command goes on after an interrupt or a kill, from the folder OUT.partial."""
+    from fzero import data
+    from fzero.data.work_folder import path_of
+
+    try:
+        with bytes_bar() as show:
+            preparing = data.Preparing(workers, show, (), duplicates, similarity)
+            meta = data.prepare(list(sources), out, preparing=preparing, **options)
+    except KeyboardInterrupt:
+        if path_of(out).exists():
+            print(f"fzero: {path_of(out)} has what is done; the same command goes on from there", file=sys.stderr)
+        raise
+    say(data.describe(meta))
+
+
+@contextlib.contextmanager
+def bytes_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """A context of a function that shows (what is done now, bytes done, bytes of all) in a bar; None without a
+    terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, leave=False) as bar:
+
+        def show(stage: str, done: int, of: int) -> None:
+            if bar.desc != f"{stage}: ":
+                bar.set_description(stage, refresh=False)
+                bar.reset(of)
+                bar.initial = bar.n = bar.last_print_n = done  # of an earlier attempt: no rate follows from them
+            bar.update(done - bar.n)
+
+        yield show
 
 
 @data_group.command()

@@ -7,12 +7,13 @@ from fzero.data.loader import from_loader
 from fzero.data.mixed import MixedStream
 from fzero.data.mixture import Mixture
 from fzero.data.prepare import describe, prepare
+from fzero.data.preparing import Preparing
 from fzero.data.remote import Reading
 from fzero.data.remote_corpus import link_url
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
-from fzero.data.transforms import Sentinels, fill_in_middle
+from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, thin_targets
 
 __all__ = [
     "Curriculum",
@@ -20,12 +21,14 @@ __all__ = [
     "MixedStream",
     "Mixture",
     "Piece",
+    "Preparing",
     "Reading",
     "Sentinels",
     "TokenStream",
     "Tokenizer",
     "Tokens",
     "analyze",
+    "corrupt_spans",
     "describe",
     "eval_batches",
     "fill_in_middle",
@@ -37,5 +40,6 @@ __all__ = [
     "prefetch",
     "prepare",
     "read_meta",
+    "thin_targets",
     "verify",
 ]

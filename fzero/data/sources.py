@@ -1,12 +1,12 @@
 """Read documents from files, folders, standard input or Python's standard library, as one stream of texts.
 
 A .txt or .py file is one document, and so is each line of a .jsonl file and each row of a .parquet or .arrow file;
-names of texts and lines that end in .gz or .zst are decompressed.
+names of texts and lines that end in .gz or .zst are decompressed. `cut` divides the files into pieces, each of which
+can be read by itself: ranges of large .jsonl and .parquet files, and of small files several together.
 """
 
 import contextlib
 import gzip
-import hashlib
 import io
 import os
 import shutil
@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from fzero.data import tables
 from fzero.data.zstd_file import ZstdFile
 
 LARGEST_DOCUMENT = 1 << 32  # bytes, decompressed: a small .gz may hold petabytes
+PIECES, SMALLEST, LARGEST_PIECE = 256, 1 << 20, 1 << 25  # how many pieces, and the least and most bytes of one
 TEXTS, PACKED = (".txt", ".jsonl", ".py"), (".gz", ".zst")
 SUFFIXES = (*TEXTS, *tables.SUFFIXES)
 ALLOWED = (
@@ -43,14 +45,26 @@ class SourceFile(NamedTuple):
     packed: str  # one of PACKED, or ""
     named: bool  # by the user: non-text is an error; in files found in folders it is left out and counted
     unique: bool = False  # leave out a file with the content of another unique file
+    # The part to read, in bytes of a plain .jsonl (the lines that begin there) or in row groups of a .parquet.
+    begin: int = 0
+    end: int | None = None  # None: all of it
+    length: int = 0  # bytes, about, as they are stored; known once the files are cut into pieces
 
 
 class Document(NamedTuple):
     """A text of a source, and why it is left out."""
 
-    origin: str  # "file", "file:line" or "file, row"
+    file: SourceFile
+    number: int  # of its line in the part of the file, from 1 on, or of its row in the file, from 0 on
     text: str
-    problem: str = ""  # why it is left out: "empty", "binary", "not UTF-8", "duplicate"; "" when it is good
+    problem: str = ""  # why it is left out: "empty", "binary", "not UTF-8"; "" when it is good
+
+    @property
+    def origin(self) -> str:
+        """Its place, for messages: "file", "file:line" or "file, row"."""
+        if self.file.kind == ".jsonl":
+            return _line(self.file, self.number)
+        return f"{self.file.name}, row {self.number}" if self.file.kind in tables.SUFFIXES else self.file.name
 
 
 def find_files(sources: Sequence[str | Path], spool: Path) -> list[SourceFile]:
@@ -97,27 +111,58 @@ def _file(name: str, path: Path, *, named: bool) -> SourceFile:
     return SourceFile(name, path, _suffix(path), path.suffix if path.suffix in PACKED else "", named=named)
 
 
+def cut(files: Sequence[SourceFile]) -> list[list[SourceFile]]:
+    """The files in pieces of about equally many bytes (as they are stored), in reading order.
+
+    A file that is larger than a piece is divided if it is a plain .jsonl, or a .parquet with several row groups.
+    """
+    files = [file._replace(length=_stored_bytes(file)) for file in files]
+    size = min(max(sum(file.length for file in files) // PIECES, SMALLEST), LARGEST_PIECE)
+    pieces: list[list[SourceFile]] = []
+    room = 0
+    for part in (part for file in files for part in _divided(file, size)):
+        if not pieces or part.length > room:
+            pieces.append([])
+            room = size
+        pieces[-1].append(part)
+        room -= part.length
+    return pieces
+
+
+def _stored_bytes(file: SourceFile) -> int:
+    try:
+        return file.path.stat().st_size
+    except OSError:
+        return 0  # what is wrong with it is said when it is read
+
+
+def _divided(file: SourceFile, size: int) -> Iterator[SourceFile]:
+    """The parts of a file."""
+    if file.length <= size or file.packed or file.kind not in (".jsonl", ".parquet"):
+        yield file
+    elif file.kind == ".jsonl":
+        for begin in range(0, file.length, size):
+            end = min(begin + size, file.length)
+            yield file._replace(begin=begin, end=end, length=end - begin)
+    else:
+        lengths, begin = tables.group_bytes(file.path, file.name), 0
+        for end in range(1, len(lengths) + 1):
+            if end == len(lengths) or sum(lengths[begin : end + 1]) > size:
+                yield file._replace(begin=begin, end=end, length=sum(lengths[begin:end]))
+                begin = end
+
+
 def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
     """All documents of `files` in order, one in memory at a time; those to leave out carry their problem.
 
     Raises ValueError naming a file named by the user that is empty or not UTF-8 text, and any damaged .gz, .zst,
     .parquet or .arrow; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
     """
-    seen: set[bytes] = set()
     for file in files:
-        for document in _documents(file, text_key):
-            if file.unique and not document.problem:
-                digest = hashlib.sha256(document.text.encode()).digest()
-                if digest in seen:
-                    document = document._replace(problem="duplicate")
-                seen.add(digest)
-            yield document
-
-
-def _documents(file: SourceFile, text_key: str) -> Iterator[Document]:
-    if file.kind in tables.SUFFIXES:
-        return _rows(file, text_key)
-    return _json_lines(file, text_key) if file.kind == ".jsonl" else _whole_file(file)
+        if file.kind in tables.SUFFIXES:
+            yield from _rows(file, text_key)
+        else:
+            yield from _json_lines(file, text_key) if file.kind == ".jsonl" else _whole_file(file)
 
 
 def _in_folder(root: Path, suffixes: Sequence[str], exclude: Sequence[str] = ()) -> list[SourceFile]:
@@ -186,34 +231,63 @@ def _whole_file(file: SourceFile) -> Iterator[Document]:
             "not UTF-8": "is not UTF-8 text",
         }
         raise ValueError(f"{file.name}: {what[problem]}; convert it to UTF-8 text or leave it out")
-    yield Document(file.name, text, problem)
+    yield Document(file, 0, text, problem)
 
 
 def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
     records = 0
     with _open(file) as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(LARGEST + 1), b""), start=1):
+        for number, line in enumerate(_lines(stream, file), start=1):
             if line.strip():
                 records += 1
-                text = _json_text(line, f"{file.name}:{number}", text_key)
-                yield Document(f"{file.name}:{number}", text, "" if text else "empty")
-    if not records:
+                try:
+                    text = _json_text(line, "", text_key)
+                except ValueError:  # once more, with its place, for which lines are counted
+                    text = _json_text(line, _line(file, number), text_key)
+                yield Document(file, number, text, "" if text else "empty")
+    if not records and file.end is None:
         if file.named:
             raise ValueError(f"{file.name}: is empty; wanted one JSON object a line")
-        yield Document(file.name, "", "empty")
+        yield Document(file, 1, "", "empty")
+
+
+def _lines(stream: io.BufferedIOBase, file: SourceFile) -> Iterator[bytes]:
+    """The lines of a stream that begin in the part to read; of one that is too long, the beginning."""
+    read, at = partial(stream.readline, LARGEST + 1), file.begin
+    if at:
+        stream.seek(at - 1)
+        at -= 1
+        while (line := read()) and not line.endswith(b"\n"):  # the end of one that begins before
+            at += len(line)
+        at += len(line)
+    while (file.end is None or at < file.end) and (line := read()):
+        at += len(line)
+        yield line
+
+
+def _line(file: SourceFile, number: int) -> str:
+    """The place of a line, by its number in the part of the file."""
+    before, last = 0, b"\n"
+    with file.path.open("rb") as stream:
+        left = file.begin
+        while left and (some := stream.read(min(left, 1 << 20))):
+            before, left, last = before + some.count(b"\n"), left - len(some), some
+    within = file.begin and not last.endswith(b"\n")  # of a line that is counted with the part before
+    return f"{file.name}:{before + within + number}"
 
 
 def _rows(file: SourceFile, text_key: str) -> Iterator[Document]:
-    row = -1
-    for row, text in tables.column_of(file.path, file.name, text_key):
-        origin = f"{file.name}, row {row}"
+    rows = 0
+    for row, text in tables.column_of(file.path, file.name, text_key, file.begin, file.end):
+        document = Document(file, row, text or "", "" if text else "empty")
         if text:
-            expect_text(text, origin, text_key)
-        yield Document(origin, text or "", "" if text else "empty")
-    if row < 0:
+            expect_text(text, document.origin, text_key)
+        rows += 1
+        yield document
+    if not rows and file.end is None:
         if file.named:
             raise ValueError(f"{file.name}: is empty; wanted a text a row")
-        yield Document(file.name, "", "empty")
+        yield Document(file, 0, "", "empty")
 
 
 def _json_text(line: bytes, origin: str, text_key: str) -> str:

@@ -3,6 +3,7 @@ saved. It needs pyarrow."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,35 +15,60 @@ ROWS = 256  # read at a time
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow
 
 
-def column_of(path: Path, name: str, key: str) -> Iterator[tuple[int, str | None]]:
+def column_of(
+    path: Path, name: str, key: str, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, str | None]]:
     """(the number of a row, from 0 on, and its text at `key` or None) of a file, a few rows in memory at a time.
 
-    name: of the file, for messages. Raises ValueError if pyarrow is not installed, the file is damaged or truncated, or
-    has no column of texts of this name.
+    name: of the file, for messages. begin, end: the row groups of a .parquet to read; None: to the last. Raises
+    ValueError if pyarrow is not installed, the file is damaged or truncated, or has no column of texts of this name.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError(f"{name}: reading it needs pyarrow: pip install fzero[parquet]") from None
-    row = 0
-    try:
-        for batch in (_parquet if path.suffix == ".parquet" else _arrow)(path, name, key):
+    with _sound(path, name):
+        if path.suffix == ".parquet":
+            row, batches = _parquet(path, name, key, begin, end)
+        else:
+            row, batches = 0, _arrow(path, name, key)
+        for batch in batches:
             for text in batch.to_pylist():
                 yield row, text
                 row += 1
+
+
+def group_bytes(path: Path, name: str) -> list[int]:
+    """The bytes of each row group of a .parquet; raises ValueError as `column_of` does."""
+    with _sound(path, name):
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            return [group.total_byte_size for group in groups]
+
+
+@contextlib.contextmanager
+def _sound(path: Path, name: str) -> Iterator[None]:
+    """A context whose errors say that a file is damaged, or that pyarrow is not there."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise ValueError(f"{name}: reading it needs pyarrow: pip install fzero[parquet]") from None
+    try:
+        yield
     except (OSError, pyarrow.ArrowException) as error:
         said = " ".join(str(error).split())
         raise ValueError(f"{name}: not a sound {path.suffix} file ({said}); replace it or leave it out") from None
 
 
-def _parquet(path: Path, name: str, key: str) -> Iterator[Any]:
+def _parquet(path: Path, name: str, key: str, begin: int, end: int | None) -> tuple[int, Iterator[Any]]:
+    """The number of the first row of these row groups, and their column by batches."""
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        expect_texts(file.schema_arrow, name, key)
-        for batch in file.iter_batches(batch_size=ROWS, columns=[key]):
-            yield batch.column(0)
+    file = pyarrow.parquet.ParquetFile(path)
+    expect_texts(file.schema_arrow, name, key)
+    groups = range(begin, file.metadata.num_row_groups if end is None else end)
+    first = sum(file.metadata.row_group(group).num_rows for group in range(begin))
+    # Without threads of its own: its pool would not come along into a process that is forked.
+    batches = file.iter_batches(batch_size=ROWS, row_groups=list(groups), columns=[key], use_threads=False)
+    return first, (batch.column(0) for batch in batches)
 
 
 def _arrow(path: Path, name: str, key: str) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,30 +50,17 @@ def fill_in_middle(
     Ref: Bavarian et al. 2022, "Efficient training of language models to fill in the middle", arXiv:2207.14255, section
     3; SPM in its second form, section 3.1.
     """
-    for name, value in (("rate", rate), ("spm", spm)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"fill_in_middle: {name} is {value}; it must be from 0 to 1")
-    if "documents" not in batch:
-        raise ValueError("fill_in_middle: the batch has no 'documents'; give that of a TokenStream")
+    expect_rates("fill_in_middle", batch, rate=rate, spm=spm)
     if len(sentinels) != 3:
         raise WrongKind(f"fill_in_middle: sentinels is {sentinels}; it must be Sentinels(prefix, middle, suffix)")
     tokens, targets, mask = (batch[name].clone() for name in ("tokens", "targets", "mask"))
     root = prng.fold_in(prng.key(seed), "fill in the middle")
-    for row in range(len(tokens)):
-        bounds = torch.where(batch["documents"][row].diff() != 0)[0] + 1
-        begins = [0, *bounds.tolist(), tokens.shape[1]]
-        draws = prng.uniform(prng.fold_in(root, first + row), (len(begins) - 1, 4)).tolist()
-        for begin, end, (chosen, form, one, other) in zip(begins, begins[1:], draws):
-            # Where the next document begins in the row, or the target after the row does not count, this one ends.
-            over = not bool(mask[row, end - 1])
-            text = tokens[row, begin : end - over]
-            if chosen >= rate or len(text) < SHORTEST or not bool(mask[row, begin:end].any()):
-                continue
-            low, high = sorted(min(int(u * (len(text) - 2)), len(text) - 3) for u in (one, other))
-            new = rearranged(text, low, high, sentinels, form < spm)
-            tokens[row, begin : end - over] = new
-            targets[row, begin : begin + len(new) - 1] = new[1:]
-            mask[row, end - 1] &= over
+    for row, begin, end, over, (chosen, form, one, other) in parts_of(batch, first, root, 4):
+        text = tokens[row, begin:end]
+        if chosen >= rate or len(text) < SHORTEST:
+            continue
+        low, high = sorted(min(int(u * (len(text) - 2)), len(text) - 3) for u in (one, other))
+        replace(tokens, targets, mask, row, begin, rearranged(text, low, high, sentinels, form < spm), over)
     return {**batch, "tokens": tokens, "targets": targets, "mask": mask}
 
 
@@ -83,3 +71,134 @@ def rearranged(text: Tensor, low: int, high: int, sentinels: Sentinels, spm: boo
     if spm:
         return torch.cat([begin[0], begin[2], suffix, begin[1], prefix, middle])
     return torch.cat([begin[0], prefix, begin[2], suffix, begin[1], middle])
+
+
+@checked("sentinels")
+def corrupt_spans(
+    batch: Batch,
+    first: int,
+    seed: int,
+    *,
+    sentinels: Sequence[int],
+    rate: float = 0.5,
+    density: float = 0.15,
+    span: float = 3.0,
+) -> Batch:
+    """Return the batch with documents whose spans were taken out, so that a causal model learns to say them.
+
+    batch, first: as of `fill_in_middle`. sentinels: the ids of the tokens that stand for the spans, in their order, at
+    least 2; a document has at most one span fewer than there are. A part of a document in a row is changed with
+    probability `rate`: spans of `span` tokens in the mean, `density` of its tokens together, are drawn, and it becomes
+
+        TEXT s0 TEXT s1 ... TEXT s(n-1)   s0 SPAN s1 SPAN ... s(n-1) SPAN sn
+
+    of the same length, as it loses its last 2 n + 1 tokens. Of it the targets from the second s0 on count. The
+    end-of-document token of a document that ends in the row stays at its end, and counts.
+
+    Raises ValueError for rates outside of 0 to 1, a span below 1, too few sentinels and a batch without documents.
+
+    >>> tokens = torch.arange(10, 30)[None]
+    >>> batch = {"tokens": tokens, "targets": tokens + 1, "documents": tokens * 0, "mask": tokens > 0}
+    >>> corrupt_spans(batch, 0, 0, sentinels=[1, 2, 3], rate=1.0, density=0.3)["tokens"].tolist()
+    [[10, 11, 12, 1, 15, 16, 17, 18, 19, 20, 21, 22, 2, 1, 13, 14, 2, 23, 24, 3]]
+
+    Ref: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer",
+    arXiv:1910.10683, section 3.1.4; inputs, then targets in one sequence: Tay et al. 2023, "UL2", arXiv:2205.05131,
+    section 3.
+    """
+    expect_rates("corrupt_spans", batch, rate=rate, density=density)
+    if span < 1 or len(sentinels) < 2:
+        raise ValueError(f"corrupt_spans: span is {span}, with {len(sentinels)} sentinels; wanted 1 or more, and 2")
+    tokens, targets, mask = (batch[name].clone() for name in ("tokens", "targets", "mask"))
+    root = prng.fold_in(prng.key(seed), "corrupt spans")
+    places = prng.fold_in(root, "where the spans are")
+    for row, begin, end, over, (chosen,) in parts_of(batch, first, root, 1):
+        text = tokens[row, begin:end]
+        count = min(max(1, round(len(text) * density / span)), len(sentinels) - 1)
+        left = len(text) - 2 * count - 1
+        if chosen >= rate or left < 2 * count:
+            continue
+        gone = min(max(count, round(left * density)), left - count)
+        draws = prng.uniform(prng.fold_in(prng.fold_in(places, first + row), begin), (left,)).tolist()
+        kept, out = lengths_of(left - gone, count, draws[gone:]), lengths_of(gone, count, draws[:gone])
+        new, inputs = spans_out(text, kept, out, sentinels)
+        replace(tokens, targets, mask, row, begin, new, over)
+        mask[row, begin : begin + inputs - 1] = False
+    return {**batch, "tokens": tokens, "targets": targets, "mask": mask}
+
+
+@checked()
+def thin_targets(batch: Batch, first: int, seed: int, *, weights: Tensor) -> Batch:
+    """Return the batch in which a target counts with the probability that is its token's weight.
+
+    batch, first: as of `fill_in_middle`. weights: [V], from 0 to 1, one for each id. In the mean over seeds the sum of
+    the losses is that of losses times the weights of their targets.
+
+    Raises ValueError for a weight outside of 0 to 1, and for a target that has none.
+
+    >>> tokens = torch.tensor([[0, 1, 2, 1]])
+    >>> batch = {"tokens": tokens, "targets": tokens, "mask": tokens >= 0}
+    >>> thin_targets(batch, 0, 0, weights=torch.tensor([1.0, 0.0, 1.0]))["mask"].tolist()
+    [[True, False, True, False]]
+    """
+    if weights.dim() != 1 or not bool(((weights >= 0) & (weights <= 1)).all()):
+        raise ValueError("thin_targets: weights must be a vector of numbers from 0 to 1, one for each token")
+    targets = batch["targets"]
+    if int(targets.max()) >= len(weights):
+        raise ValueError(f"thin_targets: a target is {int(targets.max())}, and there are {len(weights)} weights")
+    root = prng.fold_in(prng.key(seed), "thin targets")
+    rows = [prng.uniform(prng.fold_in(root, first + row), (targets.shape[1],)) for row in range(len(targets))]
+    return {**batch, "mask": batch["mask"] & (torch.stack(rows) < weights[targets.clamp(min=0)])}
+
+
+def expect_rates(what: str, batch: Batch, **rates: float) -> None:
+    """Raise ValueError for a rate outside of 0 to 1, and a batch without documents."""
+    for name, value in rates.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{what}: {name} is {value}; it must be from 0 to 1")
+    if "documents" not in batch:
+        raise ValueError(f"{what}: the batch has no 'documents'; give that of a TokenStream")
+
+
+def parts_of(batch: Batch, first: int, root: Tensor, draws: int) -> Iterator[tuple[int, int, int, bool, list[float]]]:
+    """Yield (row, begin, end, whether it ends there, numbers drawn for it) of the parts of documents in rows that have
+    targets; the end-of-document token is not within them."""
+    for row in range(len(batch["tokens"])):
+        bounds = torch.where(batch["documents"][row].diff() != 0)[0] + 1
+        begins = [0, *bounds.tolist(), batch["tokens"].shape[1]]
+        drawn = prng.uniform(prng.fold_in(root, first + row), (len(begins) - 1, draws)).tolist()
+        for begin, end, own in zip(begins, begins[1:], drawn):
+            if not bool(batch["mask"][row, begin:end].any()):
+                continue
+            # Where the next document begins in the row, or the target after the row does not count, this one ends.
+            over = not bool(batch["mask"][row, end - 1])
+            yield row, begin, end - over, over, own
+
+
+def replace(tokens: Tensor, targets: Tensor, mask: Tensor, row: int, begin: int, new: Tensor, over: bool) -> None:
+    """Put `new` in the place of a part of a row. over: the document ends there; else the target after it no longer
+    counts, as it follows what was the end."""
+    end = begin + len(new)
+    tokens[row, begin:end] = new
+    targets[row, begin : end - 1] = new[1:]
+    if not over:
+        mask[row, end - 1] = False
+
+
+def lengths_of(total: int, count: int, draws: Sequence[float]) -> list[int]:
+    """`count` lengths of at least 1 that are `total` together, each such list equally likely. draws: numbers from 0 to
+    1, total - 1 or more."""
+    cuts = sorted(sorted(range(1, total), key=lambda at: draws[at - 1])[: count - 1])
+    return [end - begin for begin, end in zip([0, *cuts], [*cuts, total])]
+
+
+def spans_out(text: Tensor, kept: list[int], out: list[int], sentinels: Sequence[int]) -> tuple[Tensor, int]:
+    """(the text [n] with its spans taken out, and then these, [n]; the length of the first part). kept, out: lengths of
+    what stays and of the spans, in turns."""
+    inputs, spans, at = [], [], 0
+    for stays, goes, sentinel in zip(kept, out, sentinels):
+        mark = text.new_tensor([sentinel])
+        inputs += [text[at : at + stays], mark]
+        spans += [mark, text[at + stays : at + stays + goes]]
+        at += stays + goes
+    return torch.cat([*inputs, *spans, text.new_tensor([sentinels[len(out)]])]), sum(kept) + len(kept)

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import platform
 import sysconfig
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from fzero.data.remote_corpus import expect_unchanged
 from fzero.data.rows import RowStream
 from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta, token_dtype
+from fzero.data.work_folder import Busy
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
 from fzero.run.curriculum import curriculum_of, make_pieces
@@ -74,8 +76,11 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
     target = user_folder("XDG_CACHE_HOME") / name
     if not target.is_dir():
         say(f"preparing Python's standard library as text ({config.tokenizer}), once, in {target}")
+    while not target.is_dir():
         try:
             say(data.describe(data.prepare("stdlib", target, tokenizer=config.tokenizer)))
+        except Busy:  # another run makes it
+            time.sleep(0.2)
         except (OSError, ValueError):
             if not target.is_dir():  # else another run has made it
                 raise

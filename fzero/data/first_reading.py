@@ -1,0 +1,199 @@
+"""The first reading of the sources: it finds every error, and the split, size and digest of every document, piece by
+piece.
+
+What it says of a document is a row of a table, DOCUMENT, in the file of its piece, so that memory does not grow with
+the corpus. The readings that follow compare each document with its row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fzero.core.storage import naming
+from fzero.data.preparing import Filter, Preparing, filtered
+from fzero.data.sources import Document, SourceFile, read_documents
+from fzero.data.workers import results_of
+
+ROW = struct.Struct("<32sQQQB")
+UNIQUE, OTHER, LEFT_OUT = 1, 2, 4  # of a row: is left out if it comes again; filters changed it; filters left it out
+DOCUMENT = np.dtype([("sha256", "V32"), ("draw", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("notes", "u1")])
+AT_A_TIME = 4096  # rows that are written together
+CHANGED = "the sources changed while they were read; prepare again once they are stable"
+
+
+class Sources(NamedTuple):
+    """What is read, and the folder of what the first reading says of it."""
+
+    pieces: Sequence[Sequence[SourceFile]]
+    text_key: str
+    seed: int
+    folder: Path
+    filters: Sequence[Filter] = ()
+
+    def sizes(self) -> list[int]:
+        """The bytes of each piece, about, as they are stored."""
+        return [sum(file.length for file in piece) for piece in self.pieces]
+
+    def rows(self, number: int) -> np.ndarray:
+        """The documents of a piece, DOCUMENT [documents]."""
+        path = self.folder / f"{number}.documents"
+        return np.memmap(path, DOCUMENT, "r") if path.stat().st_size else np.zeros(0, DOCUMENT)
+
+
+class Corpus(NamedTuple):
+    """The documents to prepare, as found by the first reading. The draw of a document depends only on seed and
+    content."""
+
+    sources: Sources
+    kept: Sequence[np.ndarray]  # of each piece, bool [documents]: those that are not left out
+    val_fraction: float
+    documents: int
+    text_bytes: int
+    sha256: str  # of the SHA-256 of every document, in reading order
+    skipped: dict[str, int]  # problem -> documents left out
+    lowest: int  # the lowest draw: always validation, so that validation is not empty
+    highest: int  # the highest draw: always training; equal to the lowest if all documents are identical
+
+    def split_of(self, draw: int) -> str:
+        """The split of a document."""
+        return "val" if draw == self.lowest or (draw < self.val_fraction * 2**64 and draw != self.highest) else "train"
+
+
+def look(sources: Sources, val_fraction: float, preparing: Preparing) -> Corpus:
+    """Read all documents; raises ValueError as `read_documents` does, and if there is no text, or one character."""
+    sizes, done = sources.sizes(), 0
+    found: dict[int, tuple[int, Counter[str]]] = {}
+    with closing(results_of(lambda n: read_piece(sources, n), range(len(sizes)), preparing.processes())) as results:
+        for number, result in results:
+            found[number] = result
+            done += sizes[number]
+            preparing.tell("reading", done, sum(sizes))
+    kept = [sources.rows(number)["notes"] & LEFT_OUT == 0 for number in range(len(sizes))]
+    skipped = sum((found[number][1] for number in range(len(sizes))), Counter())
+    leave_out_copies(sources, kept, UNIQUE if preparing.duplicates == "keep" else 0, skipped)
+    return put_together(sources, kept, val_fraction, skipped)
+
+
+def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str]]:
+    """Write the rows of the documents of a piece; return how many there are, and the problems of others."""
+    skipped: Counter[str] = Counter()
+    path, count, rows = sources.folder / f"{number}.documents", 0, bytearray()
+    with naming(path), path.open("wb") as file:
+        for document in read_documents(sources.pieces[number], sources.text_key):
+            if document.problem:
+                skipped[document.problem] += 1
+                continue
+            text, reason = filtered(document.text, sources.filters, lambda document=document: document.origin)
+            if reason:
+                skipped[reason] += 1
+            data = text.encode("utf-8")
+            digest, draw = hashlib.sha256(data).digest(), draw_of(data, sources.seed)
+            notes = UNIQUE * document.file.unique + OTHER * (text != document.text) + LEFT_OUT * bool(reason)
+            rows += ROW.pack(digest, draw, len(data), len(text), notes)
+            count += 1
+            if len(rows) > AT_A_TIME * ROW.size:
+                file.write(rows)
+                rows.clear()
+        file.write(rows)
+    return count, skipped
+
+
+def draw_of(data: bytes, seed: int) -> int:
+    """Hash a document to a number in [0, 2^64)."""
+    digest = hashlib.sha256(f"{seed}:".encode())
+    digest.update(data)
+    return int.from_bytes(digest.digest()[:8], "big")
+
+
+def put_together(sources: Sources, kept: list[np.ndarray], val_fraction: float, skipped: Mapping[str, int]) -> Corpus:
+    """The corpus of the documents that are kept; raises ValueError if they cannot be split in two."""
+    documents, text_bytes, longest, whole, lowest, highest = 0, 0, 0, hashlib.sha256(), 2**64, -1
+    for number, keep in enumerate(kept):
+        if not keep.any():
+            continue
+        rows = sources.rows(number)[keep]
+        whole.update(rows["sha256"].tobytes())
+        documents, text_bytes = documents + len(rows), text_bytes + int(rows["bytes"].sum())
+        longest = max(longest, int(rows["characters"].max()))
+        lowest, highest = min(lowest, int(rows["draw"].min())), max(highest, int(rows["draw"].max()))
+    named = list(dict.fromkeys(file.name for piece in sources.pieces for file in piece))
+    first = named[0] if len(named) == 1 else f"{named[0]} and {len(named) - 1} more files"
+    found = {problem: n for problem, n in skipped.items() if n}
+    if documents == 0:
+        left_out = ", ".join(f"{n} {problem}" for problem, n in found.items())
+        raise ValueError(f"{first}: no text to prepare ({left_out}); give files with text")
+    if lowest == highest and longest < 2:
+        raise ValueError(f"{first}: one character cannot be split into training and validation; give more text")
+    return Corpus(sources, kept, val_fraction, documents, text_bytes, whole.hexdigest(), found, lowest, highest)
+
+
+def leave_out_copies(sources: Sources, kept: list[np.ndarray], notes: int, skipped: Counter[str]) -> None:
+    """Keep the first of identical documents, of those whose rows have these notes: 40 bytes of memory for each."""
+    digests, places = [], []
+    for number, keep in enumerate(kept):
+        rows = sources.rows(number)
+        at = np.flatnonzero(keep & (rows["notes"] & notes == notes))
+        if len(at):
+            digests.append(np.frombuffer(rows["sha256"][at].tobytes(), "<u8").reshape(-1, 4)[:, :2])
+            places.append((number, at))
+    if not digests:
+        return
+    copies = later_copies(np.concatenate(digests))
+    begin = 0
+    for number, at in places:
+        kept[number][at[copies[begin : begin + len(at)]]] = False
+        begin += len(at)
+    skipped["duplicate"] += int(copies.sum())
+
+
+def later_copies(digests: np.ndarray) -> np.ndarray:
+    """Which rows are equal to an earlier one, bool [N], of uint64 [N, 2]."""
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # equal ones stay in their order
+    same = (digests[order[1:]] == digests[order[:-1]]).all(1)
+    copies = np.zeros(len(digests), bool)
+    copies[order[1:][same]] = True
+    return copies
+
+
+def texts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, int, Document]]:
+    """Yield (text, draw, document) of every document of a piece that is kept; raises ValueError if the content has
+    changed since the first reading."""
+    sources, keep = corpus.sources, corpus.kept[number]
+    rows, at = sources.rows(number), -1
+    changed = ValueError(f"{sources.pieces[number][0].name}: {CHANGED}")
+    draws, notes = rows["draw"].tolist(), rows["notes"].tolist()
+    for document in read_documents(sources.pieces[number], sources.text_key):
+        if document.problem:
+            continue
+        at += 1
+        if at >= len(rows):
+            raise changed
+        text = document.text
+        if notes[at] & OTHER:
+            text, _ = filtered(text, sources.filters, lambda document=document: document.origin)
+        if hashlib.sha256(text.encode()).digest() != rows["sha256"][at].tobytes():
+            raise changed
+        if keep[at]:
+            yield text, draws[at], document
+    if at + 1 != len(rows):
+        raise changed
+
+
+def parts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, str, Document]]:
+    """Yield (split, text, document it is of) of every part of a piece of the corpus; raises ValueError if the content
+    has changed since the first reading."""
+    for text, draw, document in texts_of(corpus, number):
+        if corpus.lowest == corpus.highest:
+            cut = min(max(1, round(len(text) * (1 - corpus.val_fraction))), len(text) - 1)
+            yield "train", text[:cut], document
+            yield "val", text[cut:], document
+        else:
+            yield corpus.split_of(draw), text, document

@@ -1,0 +1,57 @@
+"""A file of what is known of one piece of the sources, with its checksum: whole when it has its name.
+
+The content, and at the end TAIL: the number of the piece, and the crc32c of the content and that number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+
+from fzero.core.storage import naming
+
+TAIL = struct.Struct("<QI")
+READ = 1 << 22  # bytes that are compared together
+
+
+@contextlib.contextmanager
+def write_piece(path: Path, number: int) -> Iterator[Callable[[bytes], None]]:
+    """A context of a function that appends bytes to the file of a piece, which has its name at the end."""
+    partial, crc = path.with_suffix(".partial"), 0
+    with naming(partial), partial.open("wb") as file:
+
+        def write(data: bytes) -> None:
+            nonlocal crc
+            file.write(data)
+            crc = crc32c(data, crc)
+
+        yield write
+        file.write(TAIL.pack(number, crc32c(struct.pack("<Q", number), crc)))
+    os.replace(partial, path)
+
+
+def read_piece(path: Path, number: int) -> np.ndarray | None:
+    """The content, uint8 [bytes], memory-mapped; None if the file is not there, damaged, or of another piece.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "3")
+    >>> with write_piece(path, 3) as write:
+    ...     write(b"some")
+    ...     write(b"thing")
+    >>> read_piece(path, 3).tobytes(), read_piece(path, 4)
+    (b'something', None)
+    """
+    if not path.is_file() or path.stat().st_size < TAIL.size:
+        return None
+    raw = np.asarray(np.memmap(path, np.uint8, "r"))
+    own, wanted = TAIL.unpack(raw[-TAIL.size :].tobytes())
+    content, crc = raw[: -TAIL.size], 0
+    for begin in range(0, len(content), READ):
+        crc = crc32c(memoryview(content[begin : begin + READ]), crc)
+    return content if own == number and crc32c(struct.pack("<Q", number), crc) == wanted else None

@@ -1,0 +1,126 @@
+"""The folder of a preparation that is not finished, beside the corpus that it makes: OUT.partial.
+
+    lock             locked (flock) by the process that prepares
+    settings.json    what the corpus is made of, and the digest of the sources: written after their first reading
+    documents/       what the first reading said of each piece (fzero/data/first_reading.py)
+    signatures/      of each piece, for near duplicates (fzero/data/near_duplicates.py)
+    tokenizer.json   one that was trained
+    encoded/         the pieces that are encoded (fzero/data/encoding.py)
+    corpus/          the corpus, while the pieces are joined
+
+The same preparation goes on from there after a kill. After an error of the user's in the first attempt it is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fzero.core.foreign import parse_json, read_text_file
+from fzero.core.storage import naming, write_text
+
+SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
+FOLDERS = ("documents", "signatures", "encoded")
+ENDING_S = 5.0  # how long the processes of one that was killed may take to end
+
+
+class Busy(ValueError):
+    """Raised where another process prepares the same corpus."""
+
+
+def path_of(out: Path) -> Path:
+    """The work folder of a corpus."""
+    return out.with_name(f"{out.name}.partial")
+
+
+@contextlib.contextmanager
+def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """A context of the work folder of a preparation, which is new or is resumed.
+
+    It is there after an interrupt, a kill and an OSError, such as that of a full disk; it is removed at the end, and
+    after another error, unless it was resumed. Raises Busy if another process has it, and ValueError if it is of other
+    settings.
+    """
+    folder = path_of(out)
+    new = not folder.exists()
+    with naming(folder):
+        folder.mkdir(exist_ok=True)
+    with naming(folder / "lock"), (folder / "lock").open("w") as lock:
+        end = time.monotonic() + ENDING_S
+        while not taken(lock):
+            if time.monotonic() > end:
+                raise Busy(f"{folder}: another process prepares {out} there; wait for it, or stop it")
+            time.sleep(0.02)
+        resumed = (folder / SETTINGS).exists()
+        if not new and not resumed:
+            _expect_ours(folder)
+        if resumed:
+            expect_settings(folder, settings)
+        try:
+            for name in FOLDERS:
+                (folder / name).mkdir(exist_ok=True)
+            yield folder
+        except OSError:
+            raise
+        except Exception:
+            if not resumed:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+    shutil.rmtree(folder)
+
+
+def taken(lock: Any) -> bool:
+    """Lock a file, which its processes hold together; False if others have it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def _expect_ours(folder: Path) -> None:
+    """Raise ValueError if a folder without settings holds what a preparation does not make."""
+    more = sorted({path.name for path in folder.iterdir()} - {"lock", "stdin", *FOLDERS})
+    if more:
+        raise ValueError(f"{folder}: is no folder of an unfinished preparation (it holds {more[0]}); move it away")
+
+
+def expect_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError unless the preparation that began in the folder has these settings too."""
+    begun = parse_json(read_text_file(folder / SETTINGS), str(folder / SETTINGS))
+    other = [name for name, value in settings.items() if begun.get(name) != value]
+    if other:
+        was, now = (", ".join(f"{name} {one.get(name)!r}" for name in other) for one in (begun, settings))
+        raise ValueError(
+            f"{folder}: an unfinished preparation with {was}, and this one has {now}; give the same sources and "
+            "options to go on, or remove that folder to begin anew"
+        )
+
+
+def begin(folder: Path, settings: dict[str, Any]) -> None:
+    """Note what the corpus is made of, unless the folder has that already; raises ValueError if that differs."""
+    if (folder / SETTINGS).exists():
+        expect_settings(folder, settings)
+    else:
+        write_text(folder, SETTINGS, json.dumps(settings, indent=2) + "\n")
+
+
+def keep_tokenizer(folder: Path, content: str) -> None:
+    """Keep a tokenizer that was trained."""
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    write_text(folder, TOKENIZER, f"{digest}\n{content}")
+
+
+def kept_tokenizer(folder: Path) -> str | None:
+    """The content of the tokenizer that was trained; None if there is none, or it is damaged."""
+    if not (folder / TOKENIZER).exists():
+        return None
+    digest, _, content = read_text_file(folder / TOKENIZER).partition("\n")
+    return content if hashlib.sha256(content.encode()).hexdigest() == digest else None

@@ -1,0 +1,366 @@
+"""Preparation by several processes, killed and resumed: the corpus of one process that was not."""
+
+import fcntl
+import gzip
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fzero import data
+from fzero.data import encoding, sources, work_folder, workers
+from fzero.data.sources import cut, find_files, read_documents
+
+MODULE = sys.modules["fzero.data.prepare"]  # data.prepare is its function
+TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(60)]
+
+
+def lines_of(texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def make_sources(folder):
+    """A folder with every kind of file, of which the pieces are parts of one, one, and several."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines_of(TEXTS) + b"\n\n" + lines_of(["x" * 3000, ""]) + lines_of(TEXTS[:9]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(TEXTS[5:30])))
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[::-1]}), folder / "c.parquet", row_group_size=7)
+    for i, text in enumerate(TEXTS[:12]):
+        (folder / f"d{i}.txt").write_text(text, encoding="utf-8")
+    (folder / "e.txt").write_bytes(b"")
+    return folder
+
+
+def content(folder):
+    """The files of a corpus; of meta.json all but where the sources were."""
+    found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    meta = json.loads(found.pop("meta.json"))
+    meta["source"].pop("names")
+    return found, meta
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of a few documents."""
+    monkeypatch.setattr(sources, "SMALLEST", 700)
+    monkeypatch.setattr(encoding, "TOGETHER", 500)
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The sources, and what they are in one piece, by one process."""
+    folder = make_sources(tmp_path / "in")
+    data.prepare(folder, tmp_path / "whole", tokenizer="bpe:300", val_fraction=0.2)
+    assert len(cut(find_files([folder], tmp_path))) == 1
+    return folder, content(tmp_path / "whole")
+
+
+def prepare(folder, out, count=1, **more):
+    options = {"tokenizer": "bpe:300", "val_fraction": 0.2} | more
+    return data.prepare(folder, out, preparing=data.Preparing(workers=count), **options)
+
+
+def test_pieces_have_the_documents_of_the_files(tmp_path, small, monkeypatch):
+    files = find_files([make_sources(tmp_path / "in")], tmp_path)
+    expected = [(one.origin, one.text, one.problem) for one in read_documents(files, "text")]
+    for size in (97, 700, 3001, 10**6):
+        monkeypatch.setattr(sources, "SMALLEST", size)
+        monkeypatch.setattr(sources, "LARGEST_PIECE", size)
+        pieces = cut(files)
+        assert [(d.origin, d.text, d.problem) for piece in pieces for d in read_documents(piece, "text")] == expected
+        assert len(pieces) > 60 if size < 700 else True
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_the_corpus_does_not_depend_on_processes_and_pieces(tmp_path, whole, small, count):
+    folder, expected = whole
+    assert len(cut(find_files([folder], tmp_path))) > 15
+    prepare(folder, tmp_path / "out", count)
+    assert content(tmp_path / "out") == expected
+    assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]
+    # One document alone is cut in two, in whatever pieces its copies are.
+    (tmp_path / "one.jsonl").write_bytes(lines_of(["one document " * 20] * 9))
+    meta = prepare(tmp_path / "one.jsonl", tmp_path / "one", count, tokenizer="bytes")
+    assert [meta["splits"][split]["documents"] for split in ("train", "val")] == [9, 9]
+    assert data.verify(tmp_path / "one") == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_first_error_is_raised_with_its_line(tmp_path, small, count):
+    good, bad = lines_of(TEXTS[:40]), b'{"body": "b"}\n'
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n" + lines_of(TEXTS) + bad + lines_of(TEXTS) + b"[1]\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl:102: wanted an object with the key 'text', found .* body"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", count)
+    (tmp_path / "a.jsonl").write_bytes(good + lines_of(TEXTS) + lines_of(["a\0b"]) + good)
+    with pytest.raises(ValueError, match=r"a\.jsonl:101: 'text' contains a NUL"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", count)
+    (tmp_path / "a.jsonl").write_bytes(good + lines_of(TEXTS) + lines_of(["a </s> b"]) + good)
+    from test_prepare import library_json
+
+    (tmp_path / "words.json").write_text(library_json())
+    with pytest.raises(ValueError, match=r"a\.jsonl:101: text contains '</s>', the end-of-document token"):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", count, tokenizer=tmp_path / "words.json")
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "words.json"]
+
+
+def interrupted(folder, out, after, error=KeyboardInterrupt, **more):
+    """Prepare, and raise the error when so many pieces are encoded."""
+    encoded = []
+
+    def show(stage, done, of):
+        encoded.extend([done] * (stage == "encoding"))
+        if len(encoded) == after + 1:
+            raise error
+
+    options = {"tokenizer": "bpe:300", "val_fraction": 0.2} | more
+    with pytest.raises(error):
+        data.prepare(folder, out, preparing=data.Preparing(workers=1, show=show), **options)
+    assert not out.exists() and work_folder.path_of(out).is_dir()
+    return work_folder.path_of(out)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The numbers of the pieces that are encoded."""
+    found, real = [], encoding.encode_piece
+    monkeypatch.setattr(encoding, "encode_piece", lambda *args: (found.append(args[2]), real(*args))[1])
+    return found
+
+
+def test_what_is_done_is_not_done_again(tmp_path, whole, small, encoded, monkeypatch):
+    folder, expected = whole
+    pieces = len(cut(find_files([folder], tmp_path)))
+    interrupted(folder, tmp_path / "out", 4)
+    interrupted(folder, tmp_path / "out", 3)
+    interrupted(folder, tmp_path / "out", 2, OSError)  # such as a full disk
+    monkeypatch.setattr(MODULE, "train_bpe", None)
+    prepare(folder, tmp_path / "out")
+    assert encoded == list(range(pieces))
+    assert content(tmp_path / "out") == expected
+    assert sorted(os.listdir(tmp_path)) == ["in", "out", "whole"]
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 3] ^= 4
+    path.write_bytes(raw)
+
+
+def test_a_damaged_piece_is_found_and_encoded_again(tmp_path, whole, small, encoded):
+    folder, expected = whole
+    work = interrupted(folder, tmp_path / "out", 6)
+    flip(work / "encoded" / "0.tokens")
+    flip(work / "tokenizer.json")
+    (work / "encoded" / "1.tokens").write_bytes((work / "encoded" / "1.tokens").read_bytes()[:-1])
+    (work / "encoded" / "2.tokens").write_bytes((work / "encoded" / "2.tokens").read_bytes() + b"\0")
+    (work / "encoded" / "3.tokens").write_bytes(b"")
+    (work / "encoded" / "4.tokens").write_bytes((work / "encoded" / "5.tokens").read_bytes())
+    (work / "corpus").mkdir()
+    (work / "corpus" / "train.bin").write_bytes(b"of a join that was killed")
+    encoded.clear()
+    prepare(folder, tmp_path / "out")
+    assert encoded[:5] == [0, 1, 2, 3, 4] and 5 not in encoded
+    assert content(tmp_path / "out") == expected
+
+
+def test_a_piece_damaged_before_the_join_is_found(tmp_path, whole, small, monkeypatch):
+    folder, expected = whole
+    real = encoding.encode
+    damage = lambda corpus, made, at, how: (real(corpus, made, at, how), flip(at / "2.tokens"))  # noqa: E731
+    monkeypatch.setattr(MODULE, "encode", damage)
+    with pytest.raises(OSError, match=r"partial/encoded/2\.tokens: damaged since it was written; the same command"):
+        prepare(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(MODULE, "encode", real)
+    prepare(folder, tmp_path / "out")
+    assert content(tmp_path / "out") == expected
+
+
+def test_a_folder_of_another_preparation_is_one_line(tmp_path, whole, small):
+    folder, expected = whole
+    work = interrupted(folder, tmp_path / "out", 4)
+    before = {path: path.read_bytes() for path in work.rglob("*.tokens")}
+    line = r"out\.partial: an unfinished preparation with {}; give the same sources and options to go on, or remove"
+    for change, said in (
+        ({"seed": 1}, "seed 0, and this one has seed 1"),
+        ({"tokenizer": "bytes", "val_fraction": 0.1}, "tokenizer 'bpe:300', val_fraction 0.2, and this one has .*"),
+    ):
+        with pytest.raises(ValueError, match=line.format(said)):
+            prepare(folder, tmp_path / "out", **change)
+    (folder / "d1.txt").write_text("other text")
+    with pytest.raises(ValueError, match=line.format("sources '[0-9a-f]{64}', and this one has sources '.*")):
+        prepare(folder, tmp_path / "out")
+    (folder / "d1.txt").unlink()
+    (folder / "a.jsonl").rename(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"in/z\.jsonl:1: not JSON"):
+        (folder / "z.jsonl").write_text("{")
+        prepare(folder, tmp_path / "out")
+    assert {path: path.read_bytes() for path in work.rglob("*.tokens")} == before
+    (folder / "z.jsonl").unlink()
+    (tmp_path / "a.jsonl").rename(folder / "a.jsonl")
+    (folder / "d1.txt").write_text(TEXTS[1], encoding="utf-8")
+    prepare(folder, tmp_path / "out")
+    assert content(tmp_path / "out") == expected
+
+
+def test_a_tokenizer_that_has_changed_is_one_line(tmp_path, whole, small):
+    folder, _ = whole
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes((tmp_path / "whole" / "tokenizer.json").read_bytes())
+    interrupted(folder, tmp_path / "out", 2, tokenizer=path)
+    path.write_text(path.read_text().replace('"vocab"', ' "vocab"'))
+    with pytest.raises(ValueError, match=r"with tokenizer\.json '[0-9a-f]{64}', and this one has"):
+        prepare(folder, tmp_path / "out", tokenizer=path)
+
+
+def test_the_folder_is_one_process_s(tmp_path, whole, monkeypatch):
+    folder, _ = whole
+    monkeypatch.setattr(work_folder, "ENDING_S", 0.1)
+    work = work_folder.path_of(tmp_path / "out")
+    work.mkdir()
+    with (work / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match=r"out\.partial: another process prepares .*out there; wait for it"):
+            prepare(folder, tmp_path / "out")
+    (work / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"out\.partial: is no folder of an unfinished preparation \(it holds mine"):
+        prepare(folder, tmp_path / "out")
+    assert (work / "mine.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="workers=-1: wanted a number of processes"):
+        prepare(folder, tmp_path / "other", -1)
+
+
+def test_standard_input_is_resumed(tmp_path, whole, small, monkeypatch, encoded):
+    text = lines_of(TEXTS)
+    for again in (False, True):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        if again:
+            prepare("-.jsonl", tmp_path / "out")
+        else:
+            interrupted("-.jsonl", tmp_path / "out", 3)
+    assert len(encoded) == len(set(encoded)) and data.verify(tmp_path / "out") == []
+
+
+def test_workers_answer_every_number_once():
+    assert sorted(workers.results_of(lambda n: n * n, range(50), 3)) == [(n, n * n) for n in range(50)]
+    assert workers.apart(lambda: os.getpid()) != os.getpid()
+
+    def work(n):
+        if n in (3, 5):
+            raise ValueError(f"number {n}")
+        if n == 7:
+            raise type("Local", (Exception,), {})("cannot be sent")
+        time.sleep(0.2 * (n == 2))
+
+    for count in (1, 3):
+        with pytest.raises(ValueError, match="number 3"):
+            list(workers.results_of(work, range(7), count))
+    with pytest.raises(RuntimeError, match="Local: cannot be sent"):
+        list(workers.results_of(work, [7, 1], 2))
+
+
+def test_a_process_that_is_killed_is_one_line_and_resumed(tmp_path, whole, small, monkeypatch):
+    folder, expected = whole
+    real = encoding.encode_piece
+
+    def killed(corpus, tokenizer, number, at):
+        real(corpus, tokenizer, number, at)
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(encoding, "encode_piece", killed)
+    with pytest.raises(OSError, match=r"ended by signal 9; if memory was short, use fewer \(--workers\)"):
+        prepare(folder, tmp_path / "out", 2)
+    monkeypatch.setattr(encoding, "encode_piece", real)
+    prepare(folder, tmp_path / "out", 2)
+    assert content(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_kills_at_any_instant(tmp_path, whole, small):
+    """Attempts are ended by SIGKILL at instants between their beginning and the time that a whole one takes."""
+    folder, expected = whole
+    out = tmp_path / "out"
+    context = multiprocessing.get_context("fork")
+
+    def attempt(seconds):
+        process = context.Process(target=prepare, args=(folder, out, 2))
+        begin = time.monotonic()
+        process.start()
+        process.join(seconds)
+        process.kill()
+        process.join()
+        return process.exitcode, time.monotonic() - begin
+
+    code, took = attempt(None)
+    assert code == 0 and content(out) == expected
+    draw, killed = random.Random(0), 0
+    for _ in range(40):
+        if out.exists():  # an attempt came to its end, maybe with its folder left
+            assert content(out) == expected
+            for folder_left in (out, work_folder.path_of(out)):
+                shutil.rmtree(folder_left, ignore_errors=True)
+        attempt(took * draw.random())
+        killed += not out.exists()
+        if killed == 15:
+            break
+    if not out.exists():
+        prepare(folder, out, 2)
+        assert not work_folder.path_of(out).exists()
+    assert killed >= 5 and content(out) == expected
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, whole, small, fz, monkeypatch):
+    folder, expected = whole
+    args = ["data", "prepare", folder, "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--val-fraction", 0.2]
+    real = encoding.encode_piece
+
+    def stopped(corpus, tokenizer, number, at):
+        if number == 5:
+            raise KeyboardInterrupt
+        real(corpus, tokenizer, number, at)
+
+    monkeypatch.setattr(encoding, "encode_piece", stopped)
+    code, _, err = fz(*args, "--workers", 1)
+    assert code == 130 and f"fzero: {tmp_path}/out.partial has what is done; the same command goes on from there" in err
+    code, _, err = fz(*args, "--seed", 3)
+    assert code == 2 and len(err.splitlines()) == 1 and "seed 0, and this one has seed 3" in err
+    monkeypatch.setattr(encoding, "encode_piece", real)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, out, err = fz(*args, "--workers", 1)
+    assert code == 0 and out.startswith("157 documents") and "encoding" in err and "100%" in err
+    assert content(tmp_path / "out") == expected
+
+
+COMMAND = """
+import resource, sys
+from fzero.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+"""
+
+
+@pytest.mark.exhaustive
+def test_memory_does_not_grow_with_the_sources(tmp_path):
+    """500 MB of documents in less than 500 MB, of which torch has 225."""
+    with (tmp_path / "a.jsonl").open("wb") as file:
+        for i in range(2_500):
+            file.write(lines_of([f"{i} {j} " + "some text of a document " * 80 for j in range(100)]))
+    assert (tmp_path / "a.jsonl").stat().st_size > 480e6
+    args = ["data", "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "2"]
+    done = subprocess.run([sys.executable, "-c", COMMAND, *args], check=True, capture_output=True, text=True)
+    assert int(done.stdout.split()[-1]) < 500_000  # KB
