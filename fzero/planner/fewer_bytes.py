@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,8 @@ class FewerBytes(NamedTuple):
         """Format as one JSON object."""
         rows = list[dict[str, Any]]()
         for one in self.options:
-            row: dict[str, Any] = {"name": one.name, "mesh": one.mesh, "settings": one.settings, "error": one.error}
+            settings = {name: x if isinstance(x, str) else asdict(x) for name, x in one.settings.items()}
+            row: dict[str, Any] = {"name": one.name, "mesh": one.mesh, "settings": settings, "error": one.error}
             if one.reports:
                 row |= {"inside_bytes": one.sent[0], "between_bytes": one.sent[1]}
                 row |= {"step_s": [report.step_s for report in one.reports], "fits": one.reports[0].fits}
