@@ -164,7 +164,7 @@ def test_canonical_sums():
 
 @pytest.mark.exhaustive
 def test_compiled_blocks():
-    """Beside compiled blocks of one process: RoPE's float32 angles go through another library's cosine there."""
+    """Beside compiled blocks of one process."""
     cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "compiled": True})]
     equals_one_process("ep2", cases, steps=2)
 
@@ -173,6 +173,13 @@ def test_compiled_blocks():
 def test_compiled_blocks_with_sinks_and_biases():
     """Of gpt-oss, whose layers of two kinds are two programs."""
     equals_one_process("ep2", [("gpt-oss", "adam", 1, 2, {**options_of("exchange:4"), "compiled": True})], steps=2)
+
+
+@pytest.mark.exhaustive
+def test_compiled_blocks_over_tp():
+    """Whose loops are other ones than those of a process that has all heads."""
+    how = {**options_of("exchange:4", sequence=True), "compiled": True}
+    equals_one_process("ep2 x tp2", [("gpt-oss", "adam", 3, 1, how)], steps=2)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ and 2 i + 1 ("interleaved"). The backward pass is the rotation by -w, and keeps 
 Ref: Su et al. 2021,
 "RoFormer: enhanced transformer with rotary position embedding", arXiv:2104.09864, equation 34.
 
-Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]. w is in float32
-whatever x is, in order that nearby positions stay apart.
+Shapes: x [B, T, H, K], positions [T] or [B, T] of an integer dtype, frequencies float32 [K / 2]; for x in float64 they
+are float64. w has their dtype, whatever narrower one x has, in order that nearby positions stay apart.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class RopeScaling:
 USUAL_ENDS = {"llama3": ["1", "4"], "yarn": ["1", "32"], "yarn_whole": ["1", "32"]}
 
 
-def _pairs_kept(half: int, theta: float, scaling: RopeScaling, device: torch.device | None) -> Tensor:
+def _pairs_kept(
+    half: int, theta: float, scaling: RopeScaling, device: torch.device | None, dtype: torch.dtype
+) -> Tensor:
     """The share of its own frequency that each of `half` pairs keeps, by YaRN: 1 of short wavelengths, 0 of long."""
 
     def pair(turns: float) -> float:  # the pair that turns so often in the original length
@@ -138,22 +140,27 @@ def _pairs_kept(half: int, theta: float, scaling: RopeScaling, device: torch.dev
     if scaling.kind == "yarn_whole":
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    number = torch.arange(half, dtype=torch.float32, device=device)
+    number = torch.arange(half, dtype=dtype, device=device)
     return 1.0 - ((number - low) / (high - low or 0.001)).clamp(0.0, 1.0)
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device | None = None
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling | None,
+    device: torch.device | None = None,
+    x: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The angles per position (float32 [K / 2]): theta^(-2 i / K), the long wavelengths divided by the scaling's
-    factor. With YaRN theta must be above 1.
+    """The angles per position [K / 2] of tensors of dtype `x`, float64 for float64, else float32: theta^(-2 i / K), the
+    long wavelengths divided by the scaling's factor. With YaRN theta must be above 1.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(torch.float32) / head_dim
+    dtype = torch.promote_types(x, torch.float32)
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).to(dtype) / head_dim
     frequency = 1.0 / (theta**exponent)
     if scaling is None:
         return frequency
     if scaling.kind != "llama3":
-        kept = _pairs_kept(head_dim // 2, theta, scaling, frequency.device)
+        kept = _pairs_kept(head_dim // 2, theta, scaling, frequency.device, dtype)
         return frequency / scaling.factor * (1.0 - kept) + frequency * kept
     wavelength = 2.0 * math.pi / frequency
     smooth = (scaling.original_max_len / wavelength - scaling.low_freq_factor) / (
@@ -173,7 +180,7 @@ def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> T
             f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} "
             "frequencies"
         )
-    angle = positions.to(torch.float32)[..., None] * frequencies
+    angle = positions.to(frequencies.dtype)[..., None] * frequencies
     cos, sin = (t.to(x.dtype)[..., None, :] for t in (angle.cos(), angle.sin()))
     if layout == "half":
         a, b = x.chunk(2, -1)

@@ -212,7 +212,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     q = rearrange(linear(low, p["w_q_b" if c.q_rank else "w_q"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
     kv = rearrange(linear(latent, p["w_kv_b"], ctx=ctx), "b t (h k) -> b t h k", h=heads)
     positions = positions_of(q, ctx)
-    angles = rope_frequencies(c.rope_dim, c.rope_theta, None, device=x.device)
+    angles = rope_frequencies(c.rope_dim, c.rope_theta, None, x.device, x.dtype)
     q_turned, k_turned = rope_qk(
         q[..., c.nope_dim :].contiguous(),
         turned[:, :, None].contiguous(),

@@ -269,7 +269,7 @@ def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
     if "norm_q" in p and not how.wide_norm:
         q, k = norm(p["norm_q"], q, how.eps, ctx), norm(p["norm_k"], k, how.eps, ctx)
     if how.frequencies is not None:
-        angles = rope_frequencies(*how.frequencies, device=x.device)
+        angles = rope_frequencies(*how.frequencies, x.device, x.dtype)
         q, k = rope_qk(q, k, positions_of(x, ctx), angles, impl=ctx.kernels["rope_qk"])
     if ctx.cache:
         length, end = ctx.cache.length, ctx.cache.length + x.shape[1]
