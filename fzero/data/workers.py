@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -23,7 +23,7 @@ END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 SERIAL = "TOKENIZERS_PARALLELISM"  # the threads of the tokenizers library, which a forked process does not have
 
 
-def results_of(work: Callable[[int], R], numbers: Sequence[int], workers: int) -> Iterator[tuple[int, R]]:
+def results_of(work: Callable[[int], R], numbers: Sequence[int], workers: int) -> Generator[tuple[int, R], None, None]:
     """Yield (number, work(number)) of all numbers, as they are done, computed by so many processes; in this process if
     one is enough.
 
@@ -63,7 +63,8 @@ def _dealt(started: list[tuple[Any, Any]], numbers: Sequence[int]) -> Iterator[t
             raise failed[min(failed)]
         if not busy:
             return
-        for connection in multiprocessing.connection.wait(list(busy)):
+        ready: list[Any] = multiprocessing.connection.wait(list(busy))
+        for connection in ready:
             number = busy.pop(connection)
             try:
                 result, error = connection.recv()
