@@ -162,6 +162,12 @@ def test_only_pytree_imports_torch_pytrees():
     assert [str(path.relative_to(ROOT)) for path in FILES if uses_torch_pytrees(path)] == ["core/pytree.py"]
 
 
+def test_only_numa_asks_linux_for_the_cores_of_a_process():
+    """Other systems have no such function: who needs their number calls `numa.cores`."""
+    users = [path for path in FILES for node in nodes_of(path) if getattr(node, "attr", "").startswith("sched_")]
+    assert {str(path.relative_to(ROOT)) for path in users} == {"core/numa.py"}
+
+
 def after_import(module):
     code = f"import sys, {module}; print(sorted({{name.split('.')[0] for name in sys.modules}}))"
     run = subprocess.run(

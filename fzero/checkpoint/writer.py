@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import threading
 import time
 import traceback
@@ -37,6 +36,7 @@ from fzero.core.arguments import checked
 from fzero.core.digest import prepare
 from fzero.core.foreign import parse_json
 from fzero.core.gpu_copies import Copied, Reading
+from fzero.core.numa import cores
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system
 from fzero.offload.buffer_pool import BufferPool
@@ -395,4 +395,4 @@ class Writer:
 
 def has_spare_core() -> bool:
     """Whether copying a tensor leaves a core of this process idle."""
-    return len(os.sched_getaffinity(0)) > torch.get_num_threads()
+    return cores() > torch.get_num_threads()

@@ -32,6 +32,11 @@ class Place(NamedTuple):
     line: str  # what is done, and why; "" on a host of one node
 
 
+def cores() -> int:
+    """The cores this process may use; of macOS, which does not say, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def parse_cores(text: str) -> frozenset[int]:
     """The numbers in a list of Linux.
 

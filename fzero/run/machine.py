@@ -19,6 +19,7 @@ from fzero.core import gpu
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.foreign import in_form, read_json
+from fzero.core.numa import cores
 from fzero.kernels.float8 import least_capability
 from fzero.kernels.registry import Kernels
 from fzero.offload.disk_config import config_file
@@ -30,11 +31,6 @@ _MEASURED: dict[Kind, float] = {}  # FLOP/s on one thread that this process has 
 BESIDE_GPU = 2  # cores of a process that its GPU's host computations leave alone
 GEMM = 1024  # side of the square products that are timed
 MAX_ERROR = 1e-6  # of a float32 product, relative to its float64 value
-
-
-def cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_cores(processes: int, device: torch.device = gpu.HOST) -> str:
