@@ -9,6 +9,8 @@ Ref: Yao et al. 2022, "Random-LTD: random and layerwise token dropping", arXiv:2
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from fzero.core import prng
 from fzero.core.arguments import checked, expect_count
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, in_turn
-from fzero.models.base import Ctx, Model
+from fzero.models.base import Ctx, Model, stacks_of
 from fzero.models.gpt2 import GPT2Config
 from fzero.models.layer_kinds import parse_layers
 from fzero.models.llama import LlamaConfig
@@ -43,14 +45,15 @@ def random_ltd(model: Model, keep: int) -> Model:
     """
     expect_count("keep", keep)
     expect_droppable(model.config)
-    blocks, layers = in_turn(model.block), model.config.n_layers  # one stack: of these families
+    (stack,), layers = stacks_of(model), model.config.n_layers
+    blocks = in_turn(stack.block)
     dropping = [dropped(block, keep) for block in blocks]
     ends = (0, layers - 1)
     taken = tuple((blocks if i in ends else dropping)[i % len(blocks)] for i in range(layers))
     return model._replace(block=taken, draws=True)
 
 
-def expect_droppable(config: object) -> None:
+def expect_droppable(config: Any) -> None:
     """Raise ValueError for the config of a model whose layers cannot drop tokens."""
     if type(config) not in (LlamaConfig, GPT2Config):  # no mixture of experts, whose tokens share its capacity
         raise ValueError(f"random-LTD: the model is of {type(config).__name__}; it takes a gpt2 or a llama")
