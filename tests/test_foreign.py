@@ -26,6 +26,7 @@ ROOT = Path(fzero.__file__).parent
 OWN = {
     "checkpoint/extras.py": 1,  # what `to_bytes` made, compared with its checksum; numbers have any size
     "checkpoint/commit.py": 1,  # another rank's message
+    "cli/ask.py": 2,  # what plans made
     "cli/checkpoint.py": 0,
     "comm/agreement.py": 1,  # messages of ranks
     "offload/store_folder.py": 2,  # round trips

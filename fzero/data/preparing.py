@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fzero.core.numa import cores
 from fzero.data.sources import expect_text
 
 Show = Callable[[str, int, int], None]
@@ -31,8 +32,8 @@ class Preparing(NamedTuple):
             self.show(stage, done, of)
 
     def processes(self) -> int:
-        """The number of processes."""
-        return self.workers or len(os.sched_getaffinity(0))
+        """The number of processes: one where forks of a process with threads are not sound (macOS)."""
+        return self.workers or (cores() if sys.platform == "linux" else 1)
 
     def expect_sound(self) -> None:
         """Raise ValueError for what `prepare` cannot do."""

@@ -118,7 +118,8 @@ def _serve(work: Callable[[int], Any], connection: Any, others: list[Any], paren
     """Answer numbers with (result, error), until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         return
     for other in others:
