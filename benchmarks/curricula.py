@@ -4,22 +4,21 @@
 
 A Llama of some 50,000 parameters learns the modules at the top of Python's standard library, byte by byte, plainly and
 by each way of docs/data.md, with each of some seeds, which draw its parameters and its order. Every run has the same
-steps and rate. A figure is the first step after which an evaluation has the mean loss that the plain runs end with, and
-the part of the plain run's products that were made until there.
+steps and rate. A figure is the first step after which an evaluation has the mean loss that the plain runs end with.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import statistics
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from turns import write_run
 
 from fzero import data
 from fzero.run import corpus, row_losses
@@ -42,6 +41,7 @@ def variants(steps: int) -> dict[str, dict[str, Any]]:
         "plain": {},
         **{name: {"data": {"curriculum": name, **order}} for name in ("length", "rarity", "loss")},
         "seq_len_warmup": {"data": {"seq_len_warmup": f"16:16:{tokens // 8}"}},
+        "random_ltd": {"train": {"random_ltd_ramp": f"32:8:{tokens // 6}"}},
     }
 
 
@@ -129,10 +129,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    before = os.getloadavg()
     with tempfile.TemporaryDirectory() as place:
         found = compare(args.steps, args.seeds, prepare(Path(place), args.steps))
     if args.out:
-        args.out.write_text(json.dumps({"python": sys.version.split()[0], "torch": torch.__version__, **found}) + "\n")
+        write_run(args.out, before, torch=torch.__version__, seeds=args.seeds, **found)
     for name, way in found["ways"].items():
         print(f"{name:16} {statistics.mean(way['last']):.4f} {way['steps_to_plain']}")
 
