@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fzero.core.numa import cores
 from fzero.data.sources import expect_text
 
 Show = Callable[[str, int, int], None]
@@ -32,7 +32,7 @@ class Preparing(NamedTuple):
 
     def processes(self) -> int:
         """The number of processes."""
-        return self.workers or len(os.sched_getaffinity(0))
+        return self.workers or cores()
 
     def expect_sound(self) -> None:
         """Raise ValueError for what `prepare` cannot do."""
