@@ -21,6 +21,8 @@ from fzero import data
 from fzero.data import checksums
 from fzero.data.tokenizers import train_bpe
 from fzero.data.tokens import token_dtype
+from fzero.run.config_table import from_table
+from fzero.run.fill_in_middle import sentinels_of
 
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(40)]
 
@@ -745,3 +747,50 @@ def test_a_sample_is_rearranged_alike_in_every_batch():
         data.fill_in_middle(stream.samples_at(0, 1), 0, 0, sentinels=SENTINELS, rate=1.5)
     with pytest.raises(ValueError, match="the batch has no 'documents'"):
         data.fill_in_middle({"tokens": torch.zeros(1, 2)}, 0, 0, sentinels=SENTINELS)
+
+
+def sentinels_beside(folder, *tokens):
+    """A corpus whose BPE has some tokens more."""
+    from tokenizers import Tokenizer
+
+    text = folder / "text.txt"
+    text.write_text("".join(f"one {n} two {n * n} three. " for n in range(300)))
+    data.prepare(text, folder / "plain", tokenizer="bpe:270", val_fraction=0.1)
+    library = Tokenizer.from_str((folder / "plain" / "tokenizer.json").read_text())
+    library.add_special_tokens(list(tokens))
+    library.save(str(folder / "tokenizer.json"))
+    data.prepare(text, folder / "corpus", tokenizer=folder / "tokenizer.json", val_fraction=0.1)
+    return folder / "corpus"
+
+
+def test_the_tokens_of_a_middle_are_the_tokenizers_or_the_users(tmp_path):
+    place = sentinels_beside(tmp_path, "<fim_suffix>", "<fim_middle>", "<fim_prefix>", "<own>")
+    assert sentinels_of("", place) == data.Sentinels(prefix=272, middle=271, suffix=270)
+    assert sentinels_of("<own>,<fim_middle>,<fim_suffix>", place) == (273, 271, 270)
+    assert sentinels_of("3,2,1", place) == (3, 2, 1)
+    for text, words in {
+        "<own>,<fim>,<fim_suffix>": "has no token '<fim>'",
+        "<own>,<|endoftext|>,<fim_suffix>": "ends documents with one of them",
+        "1,2,274": "ids of .* are below 274",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            sentinels_of(text, place)
+    with pytest.raises(ValueError, match=r"none of the usual tokens for it .*give data.fim_tokens=PREFIX"):
+        sentinels_of("", tmp_path / "plain")
+    data.prepare(tmp_path / "text.txt", tmp_path / "bytes", val_fraction=0.1)
+    assert sentinels_of("", tmp_path / "bytes") == (253, 254, 255)
+    with pytest.raises(ValueError, match="of bytes give ids, such as 253,254,255"):
+        sentinels_of("a,b,c", tmp_path / "bytes")
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ({"fim_tokens": "1,2,3"}, "data.fim_tokens is '1,2,3' and data.fim is 0"),
+        ({"fim": 0.5, "fim_tokens": "1,2"}, "it is PREFIX,MIDDLE,SUFFIX"),
+        ({"fim": 1.5}, "data.fim is 1.5; it must be at least 0 and below 1"),
+    ],
+)
+def test_settings_of_middles_are_refused_in_a_line(own, words):
+    with pytest.raises(ValueError, match=words):
+        from_table({"preset": "mlp-tiny", "data": own})

@@ -166,6 +166,29 @@ def test_and_so_with_sequences_that_become_longer(mixed, seed, packing):
 
 
 @pytest.fixture
+def with_middles(mixed):
+    config, path = mixed
+    return replace(config, data=replace(config.data, fim=0.7)), path
+
+
+def test_and_so_with_middles_to_fill_in(mixed, with_middles):
+    config, path = with_middles
+    made = one_process(config, path)
+    assert killed_and_resumed(config, path, random.Random(0)) == made
+    pairs = [pair for old, new in zip(one_process(*mixed), made) for pair in zip(old, new, strict=True)]
+    assert [old[0] for old, _ in pairs] == [new[0] for _, new in pairs]
+    changed = [new[1] for old, new in pairs if old != new]
+    assert all({253, 254, 255} <= {*row} for row in changed) and 0.3 < len(changed) / len(pairs) < 0.8
+
+
+def test_rows_that_are_changed_by_their_place_in_a_batch_are_found(with_middles, monkeypatch):
+    config, path = with_middles
+    made, real = one_process(config, path), corpus.make_fim
+    monkeypatch.setattr(corpus, "make_fim", lambda c, p: lambda batch, first: real(c, p)(batch, first % 4))
+    assert one_process(config, path) != made
+
+
+@pytest.fixture
 def in_order_of_length(home):
     """A config whose batch grows while its rows become harder and its pieces longer, over two epochs."""
     values = {"schedule": "root:2", "start": 0.2, "steps": 30}

@@ -41,6 +41,10 @@ class Data:
     # rows are read as pieces, each a document of its own, of START tokens at first, and of INCREMENT more after each
     # TOKENS tokens of the run, up to seq_len: "64:64:1e8"
     seq_len_warmup: str = ""
+    # the part of the documents whose middle is learned after their end (fill in the middle), and the tokens that begin
+    # prefix, middle and suffix, "PREFIX,MIDDLE,SUFFIX" or their ids; "": the tokenizer's usual ones
+    fim: float = 0.0
+    fim_tokens: str = ""
     cache: str = ""  # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches
     cache_gb: float = 20.0  # its size, of all ranks of the machine together
     retry_minutes: float = 5.0  # how long their store may be away

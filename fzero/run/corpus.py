@@ -33,6 +33,7 @@ from fzero.data.work_folder import Busy
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
 from fzero.run.curriculum import curriculum_of, make_pieces
+from fzero.run.fill_in_middle import make_fim
 from fzero.run.stages import stages_of
 from fzero.sharding import Mesh
 
@@ -166,16 +167,18 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
     Of R data ranks, rank r computes the micro-batches r, r + R, ... skips: as in `sample_at`.
     Raises ValueError if the split is too short.
     """
-    return micro_batches(config, *open_last(config, corpus, skips))
+    return micro_batches(config, corpus, *open_last(config, corpus, skips))
 
 
-def micro_batches(config: RunConfig, stream: Any, before: int) -> MicroBatchReader:
+def micro_batches(config: RunConfig, corpus: Path, stream: Any, before: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
     is sample `before`."""
-    size, in_pieces = config.train.micro_batch, make_pieces(config)
+    size, in_pieces, rearranged = config.train.micro_batch, make_pieces(config), make_fim(config, corpus)
 
     def read(sample: int, m: int) -> Batch:
-        return drop_documents(config, in_pieces(stream.samples_at(sample - before + m * size, size), sample))
+        first = sample + m * size
+        batch = in_pieces(stream.samples_at(first - before, size), sample)
+        return drop_documents(config, rearranged(batch, first))
 
     return read
 
@@ -267,7 +270,10 @@ def open_data(
     validation batches too. Raises ValueError if a split is too short.
     """
     t, (stream, before) = config.train, open_last(config, corpus, skips)
-    part, mine = micro_batches(config, stream, before), range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size)
+    part, mine = (
+        micro_batches(config, corpus, stream, before),
+        range(mesh.data_rank, t.batch // t.micro_batch, mesh.data_size),
+    )
     begin = (lambda sample: None) if isinstance(stream, RowStream) else reader_ahead(config, stream, before, mine)
     split = open_stream(config, corpus, "val", t.micro_batch)
     windows = t.eval_batches * t.micro_batch or None

@@ -1,0 +1,85 @@
+"""Documents of a run rearranged so that its model learns to fill in a middle: by data.fim, before a batch is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fzero.data.stream import Batch
+from fzero.data.tokenizers import load_tokenizer
+from fzero.data.tokens import read_meta
+from fzero.data.transforms import Sentinels, fill_in_middle
+
+RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
+
+# The tokens before prefix, middle and suffix of vocabularies that have them: Qwen2.5-Coder, StarCoder, CodeLlama.
+USUAL = (
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("▁<PRE>", "▁<MID>", "▁<SUF>"),
+)
+OF_BYTES = Sentinels(prefix=253, middle=254, suffix=255)  # which UTF-8 never has
+FORM = "PREFIX,MIDDLE,SUFFIX, the tokens that begin these parts, or their ids"
+
+
+def validate_fim(c: RunConfig) -> None:
+    """Raise ValueError for data.fim beside another objective than text, and for tokens that are not three."""
+    d = c.data
+    if not d.fim:
+        if d.fim_tokens:
+            raise ValueError(f"data.fim_tokens is {d.fim_tokens!r} and data.fim is 0; give the part of the documents")
+        return
+    if c.objective != "text":
+        raise ValueError(f"data.fim is {d.fim:g} and objective is {c.objective}; it rearranges documents of text")
+    if d.fim_tokens and len(set(d.fim_tokens.split(","))) != 3:
+        raise ValueError(f"data.fim_tokens is {d.fim_tokens!r}; it is {FORM}")
+
+
+def make_fim(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
+    """The function from (a batch, the number of its first sample in the run) to the batch with documents rearranged.
+
+    The row of sample n is changed by (the run's seed, n) alone. Raises ValueError as `sentinels_of`.
+    """
+    if not c.data.fim:
+        return lambda batch, first: batch
+    sentinels, rate, seed = sentinels_of(c.data.fim_tokens, corpus), c.data.fim, c.train.seed
+    return lambda batch, first: fill_in_middle(batch, first, seed, sentinels=sentinels, rate=rate)
+
+
+def sentinels_of(text: str, corpus: Path) -> Sentinels:
+    """The ids of the tokens that begin prefix, middle and suffix in a corpus; text: of data.fim_tokens, "": usual ones.
+
+    Raises ValueError for an id that the vocabulary does not reach, the end of a document, a token that the corpus'
+    tokenizer does not have, and if it has none of the usual ones.
+    """
+    meta, parts = read_meta(corpus), text.split(",") if text else []
+    if parts and all(part.isdecimal() for part in parts):
+        found = Sentinels(*map(int, parts))
+        if max(found) >= meta["vocab_size"] or meta["eos"] in found:
+            raise ValueError(
+                f"data.fim_tokens is {text!r}; ids of {corpus} are below {meta['vocab_size']}, and {meta['eos']} ends "
+                "a document"
+            )
+        return found
+    tokenizer = load_tokenizer(corpus)
+    if not tokenizer.json:
+        if parts:
+            raise ValueError(f"data.fim_tokens is {text!r}; of bytes give ids, such as 253,254,255, or leave it out")
+        return OF_BYTES
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_str(tokenizer.json)
+    for names in [parts] if parts else USUAL:
+        ids = [library.token_to_id(name) for name in names]
+        if None not in ids and tokenizer.eos not in ids:
+            return Sentinels(*ids)
+        if parts:
+            missing = next((name for name, own in zip(names, ids) if own is None), "")
+            what = f"has no token {missing!r}" if missing else "ends documents with one of them"
+            raise ValueError(f"data.fim_tokens is {text!r} and the tokenizer of {corpus} {what}; it is {FORM}")
+    usual = "; ".join(" ".join(names) for names in USUAL)
+    raise ValueError(
+        f"data.fim is given and the tokenizer of {corpus} has none of the usual tokens for it ({usual}); give "
+        f"data.fim_tokens={FORM}"
+    )
