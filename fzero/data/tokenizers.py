@@ -4,6 +4,7 @@ The `tokenizers` library is imported only by functions that need it: bytes and s
 """
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,13 @@ class Tokenizer(NamedTuple):
         {'tokenizer': 'bytes', 'eos': 0, 'vocab_size': 256, 'dtype': 'uint8'}
         """
         dtype = token_dtype(self.vocab_size).name
-        return {"tokenizer": self.name, "eos": self.eos, "vocab_size": self.vocab_size, "dtype": dtype}
+        found = {"tokenizer": self.name, "eos": self.eos, "vocab_size": self.vocab_size, "dtype": dtype}
+        return found | ({"tokenizer_sha256": sha256_of(self.json)} if self.json else {})
+
+
+def sha256_of(json: str) -> str:
+    """The digest of the content of a tokenizer.json."""
+    return hashlib.sha256(json.encode()).hexdigest()
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -172,6 +179,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                 f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}"
             )
         tokenizer = json_tokenizer(read_text_file(path), str(path), meta["eos"])
+    made = meta.get("tokenizer_sha256", sha256_of(tokenizer.json))  # corpora of before have none
+    if tokenizer.json and made != sha256_of(tokenizer.json):
+        raise ValueError(
+            f"{path}: is not the file that made the tokens of this corpus; put that back, or {PREPARE_AGAIN}"
+        )
     if (tokenizer.vocab_size, tokenizer.eos) != (meta["vocab_size"], meta["eos"]):
         raise ValueError(
             f"{path}: vocab_size={tokenizer.vocab_size}, eos={tokenizer.eos}, but meta.json says vocab_size="

@@ -104,7 +104,7 @@ def start(
         for stage in stages_of(config):
             corpus.open_stream(stage.config, path, "train", stage.config.train.batch)
             corpus.open_stream(stage.config, path, "val", stage.config.train.micro_batch)
-        if config.data.mixture:  # its sources may end before the run
+        if config.data.mixture or config.data.fim:  # sources may end before the run, and tokens not be there
             corpus.open_micro_batches(config, path)
         attempt = Attempt(job, folder, path, coordinator, options, config)
         with explained(job, folder, coordinator, "the first state"):
