@@ -100,8 +100,10 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             others = [ours, *(connection for _, connection in started)]
             process = context.Process(target=_serve, args=(work, theirs, others, os.getpid()), daemon=True)
             with warnings.catch_warnings():
-                # Python 3.12 warns of locks that other threads may hold; those of torch and of loggers are not taken.
+                # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
+                # of theirs, nor of torch's and of loggers.
                 warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+                warnings.filterwarnings("ignore", r".*os\.fork\(\) is incompatible with multithreaded", RuntimeWarning)
                 process.start()
             theirs.close()
             started.append((process, ours))
