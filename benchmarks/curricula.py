@@ -4,7 +4,8 @@
 
 A Llama of some 50,000 parameters learns the modules at the top of Python's standard library, byte by byte, plainly and
 by each way of docs/data.md, with each of some seeds, which draw its parameters and its order. Every run has the same
-steps and rate. A figure is the first step after which an evaluation has the mean loss that the plain runs end with.
+steps and rate. A figure is the first step after which an evaluation has the loss that the plain run of that seed ends
+with.
 """
 
 from __future__ import annotations
@@ -96,15 +97,20 @@ def compare(steps: int, seeds: int, folder: Path) -> dict[str, Any]:
     for name, own in variants(steps).items():
         runs[name] = [losses_of(config_of(folder, steps, seed, own), folder)[0] for seed in range(seeds)]
         print(f"{name:16} ends with {rounded([run[-1] for run in runs[name]])}", flush=True)
-    target = statistics.mean(run[-1] for run in runs["plain"])
+    targets = [run[-1] for run in runs["plain"]]
     for name, found in runs.items():
-        reached = [next(((i + 1) * EVERY for i, loss in enumerate(run) if loss <= target), None) for run in found]
+        reached = [first_below(target, run) for target, run in zip(targets, found, strict=True)]
         out[name] = {
             "last": rounded([run[-1] for run in found]),
             "steps_to_plain": reached,
             "losses": list(map(rounded, found)),
         }
-    return {"target": round(target, 4), "steps": steps, "tokens_a_step": BATCH * SEQ_LEN, "ways": out}
+    return {"targets": rounded(targets), "steps": steps, "tokens_a_step": BATCH * SEQ_LEN, "ways": out}
+
+
+def first_below(target: float, losses: list[float]) -> int | None:
+    """The first step after which a run has this loss; None if it never has."""
+    return next(((i + 1) * EVERY for i, loss in enumerate(losses) if loss <= target), None)
 
 
 def prepare(place: Path, steps: int) -> Path:
