@@ -345,22 +345,24 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, whole, small, fz, monkeypatch):
 
 
 COMMAND = """
-import resource, sys
+import re, resource, sys
 from fzero.cli.main import main
 try:
     main(sys.argv[1:])
 finally:
-    print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+    # ru_maxrss of a process has that of the one that started it, before exec, too.
+    own = re.search("VmHWM:.* ([0-9]+) kB", open("/proc/self/status").read())[1]
+    print(max(int(own), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
 
 
 @pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_sources(tmp_path):
-    """500 MB of documents in less than 500 MB, of which torch has 225."""
+    """500 MB of documents in less than 300 MB of a process, of which torch has 225."""
     with (tmp_path / "a.jsonl").open("wb") as file:
         for i in range(2_500):
             file.write(lines_of([f"{i} {j} " + "some text of a document " * 80 for j in range(100)]))
     assert (tmp_path / "a.jsonl").stat().st_size > 480e6
     args = ["data", "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--workers", "2"]
     done = subprocess.run([sys.executable, "-c", COMMAND, *args], check=True, capture_output=True, text=True)
-    assert int(done.stdout.split()[-1]) < 500_000  # KB
+    assert int(done.stdout.split()[-1]) < 300_000  # KB
