@@ -179,15 +179,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
                 f"{path}: no such file, but meta.json names the tokenizer {meta['tokenizer']}; {PREPARE_AGAIN}"
             )
         tokenizer = json_tokenizer(read_text_file(path), str(path), meta["eos"])
-    made = meta.get("tokenizer_sha256", sha256_of(tokenizer.json))  # corpora of before have none
-    if tokenizer.json and made != sha256_of(tokenizer.json):
-        raise ValueError(
-            f"{path}: is not the file that made the tokens of this corpus; put that back, or {PREPARE_AGAIN}"
-        )
     if (tokenizer.vocab_size, tokenizer.eos) != (meta["vocab_size"], meta["eos"]):
         raise ValueError(
             f"{path}: vocab_size={tokenizer.vocab_size}, eos={tokenizer.eos}, but meta.json says vocab_size="
             f"{meta['vocab_size']}, eos={meta['eos']}: not the tokenizer of this corpus; {PREPARE_AGAIN}"
+        )
+    made = meta.get("tokenizer_sha256", sha256_of(tokenizer.json))  # corpora of before have none
+    if tokenizer.json and made != sha256_of(tokenizer.json):
+        raise ValueError(
+            f"{path}: is not the file that made the tokens of this corpus; put that back, or {PREPARE_AGAIN}"
         )
     return tokenizer._replace(name=meta["tokenizer"])
 
