@@ -71,11 +71,11 @@ def sentinels_of(text: str, corpus: Path) -> Sentinels:
 
     library = Library.from_str(tokenizer.json)
     for names in [parts] if parts else USUAL:
-        ids = [library.token_to_id(name) for name in names]
-        if None not in ids and tokenizer.eos not in ids:
-            return Sentinels(*ids)
+        known = {name: own for name in names if (own := library.token_to_id(name)) is not None}
+        if len(known) == 3 and tokenizer.eos not in known.values():
+            return Sentinels(*known.values())
         if parts:
-            missing = next((name for name, own in zip(names, ids) if own is None), "")
+            missing = next((name for name in names if name not in known), "")
             what = f"has no token {missing!r}" if missing else "ends documents with one of them"
             raise ValueError(f"data.fim_tokens is {text!r} and the tokenizer of {corpus} {what}; it is {FORM}")
     usual = "; ".join(" ".join(names) for names in USUAL)
