@@ -615,6 +615,23 @@ def test_an_npy_file_that_is_none_is_one_line(case, tmp_path):
 SENTINELS = data.Sentinels(901, 902, 903)
 
 
+def changed_documents(batch, new, seen):
+    """(tokens, those before without the end, whether it ends there, targets, mask, mask before) of each part of a
+    document that a transform changed; of the others nothing may differ. seen: counts both."""
+    assert torch.equal(new["documents"], batch["documents"])
+    for row, documents in enumerate(batch["documents"]):
+        for document in documents.unique().tolist():
+            names, here = ("tokens", "mask", "targets"), documents == document
+            old, was, before, its, counts, targets = (one[name][row][here] for one in (batch, new) for name in names)
+            if torch.equal(old, its):
+                seen["same"] += 1
+                assert torch.equal(counts, was) and torch.equal(targets, before)
+                continue
+            seen["changed"] += 1
+            over = not bool(was[-1])
+            yield its, old[: len(old) - over].tolist(), over, targets, counts, was
+
+
 def parts_of(text):
     """(prefix, middle, suffix) of a rearranged text."""
     text = text.tolist()
@@ -632,28 +649,15 @@ def test_a_rearranged_document_has_its_tokens_but_three(packing, spm):
     for step in range(4):
         batch = stream.batch_at(step)
         new = data.fill_in_middle(batch, step * 6, 5, sentinels=SENTINELS, rate=0.8, spm=spm)
-        assert torch.equal(new["documents"], batch["documents"])
-        for row in range(6):
-            for document in batch["documents"][row].unique().tolist():
-                here = batch["documents"][row] == document
-                old, its = batch["tokens"][row][here], new["tokens"][row][here]
-                counts, was = new["mask"][row][here], batch["mask"][row][here]
-                targets = new["targets"][row][here]
-                if torch.equal(old, its):
-                    seen["same"] += 1
-                    assert torch.equal(counts, was) and torch.equal(targets, batch["targets"][row][here])
-                    continue
-                seen["changed"] += 1
-                over = not bool(was[-1])
-                text = old[: len(old) - over].tolist()
-                prefix, middle, suffix = parts_of(its[: len(its) - over])
-                if prefix is None:
-                    assert middle + suffix == text[:-3]
-                else:
-                    assert prefix + middle + suffix == text[:-3]
-                assert torch.equal(targets[:-1], its[1:]) and torch.equal(counts[:-1], was[:-1])
-                assert not counts[-1], "what follows the middle is not its end"
-                assert not over or its[-1] == 0 == targets[-2]
+        for its, text, over, targets, counts, was in changed_documents(batch, new, seen):
+            prefix, middle, suffix = parts_of(its[: len(its) - over])
+            if prefix is None:
+                assert middle + suffix == text[:-3]
+            else:
+                assert prefix + middle + suffix == text[:-3]
+            assert torch.equal(targets[:-1], its[1:]) and torch.equal(counts[:-1], was[:-1])
+            assert not counts[-1], "what follows the middle is not its end"
+            assert not over or its[-1] == 0 == targets[-2]
     assert seen["changed"] > 10 and seen["same"] > 5
 
 
@@ -687,27 +691,13 @@ def test_a_document_whose_spans_are_taken_out_has_its_tokens(packing):
         batch = stream.batch_at(step)
         how = {"sentinels": MARKS, "rate": 0.8, "density": 0.3, "span": 2.0}
         new = data.corrupt_spans(batch, step * 6, 5, **how)
-        assert torch.equal(new["documents"], batch["documents"])
-        for row in range(6):
-            for document in batch["documents"][row].unique().tolist():
-                here = batch["documents"][row] == document
-                old, its, counts, was, targets = (
-                    leaf[row][here]
-                    for leaf in (batch["tokens"], new["tokens"], new["mask"], batch["mask"], new["targets"])
-                )
-                if torch.equal(old, its):
-                    seen["same"] += 1
-                    assert torch.equal(counts, was) and torch.equal(targets, batch["targets"][row][here])
-                    continue
-                seen["changed"] += 1
-                over = not bool(was[-1])
-                text = old[: len(old) - over].tolist()
-                found, second, spans = put_back(its[: len(its) - over].tolist())
-                assert found == text[: len(text) - 2 * spans - 1]
-                gone.append((len(text) - second - spans - 1) / len(found))
-                assert torch.equal(targets[:-1], its[1:])
-                assert not over or its[-1] == 0 == targets[-2]
-                assert not counts[: second - 1].any() and counts[second - 1 : -1].all() and not counts[-1]
+        for its, text, over, targets, counts, _ in changed_documents(batch, new, seen):
+            found, second, spans = put_back(its[: len(its) - over].tolist())
+            assert found == text[: len(text) - 2 * spans - 1]
+            gone.append((len(text) - second - spans - 1) / len(found))
+            assert torch.equal(targets[:-1], its[1:])
+            assert not over or its[-1] == 0 == targets[-2]
+            assert not counts[: second - 1].any() and counts[second - 1 : -1].all() and not counts[-1]
     assert seen["changed"] > 10 and seen["same"] > 5 and 0.2 < np.mean(gone) < 0.4
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import shutil
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming, write_text
+from fzero.data.tokenizers import sha256_of
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
 FOLDERS = ("documents", "signatures", "encoded")
@@ -114,8 +114,7 @@ def begin(folder: Path, settings: dict[str, Any]) -> None:
 
 def keep_tokenizer(folder: Path, content: str) -> None:
     """Keep a tokenizer that was trained."""
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    write_text(folder, TOKENIZER, f"{digest}\n{content}")
+    write_text(folder, TOKENIZER, f"{sha256_of(content)}\n{content}")
 
 
 def kept_tokenizer(folder: Path) -> str | None:
@@ -123,4 +122,4 @@ def kept_tokenizer(folder: Path) -> str | None:
     if not (folder / TOKENIZER).exists():
         return None
     digest, _, content = read_text_file(folder / TOKENIZER).partition("\n")
-    return content if hashlib.sha256(content.encode()).hexdigest() == digest else None
+    return content if sha256_of(content) == digest else None
