@@ -2,7 +2,9 @@
 
 import functools
 import math
+import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import ranks
@@ -93,7 +95,7 @@ def test_each_token_is_kept_as_often_as_another_and_layers_differ():
     assert torch.equal(at[100:], kept_positions(3900, 8, 3, ctx._replace(first=100)))
 
 
-MESHES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x pp2": {"dp": 2, "pp": 2}}
+MESHES = {"dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x pp2": {"dp": 2, "pp": 2}, "dp1 x rp2": {"rp": 2}}
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(m, marks=[pytest.mark.exhaustive] * (" x " in m)) for m in MESHES])
@@ -104,11 +106,28 @@ def test_steps_equal_one_process(mesh):
     expected, _, log = train(fzero.one_process(), "random-ltd", "clipped adam", 0, 4, **options)
     plain, _, _ = train(fzero.one_process(), "llama", "clipped adam", 0, 4, **options, sizes={"n_layers": 4})
     assert max((a - b).abs().max() for a, b in zip(*map(pytree.leaves, (expected.params, plain.params)))) > 1e-4
-    stages = (0, 3) if "dp" in sizes else (0,)
+    stages = (0, 3) if "dp" in sizes or "rp" in sizes else (0,)
     cases = [(("random-ltd", "clipped adam", stage, each), options) for stage in stages]
     for state, found in ranks.run(count, trained_whole, cases, mesh=sizes, timeout_s=300)[0]:
         assert_close(found, log, rtol=1e-10, atol=1e-12)
         assert_close(state.params, expected.params, rtol=1e-10, atol=1e-10)
+
+
+def kept_by_local_row(mesh, options):
+    """Steps in which a row's tokens are drawn by its number on its rank."""
+    module = sys.modules["fzero.models.random_ltd"]  # which the function of its name hides
+    with mock.patch.object(
+        module, "kept_positions", lambda b, t, k, ctx: kept_positions(b, t, k, ctx._replace(first=0))
+    ):
+        return train(mesh, "random-ltd", "clipped adam", 0, 2, **options)[2]
+
+
+def test_tokens_that_are_drawn_by_the_row_of_a_rank_are_noticed():
+    options = {"steps": 1, "rows": 8}
+    expected = train(fzero.one_process(), "random-ltd", "clipped adam", 0, 4, **options)[2]
+    found = ranks.run(2, kept_by_local_row, options, mesh={"dp": 2})[0]
+    with pytest.raises(AssertionError):
+        assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_remat_and_micro_batches_change_nothing():
