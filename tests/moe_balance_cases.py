@@ -55,7 +55,7 @@ def written_out(name):
     """The parameters after some steps of SGD, and the loads [L, E] of each step."""
     model = model_of(name, dropout=0.0, **SIZES[name])
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64)
-    params, loads = fzero.init_state(model, OPTIMIZERS["small sgd"], plan, seed=3).params, []
+    params, loads = fzero.init_state(model, OPTIMIZERS["sgd"], plan, seed=3).params, []
 
     def mean_loss(params, batch):
         out = models.loss(model, params, batch, models.Ctx(dtype=torch.float64))
@@ -82,7 +82,5 @@ def written_out(name):
 
 def equals_written_out(name, micro_batches, **options):
     """A run on one process is what is written out."""
-    state, _, _ = train(
-        fzero.one_process(), name, "small sgd", 0, micro_batches, steps=STEPS, sizes=SIZES[name], **options
-    )
+    state, _, _ = train(fzero.one_process(), name, "sgd", 0, micro_batches, steps=STEPS, sizes=SIZES[name], **options)
     assert_close(state.params, written_out(name)[0], rtol=1e-10, atol=1e-10)

@@ -46,7 +46,7 @@ def test_it_is_what_is_written_out_on_a_mesh(mesh):
     data = sizes.get("dp", 1)
     cases = [
         (
-            (name, "small sgd", stage, 4 * data),
+            (name, "sgd", stage, 4 * data),
             {"plan_options": plan_options, "steps": STEPS, "sizes": SIZES[name], "remat": "full"},
         )
         for name in NAMES

@@ -98,7 +98,7 @@ def of_models(mesh, schedule, names=MODELS):
             options["sizes"] = {"n_layers": 6}
         # Smaller steps than elsewhere: six layers of qlora amplify rounding a million times in five of SGD at 2e-3, and
         # 400 times less at a quarter of that.
-        for tx, stage in (("smaller sgd", (3, 0)[i % 2]), ("small clipped adam", (1, 3)[i % 2])):
+        for tx, stage in (("small sgd", (3, 0)[i % 2]), ("small clipped adam", (1, 3)[i % 2])):
             yield name, tx, stage, 4, {**options_of(FAMILY[schedule], **plan), **options}
 
 
