@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, start_all_gather, start_psum
 from fzero.comm.communicator import Communicator
 from fzero.core import pytree
+from fzero.core.future import Future
 from fzero.core.gpu_copies import copy_in
 from fzero.core.pytree import Tree
 from fzero.models import base
@@ -44,20 +45,23 @@ def gather_over_pp(params: Tree, plan: Plan, users: Users, device: torch.device)
         return params
     axis, leaves = plan.mesh["pp"], pytree.named_leaves(params)
 
-    def whole(name: str, leaf: Any) -> Any:
-        rest, use = plan.leaves[name].params, plan.leaves[name].use
-        if is_stacked(name) or rest.dims == use.dims:
-            return leaf
-        shard = brought(leaf, device)
-        found = link_of(axis).start_gather_to(shard, sorted({rank for _, rank in users[name]}), name).wait()
+    def start(name: str, leaf: Any) -> Future[Tensor | None] | None:
+        if is_stacked(name) or plan.leaves[name].params.dims == plan.leaves[name].use.dims:
+            return None
+        readers = sorted({rank for _, rank in users[name]})
+        return link_of(axis).start_gather_to(brought(leaf, device), readers, name)
+
+    def whole(name: str, started: Future[Tensor | None] | None) -> Any:
+        found = started.wait() if started is not None else None
         if found is None:
-            return leaf
-        if "dp" in rest.axes and "dp" not in use.axes:
+            return leaves[name]
+        if "dp" in plan.leaves[name].params.axes and "dp" not in plan.leaves[name].use.axes:
             found = start_all_gather(found, plan.link(name), leaf=name).wait()
         return found
 
     with plan.mesh.ledger.phase("gather"):
-        return pytree.from_named({name: whole(name, leaves[name]) for name in leaves}, params)
+        started = {name: start(name, leaf) for name, leaf in leaves.items()}  # all, before the first is waited for
+        return pytree.from_named({name: whole(name, coming) for name, coming in started.items()}, params)
 
 
 def brought(leaf: Any, device: torch.device) -> Tensor:
