@@ -86,7 +86,7 @@ def settings_of(form: Form, seed: int) -> dict[str, Any]:
     ranks = ranks_of(form.mesh)
     given |= {"train.batch": BATCH, "train.micro_batch": BATCH // ranks, "train.eval_batches": 16 * ranks}
     given |= {"train.steps": STEPS, "train.checkpoint_every": STEPS, "train.measure_every": 0, "train.compiled": False}
-    given |= {"precision.policy": "fp32", "train.memory_check": False, "optim.beta2": 0.99}
+    given |= {"precision.policy": "fp32", "train.memory_check": False, "optim.name": "adamw", "optim.beta2": 0.99}
     return given | {"optim.schedule.warmup_steps": 20} | form.settings
 
 
