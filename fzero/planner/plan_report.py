@@ -318,10 +318,14 @@ def sums_notes(built: Job) -> list[str]:
     if built.members is not None:
         notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with its share of them")
     if built.tx.sums:
-        full = sum(once_in_full(built.plan, link) for link in built.plan.sent_by_link())
-        notes.append(
-            f"{built.config.optim.name}: the step above sends signs; one whose sum is in full sends {size(full)}"
-        )
+        plan, optim = built.plan, built.config.optim
+        full = size(sum(once_in_full(plan, link) for link in plan.sent_by_link()))
+        if plan.codec is not None and plan.codec.local:
+            signs = size(sum(once for _, once in plan.sent_by_link().values()))
+            above = f"makes no sum; one in {optim.sum_every} at most sends signs, {signs}"
+        else:
+            above = "sends signs"
+        notes.append(f"{optim.name}: the step above {above}; one whose sum is in full sends {full}")
     return notes
 
 
