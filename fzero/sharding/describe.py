@@ -315,10 +315,10 @@ def signs_text(plan: Plan, plain: Plan) -> list[str]:
     lines = [f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds {held} serves"]
     lines += [f"  sums that travel as they are: those of {', '.join(rest)}"] if rest else []
     if plan.codec.local:
-        moved = sum(numel.values())
+        moved, links = sum(numel.values()), sorted({link_of(plan.leaves[name], sizes) for name in owed} - {""})
         lines.append(
-            f"  local steps send none of this: a rank holds {moved * each:,} bytes of how far it moved from the others "
-            f"and in a step {moved * plan.policy.param.itemsize:,} of parameters that moved"
+            f"  local steps send none of it over {' and '.join(links)}: a rank holds {moved * each:,} bytes of how far "
+            f"it moved from the others, and in a step {moved * plan.policy.param.itemsize:,} of parameters that moved"
         )
     for link, sent in sent_by_link(plan).items():
         was = f" ({before[link][1]:,.0f} without signs, {once_in_full(plan, link):,.0f} in a step of a full sum)"

@@ -126,7 +126,6 @@ def make_train_step(
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
     unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
-    apart = partial(moved_apart, tx, plan)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         expect_state(plan, opt_names, state, donate)
@@ -145,9 +144,8 @@ def make_train_step(
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, key, seed.value, later)
                 return hand_over(state, new) if donate else new, join_metrics(each)
-            metrics, verdict, sums = measured(
-                seed, state, gradient(apart(state), parts, size, key, seed.value, early, known)
-            )
+            how = parts, size, key, seed.value, early, known
+            metrics, verdict, sums = measured(seed, state, gradient(moved_apart(tx, plan, state), *how))
             moved = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
