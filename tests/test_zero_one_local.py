@@ -90,10 +90,13 @@ def by_steps(mesh, stage, micro_batches, policy, skipped, clip):
         assert bool(metrics.skipped) == (i in skipped)
         rows = [row for row in mesh.ledger.rows() if row.phase not in ("metrics", "check")]
         link = "rp" if mesh["rp"].size > 1 else "dp"
-        sent.append(sum(row.bytes for row in rows if row.axis == link))
+        sent.append(
+            [sum(row.bytes for row in rows if row.axis == axis) for axis in (link, "dp" if link == "rp" else "")]
+        )
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
-    said = once_in_full(plan, link), plan.sent_by_link()[link][1]
+    part, once = plan.sent_by_link().get("dp", (0, 0)) if link == "rp" else (0, 0)
+    said = once_in_full(plan, link), plan.sent_by_link()[link][1], part * micro_batches + once
     return whole, (state.opt_state.worker, state.opt_state.server, state.opt_state.extra), sent, said
 
 
@@ -191,19 +194,21 @@ def expect_law(sizes, stage, micro_batches=1, policy=FP64, skipped=(), clip=0.0,
             assert_close(
                 server[k], part_of(part_of(f[k], k, cut, j), k, n, r).reshape(server[k].shape), rtol=1e-10, atol=1e-11
             )
-        expect_bytes(sent, said, skipped)
+        expect_bytes(sent, said, skipped, 8 * bool(clip and stage))
     assert len(seen) == len(e) * n * (inside if stage else 1)
     assert all(float(x.abs().max()) > 1e-6 for x in [*e.values(), *f.values(), *u[0].values()])
     assert float((m[0]["u"] - m[1]["u"]).abs().max()) > 1e-3  # the run ends between two sums
 
 
-def expect_bytes(sent, said, skipped):
-    """A step sends in full, signs, or nothing at all."""
+def expect_bytes(sent, said, skipped, norm):
+    """A step sends in full, signs, or nothing at all; inside of a node as the plan says, and a norm if it clips."""
     t = 0
-    for i, size in enumerate(sent):
+    for i, (size, inside) in enumerate(sent):
         if i in skipped:
             assert size == 0
             continue
+        if t > FREEZE and not expected_sum(t - 1):
+            assert inside == said[2] + norm, t
         kind = 0 if t in FULL else 1 if t < FREEZE or expected_sum(t) else None
         assert size == (0 if kind is None else said[kind]), t
         t += 1

@@ -223,6 +223,8 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
             n = n // ranks_of(link, sizes) if op == "scatter" else n * ranks_of(link, sizes) if op == "gather" else n
     if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
         found.append(Traffic(f"all_gather {over} after the update", over, 0.0, whole * missing_part(over, sizes)))
+        if plan.codec is not None and plan.codec.local:
+            found.append(Traffic(f"all_gather {over} of where ranks are", over, 0.0, found[-1].once))
     return found
 
 
