@@ -25,7 +25,7 @@ from fzero.core import pytree
 from fzero.optim import zero_one_local
 from fzero.optim.zero_one_local import Intervals, Rule
 from fzero.run import build
-from fzero.sharding.describe import once_in_full
+from fzero.sharding.describe import once_in_full, traffic
 from fzero.train.batch import local_batch
 from fzero.train.state import meta_state, state_specs
 
@@ -95,8 +95,9 @@ def by_steps(mesh, stage, micro_batches, policy, skipped, clip):
         )
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
-    part, once = plan.sent_by_link().get("dp", (0, 0)) if link == "rp" else (0, 0)
-    said = once_in_full(plan, link), plan.sent_by_link()[link][1], part * micro_batches + once
+    gathered = sum(one.once for name in plan.leaves for one in traffic(plan, name) if "where ranks are" in one.words)
+    said = once_in_full(plan, link), plan.sent_by_link()[link][1], gathered
+    assert (gathered > 0) == (stage in (1, 2))
     return whole, (state.opt_state.worker, state.opt_state.server, state.opt_state.extra), sent, said
 
 
@@ -194,21 +195,21 @@ def expect_law(sizes, stage, micro_batches=1, policy=FP64, skipped=(), clip=0.0,
             assert_close(
                 server[k], part_of(part_of(f[k], k, cut, j), k, n, r).reshape(server[k].shape), rtol=1e-10, atol=1e-11
             )
-        expect_bytes(sent, said, skipped, 8 * bool(clip and stage))
+        expect_bytes(sent, said, skipped)
     assert len(seen) == len(e) * n * (inside if stage else 1)
     assert all(float(x.abs().max()) > 1e-6 for x in [*e.values(), *f.values(), *u[0].values()])
     assert float((m[0]["u"] - m[1]["u"]).abs().max()) > 1e-3  # the run ends between two sums
 
 
-def expect_bytes(sent, said, skipped, norm):
-    """A step sends in full, signs, or nothing at all; inside of a node as the plan says, and a norm if it clips."""
+def expect_bytes(sent, said, skipped):
+    """A step sends in full, signs, or nothing at all; inside of a node as in the first one, and where the rank is."""
     t = 0
     for i, (size, inside) in enumerate(sent):
         if i in skipped:
             assert size == 0
             continue
         if t > FREEZE and not expected_sum(t - 1):
-            assert inside == said[2] + norm, t
+            assert inside == sent[0][1] + said[2], t
         kind = 0 if t in FULL else 1 if t < FREEZE or expected_sum(t) else None
         assert size == (0 if kind is None else said[kind]), t
         t += 1
@@ -321,8 +322,8 @@ def test_a_run_resumes_between_two_sums_bit_by_bit_and_elsewhere_with_the_means(
             assert said == []
         for mesh in ({"dp": 4}, {"rp": 2, "dp": 1}, {"dp": 1}):
             after = ranks.run(math.prod(mesh.values()), resumed, folder, 0, mesh=mesh)
-            if mesh != sizes and (mesh.get("rp"), sizes.get("rp")) != (2, 2):
-                assert "and with the mean of what each had of its own" in after[0][2][0]
+            as_many, lines = mesh.get("rp", mesh["dp"]) == sizes.get("rp", sizes["dp"]), after[0][2]
+            assert lines == [] if as_many else "and with the mean of what each had of its own" in lines[0]
             for key in before[0][0]:
                 means = [torch.stack([own[key] for own, *_ in results]).mean(0) for results in (before, after)]
                 assert_close(means[1], means[0], rtol=1e-12, atol=1e-14)
