@@ -106,7 +106,8 @@ def with_local_steps(
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
         signs = shards.signs
-        first = before if shards is WHOLE or before.on is None else before.on(shards)
+        assert before.on is not None  # as `one_bit` has it
+        first = before if shards is WHOLE else before.on(shards)
 
         def init(params: Tree) -> OneBitState:
             named = pytree.named_leaves(params)
@@ -129,6 +130,7 @@ def with_local_steps(
                 if signs is not None:
                     g.update(signs.in_full({name: g.pop(name) for name in sorted(signs.owed - signs.names)}))
                 m = pytree.from_named(like_params(state.extra[OWN], p), params)
+                assert first.donate is not None  # as `one_bit` has it
                 updates, _ = first.donate(pytree.from_named(g, params), state._replace(m=m), params)
             else:
                 decayed = {name: decays(name, x) for name, x in p.items()}
