@@ -66,6 +66,10 @@ FORMS = {
     "params=int8,grads=int4,hpz": coded("params=int8,grads=int4,hpz", {"rp": 2, "dp": 2}),
     "onebit_adam": signs("onebit_adam"),
     "zero_one_adam": signs("zero_one_adam"),
+    "onebit_adam, rp": Form({"dp": 1, "rp": 2}, {"zero": 1, "optim.name": "onebit_adam"}),
+    "zero_one_adam, sum_every=16": Form(
+        {"dp": 1, "rp": 2}, {"zero": 1, "optim.name": "zero_one_adam", "optim.sum_every": 16}
+    ),
     "lamb": Form({"dp": 2}, {"optim.name": "lamb"} | {f"optim.{key}": value for key, value in LAMB.items()}),
     "onebit_lamb": signs("onebit_lamb", "lamb", **LAMB),
     "diloco": members("diloco"),

@@ -317,7 +317,7 @@ def test_each_sender_has_its_own_error_on_every_mesh(case):
 
 
 def made_on(mesh, text, name="llama"):
-    model, tx = model_of(name), optim.adam(1e-2)
+    model, tx = model_of(name, d_ff=32), optim.adam(1e-2)  # rows of two blocks of 16
     plan = fzero.zero_plan(3, model, mesh, policy=FP64, codec=text)
     return model, tx, plan, fzero.make_train_step(model, tx, plan)
 
@@ -393,9 +393,11 @@ def test_other_senders_share_what_was_owed(before, after, lines):
             assert float((there[name] - of).abs().max()) <= float(of.abs().max()) / 254 * 1.0001
     else:
         assert_close(there, owed, rtol=1e-12, atol=1e-13)
+    other = before[0] != after[0] or ("errors" in before[1]) != ("errors" in after[1])
     for held, _, said in new:
         assert len(said) == 1 and lines in said[0]
-        assert_same(held["data"], new[0][0]["data"])  # equal shares
+        for name, leaf in held["data"].items():  # equal shares; but rows of one block have the same codes in both
+            assert (other or leaf.shape[-1] > 16) == torch.equal(leaf, new[0][0]["data"][name]) or held is new[0][0]
 
 
 @pytest.mark.parametrize("text", [LOCO, LOCO8])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shlex
 import warnings
 from pathlib import Path
@@ -16,9 +17,12 @@ from fzero import models, optim
 from fzero.checkpoint import offload_snapshot
 from fzero.cli import main
 from fzero.core import precision, pytree
+from fzero.core.storage import PAGE
 from fzero.offload import DiskTensor, Nvme
+from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_io import serves_direct
 from fzero.run import build, config_table, memory_check, run_folder
+from fzero.run.build_optim import STATES
 from fzero.train.batch import local_batch
 from fzero.train.state_on_disk import reopen_state
 
@@ -314,6 +318,37 @@ def test_the_disk_that_a_run_needs(tmp_path, offload, states):
     memory = memory_check.memory_needed(made)
     assert memory.buffers == made.nvme.buffers.size and made.nvme.buffers.peak <= memory.buffers
     made.nvme.close()
+
+
+def moment_bytes(name, leaf, states, on_disk):
+    """The bytes of one moment of a leaf: on_disk(bytes) of each layer's values, or of its codes and scales."""
+    layers, rows = (leaf.shape[0], leaf.shape[1:]) if name.startswith("blocks/") else (1, leaf.shape)
+    if states == "full":
+        return layers * on_disk(4 * rows.numel())
+    coded = leaf.numel() >= 4096 and len(rows) > 1
+    blocks = math.prod(rows[:-1]) * -(-rows[-1] // 256) if coded else 0
+    return layers * (on_disk(rows.numel() * (1 if coded else 4)) + on_disk(4 * blocks))
+
+
+def test_a_step_moves_codes_of_moments_and_no_more(tmp_path):
+    """With opt=nvme and optim.states=8bit what is read and written in a step is the codes, not values made of them."""
+    model = models.llama(models.LlamaConfig(**SIZES | {"d_model": 256, "d_ff": 512}))
+    plan, found = fzero.zero_plan(0, model, fzero.one_process(), offload="opt=nvme"), {}
+    for states in ("full", "8bit"):
+        space, tx = Nvme(tmp_path / states), optim.adamw(1e-2, **STATES[states])
+        state = fzero.init_state(model, tx, plan, seed=0, nvme=space)
+        step = fzero.make_train_step(model, tx, plan, nvme=space)
+        state, _ = step(state, batch_at(0))
+        before = space.moved()
+        step(state, batch_at(1))
+        after = space.moved()
+        found[states] = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
+        space.close()
+        on_disk = (lambda size: max(PAGE, round_to_pages(size))) if serves_direct(tmp_path) else int
+        leaves = pytree.named_leaves(plan.like).items()
+        each = sum(2 * moment_bytes(name, leaf, states, on_disk) for name, leaf in leaves)
+        assert found[states] == (each, each)
+    assert found["8bit"][0] < 0.28 * found["full"][0]
 
 
 def test_the_largest_model_that_has_room():

@@ -15,6 +15,7 @@ from close import assert_close
 from law_cases import FP64
 from linear_loss import SCALED, SHAPES, first_params, linear
 from plan_cases import made
+from sign_cases import sign_sum, stack
 from zero_cases import batch_for, model_of
 
 import fzero
@@ -62,8 +63,8 @@ def data(step, rows, skipped):
 
 
 def by_steps(mesh, method, stage, micro_batches, policy, skipped, clip):
-    """(whole parameters, this rank's errors, whether all ranks have its m, the m after each step) after STEPS steps."""
-    options = {"reduce": "once"} if stage > 1 else {}
+    """(whole parameters, this rank's errors and numbers over rp and dp, the m after each step) after STEPS steps."""
+    options = {"reduce": "once"} if stage > 1 and mesh["rp"].size == 1 else {}
     plan = fzero.zero_plan(stage, first_params(), mesh, policy=policy, codec="grads=1bit", **options)
     state = fzero.init_state(first_params(), tx := MAKE[method](clip), plan, seed=0)
     step = fzero.make_train_step(linear, tx, plan, micro_batches=micro_batches)
@@ -74,37 +75,7 @@ def by_steps(mesh, method, stage, micro_batches, policy, skipped, clip):
         momenta.append({name: m.clone() for name, m in pytree.named_leaves(state.opt_state.m).items() if name != "b"})
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
-    at = {name: plan.mesh["dp"].rank for name in state.opt_state.server}
-    return whole, (state.opt_state.worker, state.opt_state.server, at), momenta
-
-
-def coded(x, on, scale):
-    """What a block [n] of which the elements `on` are not masked is sent as."""
-    size = x[on].abs().mean() if scale == "mean" else x[on].square().mean().sqrt()
-    return size * torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x)) * on
-
-
-def sign_sum(n, terms, e, f, mask, scale):
-    """(sum by signs of terms [n, layers, ...], new errors e like them, new f [layers, ...]) as the paper has it."""
-    layers, shape = terms.shape[1], terms.shape[2:]
-    x, new = (terms + e).view(n, layers, n, -1), torch.zeros(n, layers, n, terms[0, 0].numel() // n).double()
-    served, y = torch.zeros_like(new[0]), f.view(layers, n, -1).clone()
-    on = mask.view(layers, n, -1)
-    for layer in range(layers):
-        for part in range(n):
-            at = on[layer, part]
-            for r in range(n):
-                one = x[r, layer, part]
-                sent = coded(one, at, scale)
-                new[r, layer, part] = (one - sent) * at
-                y[layer, part] += sent
-            served[layer, part] = coded(y[layer, part], at, scale)
-    left = (y - served) * on
-    return served.view(layers, *shape), new.view(n, layers, *shape), left.view(layers, *shape)
-
-
-def stack(leaf, name):
-    return leaf if name.startswith("blocks/") else leaf[None]
+    return whole, (state.opt_state.worker, state.opt_state.server, (mesh["rp"].rank, mesh["dp"].rank)), momenta
 
 
 def norm_of(tree):
@@ -142,8 +113,9 @@ class Lamb:
         return (self.average[k] * self.factor[k] * layers(r)).view(p.shape)
 
 
-def by_hand(n, method, micro_batches, skipped, clip):
-    """The same by the method written out: (parameters, errors, errors of servers)."""
+def by_hand(n, method, micro_batches, skipped, clip, inside=1, cut=1):
+    """The same by the method written out, of n terms that are each a sum in full over so many ranks `inside`, and are
+    cut into so many parts: (parameters, errors, errors of servers)."""
     p = {name: leaf.clone() for name, leaf in pytree.named_leaves(first_params()).items()}
     m, v = ({name: torch.zeros_like(leaf) for name, leaf in p.items()} for _ in range(2))
     e = {name: torch.zeros(n, *stack(p[name], name).shape).double() for name in p if name != "b"}
@@ -152,8 +124,11 @@ def by_hand(n, method, micro_batches, skipped, clip):
     for i in range(STEPS):
         if i in skipped:
             continue
-        batch, before = data(i, 2 * micro_batches * n, ()), dict(m)
-        g = {k: x.view(micro_batches, n, 2, *SHAPES[k]).sum((0, 2)) / (2 * micro_batches * n) for k, x in batch.items()}
+        batch, before, rows = data(i, 2 * micro_batches * n * inside, ()), dict(m), 2 * inside
+        g = {
+            k: x.view(micro_batches, n, rows, *SHAPES[k]).sum((0, 2)) / (micro_batches * n * rows)
+            for k, x in batch.items()
+        }
         full = t in FULL[method]
         if full:
             total = {k: x.sum(0) for k, x in g.items()}
@@ -167,7 +142,7 @@ def by_hand(n, method, micro_batches, skipped, clip):
                     m[k] = B1 * m[k] + (1 - B1) * g[k].sum(0)
                     continue
                 terms = torch.stack([stack(B1 * m[k] / n + (1 - B1) * g[k][r], k) for r in range(n)])
-                sent, e[k], f[k] = sign_sum(n, terms, e[k], f[k], stack(m[k] != 0, k), SCALE[method])
+                sent, e[k], f[k] = sign_sum(n, terms, e[k], f[k], stack(m[k] != 0, k), SCALE[method], cut)
                 m[k] = sent.view(m[k].shape)
             by = min(1.0, clip / norm_of(m)) if clip else 1.0
             m = {k: by * x for k, x in m.items()}
@@ -181,17 +156,22 @@ def by_hand(n, method, micro_batches, skipped, clip):
     return p, e, f
 
 
-def expect_law(n, method, stage, micro_batches=1, policy=FP64, skipped=(), clip=0.0, mistake=None):
-    """The steps on n ranks are those by hand; what was sent and what is left are what was owed."""
-    results = ranks.run(n, with_mistake, mistake, method, stage, micro_batches, policy, skipped, clip)
-    params, e, f = by_hand(n, method, micro_batches, skipped, clip)
-    for rank, (found, (worker, server, _), _) in enumerate(results):
+def expect_law(mesh, method, stage, micro_batches=1, policy=FP64, skipped=(), clip=0.0, mistake=None):
+    """The steps on a mesh are those by hand; what was sent and what is left are what was owed."""
+    case = method, stage, micro_batches, policy, skipped, clip
+    results = ranks.run(math.prod(mesh.values()), with_mistake, mistake, *case, mesh=mesh)
+    n, inside = (mesh["rp"], mesh["dp"]) if "rp" in mesh else (mesh["dp"], 1)
+    cut = inside if stage else 1
+    params, e, f = by_hand(n, method, micro_batches, skipped, clip, inside, cut)
+    for found, (worker, server, (rp, dp)), _ in results:
+        rank, part = (rp, dp % cut) if "rp" in mesh else (dp, 0)
         assert_close({k: found[k] for k in params}, params, rtol=1e-12, atol=1e-12)
-        assert_close({k: worker[k][:, 0] for k in e}, {k: x[rank] for k, x in e.items()}, rtol=1e-11, atol=1e-12)
-        cut = {k: x.chunk(n, 1)[rank].reshape(server[k].shape) for k, x in f.items()}
-        assert_close(server, cut, rtol=1e-11, atol=1e-12)
+        mine = {k: x[rank].chunk(cut, 1)[part] for k, x in e.items()}
+        assert_close({k: worker[k][:, 0] for k in e}, mine, rtol=1e-11, atol=1e-12)
+        mine = {k: x.chunk(cut, 1)[part].chunk(n, 1)[rank].reshape(server[k].shape) for k, x in f.items()}
+        assert_close(server, mine, rtol=1e-11, atol=1e-12)
     assert all(float(x.abs().max()) > 1e-4 for x in [*e.values(), *f.values()])
-    if not clip:
+    if not clip and "rp" not in mesh:
         expect_nothing_lost(n, method, micro_batches, skipped, results)
 
 
@@ -210,14 +190,18 @@ def expect_nothing_lost(n, method, micro_batches, skipped, results):
 
 
 CASES = [
-    (2, 1, 2, {"policy": SCALED, "skipped": SKIPPED}),
-    (4, 0, 1, {"clip": 0.25}),
-    (2, 0, 1, {}),
-    (4, 1, 1, {}),
-    (2, 2, 2, {"clip": 0.25}),
-    (4, 3, 2, {"policy": SCALED, "skipped": SKIPPED}),
-    (2, 3, 1, {}),
-    (4, 2, 1, {}),
+    ({"dp": 2}, 1, 2, {"policy": SCALED, "skipped": SKIPPED}),
+    ({"dp": 4}, 0, 1, {"clip": 0.25}),
+    ({"dp": 2}, 0, 1, {}),
+    ({"dp": 4}, 1, 1, {}),
+    ({"dp": 2}, 2, 2, {"clip": 0.25}),
+    ({"dp": 4}, 3, 2, {"policy": SCALED, "skipped": SKIPPED}),
+    ({"dp": 2}, 3, 1, {}),
+    ({"dp": 4}, 2, 1, {}),
+    ({"rp": 2, "dp": 2}, 3, 2, {"clip": 0.25}),
+    ({"rp": 2, "dp": 2}, 1, 1, {"policy": SCALED, "skipped": SKIPPED}),
+    ({"rp": 2, "dp": 2}, 2, 2, {}),
+    ({"rp": 4, "dp": 1}, 0, 1, {}),
 ]
 FIRST = {("onebit_adam", 0)}
 
@@ -227,8 +211,8 @@ FIRST = {("onebit_adam", 0)}
     [pytest.param(m, i, marks=[exhaustive] * ((m, i) not in FIRST)) for m in MAKE for i in range(len(CASES))],
 )  # fmt: skip
 def test_steps_are_the_method_written_out(method, case):
-    n, stage, micro_batches, options = CASES[case]
-    expect_law(n, method, stage, micro_batches, **options)
+    mesh, stage, micro_batches, options = CASES[case]
+    expect_law(mesh, method, stage, micro_batches, **options)
 
 
 # ---- planted mistakes ------------------------------------------------------------------------------------------------
@@ -282,7 +266,7 @@ def with_mistake(mesh, mistake, *case):
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_breaks_the_law(mistake):
     with pytest.raises(AssertionError):
-        expect_law(2, "onebit_adam", 1, 2, SCALED, SKIPPED, mistake=mistake)
+        expect_law({"dp": 2}, "onebit_adam", 1, 2, SCALED, SKIPPED, mistake=mistake)
 
 
 # ---- models on every mesh --------------------------------------------------------------------------------------------
@@ -324,7 +308,7 @@ def trained(mesh, method, name, stage, policy, options):
         all_of_it = psum(owed - state.opt_state.worker[leaf].view(owed.shape), axis)
         left = all_gather(state.opt_state.server[leaf].contiguous(), axis, at)
         worst[leaf] = float((all_of_it - came[leaf] - left).abs().max() / all_of_it.abs().max())
-    links = {link: found for link, found in plan.sent_by_link().items() if link != "tp"}
+    links = {link: found for link, found in plan.sent_by_link().items() if link not in ("tp", "cp")}  # activations too
     said = [{k: once_in_full(plan, k) + 2 * part for k, (part, _) in links.items()}]
     said.append({k: once + 2 * part for k, (part, once) in links.items()})
     mine = sent_of(plan, mesh["pp"].rank) if plan.stages is not None else ()
@@ -344,6 +328,11 @@ PRODUCTS = {
     "dp2 x cp2": ({"dp": 2, "cp": 2}, "llama", 1, FP64, {}),
     "dp2, stage 3": ({"dp": 2}, "llama", 3, FP64, {"reduce": "once"}),
     "dp2 x pp2": ({"dp": 2, "pp": 2}, "llama", 1, FP64, {}),
+    "rp2 x dp2, stage 3": ({"rp": 2, "dp": 2}, "llama", 3, FP64, {}),
+    "rp2 x dp2, stage 2, bf16": ({"rp": 2, "dp": 2}, "llama", 2, "bf16", {}),
+    "rp2 x tp2, tied": ({"rp": 2, "dp": 1, "tp": 2}, "gpt2", 1, FP64, {}),
+    "rp2 x cp2": ({"rp": 2, "dp": 1, "cp": 2}, "llama", 1, FP64, {}),
+    "rp2 x pp2": ({"rp": 2, "dp": 1, "pp": 2}, "llama", 1, FP64, {}),
     "dp2, bf16": ({"dp": 2}, "llama", 1, "bf16", {}),
     "dp2, fp16": ({"dp": 2}, "llama", 0, fp16(LossScale(init=2.0**8)), {}),
 }
@@ -355,7 +344,8 @@ def test_nothing_is_lost_on_any_mesh(case):
     sizes, name, stage, policy, options = PRODUCTS[case]
     n = math.prod(sizes.values())
     results = ranks.run(n, trained, "onebit_adam", name, stage, policy, options, mesh=sizes, timeout_s=300)
-    data, scale = n // sizes.get("tp", 1) // sizes.get("pp", 1), 8 if policy is FP64 else 4
+    data = sizes.get("rp", n // sizes.get("tp", 1) // sizes.get("pp", 1))
+    scale = 8 if policy is FP64 else 4
     for worst, found, said, signs, leaves in results:
         assert max(worst.values()) < (1e-11 if policy is FP64 else 1e-3)
         if "pp" not in sizes:  # where the plan's table says what each rank sends
@@ -429,7 +419,9 @@ def test_a_resumed_run_goes_on_bit_by_bit_and_loses_nothing_elsewhere():
             assert_same_bits(state, went_on)
             assert said == []
         after = ranks.run(4, resumed, folder, 0)
-        assert "leaves of errors were other ranks'; each rank begins with its share of their sums" in after[0][2][0]
+        assert (
+            "leaves of errors were other ranks', or in other codes; each rank begins with its share" in after[0][2][0]
+        )
         expect_kept(before, after)
         for mistake in SHARES:
             with pytest.raises(AssertionError):
@@ -519,7 +511,8 @@ def test_a_search_tries_the_stages_and_meshes_that_signs_have():
     basis = Basis(made(optimizer="zero_one_adam", ranks=2), device("h100"), 2, {})
     taken = [(zero, rp, off) for zero in range(4) for rp in (1, 2) for off in ("", "opt=host", "acts=host")
              if takes_codec(basis, Candidate(2, rp, 1, zero, "none", off, 2))]  # fmt: skip
-    assert taken == [(zero, 1, off) for zero in (0, 1) for off in ("", "acts=host")]
+    meshes = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 2), (3, 2)]  # stages 2 and 3 sum over dp within each replica
+    assert taken == [(zero, rp, off) for zero, rp in meshes for off in ("", "acts=host")]
 
 
 @exhaustive
@@ -539,7 +532,6 @@ MATRIX = {"w": torch.zeros(16, 8)}
     "sizes, stage, options, words",
     [
         ({"dp": 2}, 2, {}, 'stage 2 sums each micro-batch into shards; use reduce="once", or stage 0 or 1'),
-        ({"dp": 2, "rp": 2}, 1, {}, "rp is 2; write these ranks as dp"),
         ({"dp": 2}, 1, {"offload": "opt=host"}, "w rests in memory 'host', which is updated layer by layer"),
         ({"dp": 2}, 1, {"offload": "opt=nvme"}, "w rests in memory 'nvme', which is updated layer by layer"),
         ({"dp": 2}, 1, {"reduce": "canonical"}, 'reduce="canonical" promises the same bits on every mesh'),

@@ -3,7 +3,8 @@
 What a leaf's senders owe together is what must not be lost: each of N' senders takes the N'-th part of the sum over
 those before, whichever they were. Errors in codes are read as what they stand for, and rounded once more where they
 change. So it is with those of an optimizer that sends signs; the errors of what a rank
-serves have the shape of their leaf, and are read like it.
+serves have the shape of their leaf, and are read like it. Of the momentum of ranks that move apart, and of how far they
+moved, what must not be lost is the mean: it is what others begin with.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from fzero.kernels.registry import Kernels
 from fzero.sharding import Plan, Spec
 from fzero.sharding.codec import ERROR_KINDS
 from fzero.sharding.error_feedback import ERROR, SCALE, error_dtype, error_specs, errors_of
-from fzero.sharding.sign_sums import served_spec, sign_leaves, worker_errors_of
+from fzero.sharding.sign_sums import of_ranks, owed_leaves, served_spec, sign_leaves
 from fzero.sharding.slices import is_stacked, local_shape, local_windows
 from fzero.train.codes import coder_of, errors_coder
 
-OF_SIGNS = re.compile(r"opt_state/(?:inner/)?(worker|server)/")  # how the name of an optimizer's errors begins
+# How the name of an optimizer's errors, or of what a rank has of its own, begins.
+OF_SIGNS = re.compile(r"opt_state/(?:inner/)?(worker|server|extra/own|extra/moved)/")
+ERRORS = ("worker", "server")
 
 
 def is_error(name: str) -> bool:
     """Whether a leaf of a state is one of errors, which a checkpoint may lack, or have more of."""
-    return name.startswith(ERROR) or OF_SIGNS.match(name) is not None
+    return name.startswith(ERROR) or ((kind := OF_SIGNS.match(name)) is not None and kind[1] in ERRORS)
 
 
 def shared_errors(held: CheckpointReader, plan: Plan, names: Collection[str]) -> dict[str, Callable[[], Tensor]]:
@@ -74,22 +77,23 @@ def scale_of(name: str) -> str:
 
 def whole_shapes(plan: Plan, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """{leaf of errors among `names`, those of the state of a plan: the shape of all of it}."""
-    found, workers = errors_of(plan, lambda shape, spec: shape), worker_errors_of(plan, lambda shape, spec: shape)
+    found = errors_of(plan, lambda shape, spec: shape)
+    each = of_ranks(plan, owed_leaves(plan), lambda shape, spec: shape)
     shapes = {f"{ERROR}{hop}/{leaf}": shape for hop, leaves in found.items() for leaf, shape in leaves.items()}
     for name, kind in of_signs(names):
-        shapes[name] = workers[leaf_of(name)] if kind == "worker" else plan.leaves[leaf_of(name)].shape
+        shapes[name] = plan.leaves[leaf_of(name)].shape if kind == "server" else each[leaf_of(name)]
     return shapes
 
 
 def specs_of_signs(plan: Plan, names: Collection[str]) -> dict[str, Spec]:
-    """{leaf of an optimizer's errors among `names`: its layout}."""
-    workers = worker_errors_of(plan, lambda shape, spec: spec)
+    """{leaf of an optimizer's errors, or of what a rank has of its own, among `names`: its layout}."""
+    each = of_ranks(plan, owed_leaves(plan), lambda shape, spec: spec)
     served = {leaf: served_spec(leaf, plan.leaves[leaf], plan.sizes) for leaf in sign_leaves(plan)}
-    return {name: (workers if kind == "worker" else served)[leaf_of(name)] for name, kind in of_signs(names)}
+    return {name: (served if kind == "server" else each)[leaf_of(name)] for name, kind in of_signs(names)}
 
 
 def of_signs(names: Collection[str]) -> list[tuple[str, str]]:
-    """(leaf of an optimizer's errors among `names`, "worker" or "server")."""
+    """(such a leaf among `names`, its kind: "worker" or "server" of errors, "extra/own" or "extra/moved")."""
     return [(name, found[1]) for name in names if (found := OF_SIGNS.match(name))]
 
 
@@ -135,7 +139,9 @@ def as_it_is(
 
 
 def read_share(held: CheckpointReader, sources: list[str], whole: tuple[int, ...], spec: Spec, plan: Plan) -> Tensor:
-    """This rank's share of the sum over the senders of some errors; zeros for none."""
+    """This rank's share of the sum over the senders of some errors, zeros for none; the mean of what ranks have of
+    their own."""
+    shared = whole if not sources or is_error(sources[0]) else tuple(held.leaves[sources[0]].shape)
     stacked = bool(sources) and is_stacked(leaf_of(sources[0]))
     out = torch.zeros(local_shape(whole, spec, plan.mesh), dtype=error_dtype(plan))
     for source in sources:
@@ -152,7 +158,7 @@ def read_share(held: CheckpointReader, sources: list[str], whole: tuple[int, ...
                 at, size = (rows[0], sender, *window.start[2:]), (rows[1], 1, *window.size[2:])
                 term = read_error(held, source, at, size).to(out.dtype)
                 part += term if stacked else term.sum(0, keepdim=True)
-    return out / math.prod(whole[1:2] if stacked else whole[:2])
+    return out / math.prod(shared[1:2] if stacked else shared[:2])
 
 
 def read_error(held: CheckpointReader, source: str, at: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
@@ -174,16 +180,17 @@ def error_lines(path: Folder, plan: Plan, names: Collection[str] = ()) -> list[s
     held = open_checkpoint(path)
     held.close()
     shapes = whole_shapes(plan, names)
-    there = [name for name in codes_of(held.leaves) if is_error(name)]
+    there = [name for name in codes_of(held.leaves) if is_error(name) or OF_SIGNS.match(name)]
     sources = sources_of(there, shapes)
     lost = [name for name in there if name not in [each for given in sources.values() for each in given]]
     lines = []
     if shapes and not there:
         lines.append(f"codec {plan.codec}: {path} has no errors of rounded gradients; they begin at 0")
     elif changed := [name for name, given in sources.items() if not as_it_is(name, given, held.leaves, shapes, plan)]:
+        own = any(not is_error(name) for name in changed)
         lines.append(
             f"codec {plan.codec}: {len(changed)} leaves of errors were other ranks', or in other codes; each rank "
-            "begins with its share of their sums"
+            f"begins with its share of their sums{', and with the mean of what each had of its own' * own}"
         )
     if lost:
         why = "the run keeps none" if not shapes else "the run keeps none of theirs"

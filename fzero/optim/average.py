@@ -91,6 +91,7 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
         in_pass=in_pass if tx.in_pass is not None else None,
         unit=tx.unit,
         sums=tx.sums,
+        local=None if (inner := tx.local) is None else lambda state, params: inner(state.inner, params),
         on=on if tx.on is not None else None,
         split=split,
     )

@@ -71,6 +71,8 @@ class GradientTransformation(NamedTuple):
     unit: the smallest part of a leaf that may be updated apart from the rest, with the same bits: a "row" of a layer, a
         "layer", or the whole "tree"; an offloaded state is updated by such units.
     sums: whether it makes the sums over data ranks itself, as a plan with codec "grads=1bit" leaves them to it.
+    local: `local(state, params) -> params` is where this rank's next gradient is taken, for one whose ranks move apart
+        between two sums; None in place of params where they are. `params` of a state are the same on all ranks.
     on: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a
         ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
         way, and `bind` does it by hand.
@@ -100,6 +102,7 @@ class GradientTransformation(NamedTuple):
     split: Callable[[], Any] | None = None
     unit: str = "layer"
     sums: bool = False
+    local: Callable[[Tree, Tree], Tree | None] | None = None
     on: Callable[[Any], GradientTransformation] | None = None
 
 

@@ -230,12 +230,17 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
 
 def is_full(owner: str, method: Method, count: Tensor) -> bool:
     """Whether the sums of this step are made in full: the host waits for the answer."""
+    expect_no_transform(owner)
+    return bool(method.full(count))
+
+
+def expect_no_transform(owner: str) -> None:
+    """Raise ValueError under a torch.func transform."""
     if transforms():
         raise ValueError(
             f"{owner}: the host asks in each step which sums it makes, so that no torch.func transform can see it; "
             "call the step outside of one"
         )
-    return bool(method.full(count))
 
 
 def move_momentum(

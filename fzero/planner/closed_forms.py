@@ -21,6 +21,7 @@ from fzero.planner.estimate import of_signs
 from fzero.run.config_ranks import SEND_SIGNS
 from fzero.sharding.codec import Codec, is_matrix
 from fzero.sharding.pipeline import FAMILIES
+from fzero.sharding.sign_sums import summed_spec
 from fzero.sharding.slices import local_numel
 
 OWED = 1.5  # what a layer holds between I and W, of what its forward pass keeps (docs/pipeline.md, Memory)
@@ -86,11 +87,13 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
 
 def error_bytes(basis: Basis, c: Candidate) -> float:
     """What a codec's error feedback takes on a rank: errors of the state, and those of the step beside them; of an
-    optimizer that sends signs its momentum and errors."""
+    optimizer that sends signs its momentum and errors, and with local steps how far it moved and where that is."""
     if basis.config.optim.name in SEND_SIGNS:
-        plan, ranks = basis.plan_of(c)[0], c.dp * c.cp
-        whole = sum(local_numel(x.shape, x.compute, plan.sizes) for x in plan.leaves.values() if x.trained)
-        return of_signs(whole, ranks) * max(basis.policy.state.itemsize, 4)
+        plan, ranks, each = basis.plan_of(c)[0], c.rp if c.rp > 1 else c.dp * c.cp, max(basis.policy.state.itemsize, 4)
+        trained = [leaf for leaf in plan.leaves.values() if leaf.trained]
+        whole = sum(local_numel(leaf.shape, summed_spec(leaf, plan.sizes), plan.sizes) for leaf in trained)
+        apart = each + basis.policy.param.itemsize if basis.config.optim.sum_every > 1 else 0
+        return of_signs(whole, ranks) * each + whole * apart
     if not basis.config.codec or c.zero < 2 or Codec.parse(basis.config.codec).loco is None:
         return 0.0
     plan, policy = basis.plan_of(c)[0], basis.policy

@@ -104,7 +104,7 @@ def takes_codec(basis: Basis, c: Candidate) -> bool:
     """Whether the codec of a search's config goes with a candidate: with its stage, mesh and offload."""
     codec, tiers = codec_of(basis.config), Offload.parse(c.offload)
     try:
-        if codec == SIGNS and not {tiers.params.memory, tiers.grads.memory, tiers.opt.memory} <= {"device"}:
+        if codec.startswith(SIGNS) and not {tiers.params.memory, tiers.grads.memory, tiers.opt.memory} <= {"device"}:
             return False
         if codec:
             expect_codec(Codec.parse(codec), basis.plan_of(c)[0], "nvme" in (tiers.params.memory, tiers.opt.memory))

@@ -102,7 +102,8 @@ def estimate_model_states(
     requires. A rank of ep has 1/ep of the experts, whose states are sharded over dp x cp.
 
     Stage 0: 16 Psi bytes in bf16 with AdamW; 1: 4 Psi + 12 Psi/N; 2: 2 Psi + 14 Psi/N; 3: 16 Psi/N.
-    model: a preset's name, sizes, or a number of parameters. mesh: sizes of its axes; tp divides Psi, rp nothing.
+    model: a preset's name, sizes, or a number of parameters. mesh: sizes of its axes; tp divides Psi, rp nothing
+        but the errors of signs, which pass between its ranks.
     offload: as in `--offload`; offloaded bytes are in host_bytes. accumulate: gradients are summed over micro-batches,
     in fp32. Raises ValueError for an unknown stage, offload, precision, optimizer or axis.
 
@@ -131,12 +132,14 @@ def estimate_model_states(
     params, grads, opt = (
         psi / (ranks if sharded else 1) + experts / (ranks // ep if sharded else 1) for sharded in ZERO[zero]
     )
+    rp = dict(mesh).get("rp", 1)
+    signs = of_signs(psi + experts, ranks) if rp == 1 else of_signs(opt, rp)
     held = {
         "params": params * policy.param.itemsize,
         "grads": grads * (policy.accumulate if accumulate else policy.param).itemsize,
         "master": opt * (policy.state.itemsize if policy.has_master else 0),
         "optimizer": opt * MOMENTS[optimizer] * STATE_BYTES.get(states, policy.state.itemsize)
-        + (of_signs(psi + experts, ranks) * policy.state.itemsize if optimizer in SEND_SIGNS else 0),
+        + (signs * policy.state.itemsize if optimizer in SEND_SIGNS else 0),
     }
     away = {"params": tiers.params, "grads": tiers.grads, "master": tiers.opt, "optimizer": tiers.opt}
     host = sum(held[name] * tier.fraction for name, tier in away.items() if tier.memory != "device")

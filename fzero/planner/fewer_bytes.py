@@ -21,7 +21,9 @@ from fzero.planner.format import duration, size, table
 from fzero.planner.plan import reports_of, resolve_for, sizes_of
 from fzero.planner.plan_report import PlanReport, has_rates
 from fzero.planner.rates import Way, collective_s, ways_of
+from fzero.run.build import build
 from fzero.run.config import LocalSteps, RunConfig
+from fzero.sharding import fake_mesh
 
 GIGABIT = (100.0, 10.0, 1.0)  # links between nodes that are looked at beside the device's own
 PAGE = "docs/codec.md"
@@ -153,8 +155,14 @@ def options_of(config: RunConfig, sizes: Mapping[str, int], nodes: int) -> list[
         found.append(Option("nodes as replicas", apart, {}, ""))
     if config.zero == 3 and apart.get("rp", 1) > 1:
         found += [Option(text, apart, {"codec": text}, key) for text, key in (("hpz", ""), (all_of, all_of))]
-    if config.zero < 2 and config.optim.name in ("adam", "adamw"):
-        found.append(Option("onebit_adam", here, {"optim": replace(config.optim, name="onebit_adam")}, "onebit_adam"))
+    if config.optim.name in ("adam", "adamw"):
+        signs, local = (replace(config.optim, name=name, states="full") for name in ("onebit_adam", "zero_one_adam"))
+        if config.zero < 2 and here.get("rp", 1) == 1:
+            found.append(Option("onebit_adam", here, {"optim": signs}, "onebit_adam"))
+        if apart.get("rp", 1) > 1:
+            local = replace(local, sum_every=16)
+            found.append(Option("onebit_adam", apart, {"optim": signs}, "onebit_adam, rp"))
+            found.append(Option("zero_one_adam H=16", apart, {"optim": local}, "zero_one_adam, sum_every=16"))
     if apart.get("rp", 1) > 1:
         streaming = LocalSteps("diloco", 100, codec="int4", fragments=5, overlap=5, mix=0.5)
         for name, local, key in (
@@ -192,6 +200,9 @@ def sent_by_level(report: PlanReport, sizes: Mapping[str, int], device: Device) 
     if local.method:
         agreed = trace_agreement(report.config, sizes, 0, device.target)
         moved.append(("rp", "psum", agreed.bytes * local.fragments // local.every, 1))
+    if report.config.optim.sum_every > 1:
+        _, once = build(report.config, fake_mesh(sizes)).plan.sent_by_link()["rp"]
+        moved.append(("rp", "all_to_all", int(once / report.config.optim.sum_every), 1))
     for axis, what, amount, calls in moved:
         if axis in ways and calls:
             for level, passed in by_level(ways[axis], what, amount // calls).items():

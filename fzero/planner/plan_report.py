@@ -6,16 +6,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fzero.core import pytree
 from fzero.models import LoRAConfig
-from fzero.planner import fake_inductor
+from fzero.planner import extrapolate, fake_inductor
 from fzero.planner.agreements import with_agreements
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, page, size
 from fzero.planner.step_trace import Trace, Transfer
-from fzero.planner.timing import SECONDS_A_DAY, Timing, predict
+from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighed
 from fzero.run import build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
@@ -139,6 +140,8 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         timing = predict(trace, device)
     if timing is not None and built.members is not None:
         timing = with_agreements(timing, trace.config, trace.sizes, device, trace.rank)
+    if timing is not None and built.tx.local is not None:
+        timing = with_sums(timing, trace, device)
     step_tokens = trace.tokens * built.mesh.data_size
     full, causal = (step_tokens * flop for flop in token_flop(built)[:2])
     flop, passes = total_flop(trace), total_flop(trace, PASSES)
@@ -312,16 +315,30 @@ def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
     return notes
 
 
+def with_sums(timing: Timing, trace: Trace, device: Device) -> Timing:
+    """The Timing of a local step with its share of those that sum by signs, one in `optim.sum_every`."""
+    optim = trace.config.optim
+    each = replace(trace.config, optim=replace(optim, sum_every=1, sum_double=0))
+    summed = predict(extrapolate.trace(each, trace.sizes, rank=trace.rank, target=device.target), device)
+    return weighed([(timing, 1 - 1 / optim.sum_every), (summed, 1 / optim.sum_every)])
+
+
 def sums_notes(built: Job) -> list[str]:
     """The notes on sums that are not made in each step, or not as in it."""
     notes = []
     if built.members is not None:
         notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with its share of them")
     if built.tx.sums:
-        full = sum(once_in_full(built.plan, link) for link in built.plan.sent_by_link())
-        notes.append(
-            f"{built.config.optim.name}: the step above sends signs; one whose sum is in full sends {size(full)}"
-        )
+        plan, optim = built.plan, built.config.optim
+        full = size(sum(once_in_full(plan, link) for link in plan.sent_by_link()))
+        if plan.codec is not None and plan.codec.local:
+            signs = size(sum(once for _, once in plan.sent_by_link().values()))
+            above = (
+                f"makes no sum, and has its share of the time of those that do: one in {optim.sum_every} sends {signs}"
+            )
+        else:
+            above = "sends signs"
+        notes.append(f"{optim.name}: the step above {above}; one whose sum is in full sends {full}")
     return notes
 
 

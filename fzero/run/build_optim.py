@@ -13,6 +13,7 @@ from fzero.core.precision import POLICIES, Policy, fp16
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.optim import GradientTransformation, Schedule, decay_matrices
 from fzero.run.config import Optim, RunConfig
+from fzero.run.config_ranks import first_local
 from fzero.sharding.slices import STACKED
 
 BLOCK_MATRICES = rf"{STACKED}(.*/)?w_"  # updated by muon; AdamW updates the router and all leaves outside the blocks
@@ -94,7 +95,8 @@ def make_optimizer(
     signs: dict[str, Any] = {**decay, "clip": config.clip}  # of those that clip what they send themselves
     # The ratios that 1-bit LAMB keeps from its warm-up must have settled.
     warm = config.freeze_steps or max(1, steps // (2 if config.name == "onebit_lamb" else 5))
-    last = config.freeze_steps or None
+    last = first_local(config, steps) if config.sum_every > 1 else config.freeze_steps or None
+    sums = {"sum_every": config.sum_every, "sum_double": config.sum_double}
 
     def block_matrices() -> GradientTransformation:
         # In blocks every weight matrix decays, so muon itself needs no mask.
@@ -116,7 +118,7 @@ def make_optimizer(
         "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
         "onebit_adam": lambda: optim.onebit_adam(lr, *betas, config.eps, freeze=warm, **signs),
         "onebit_lamb": lambda: optim.onebit_lamb(lr, *betas, config.eps, freeze=warm, **signs),
-        "zero_one_adam": lambda: optim.zero_one_adam(lr, *betas, config.eps, freeze=last, **signs),
+        "zero_one_adam": lambda: optim.zero_one_adam(lr, *betas, config.eps, freeze=last, **sums, **signs),
         "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
         "adafactor": lambda: optim.adafactor(lr, **decay),
         "muon": block_matrices,

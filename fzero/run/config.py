@@ -87,8 +87,11 @@ class Optim:
     adjust: str = "original"  # how muon scales an update with the matrix's shape
     states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
     # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps, of onebit_lamb a half;
-    # zero_one_adam: the steps in which v moves at all, 0: all
+    # zero_one_adam: the steps in which v moves at all, 0: all, or with local steps a fifth of train.steps
     freeze_steps: int = 0
+    # zero_one_adam: after those steps ranks sum once in so many, and move apart in between; 1: they sum in each step
+    sum_every: int = 1
+    sum_double: int = 0  # so many steps first sum each, then each second, fourth, ... up to sum_every; 0: at once
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
     schedule: Schedule = Schedule()
 
@@ -226,7 +229,7 @@ class RunConfig:
     context: str = "auto"  # attention over cp: a form of Context, "hierarchical/2", "gather:contiguous"
     experts: str = "auto"  # how tokens come to experts over ep: gather, exchange, exchange:SLACK[:PARTS]
     # in how few bytes parameters and gradients travel: "params=int8,grads=int4,hpz"; "" is as they are, or "grads=1bit"
-    # of an optimizer that sends signs
+    # or "grads=1bit,local" of an optimizer that sends signs
     codec: str = ""
     local: LocalSteps = LocalSteps()
     pipeline: Pipeline = field(default_factory=Pipeline)  # over pp: its schedule, chunks of a rank, layers of a stage

@@ -51,6 +51,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adafactor": ("lr", "weight_decay", "decay"),
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
     **dict.fromkeys(SEND_SIGNS, (*ADAM, "freeze_steps")),
+    "zero_one_adam": (*ADAM, "freeze_steps", "sum_every", "sum_double"),
 }
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
@@ -60,7 +61,8 @@ BOUNDS: dict[str, Bounds] = {
     **{"data.curriculum_start": (0.0, False, 1.0), "data.curriculum_steps": COUNT, "data.curriculum_tokens": COUNT},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
-    **{f"optim.{n}": COUNT for n in ("freeze_steps", "schedule.warmup_steps", "schedule.decay_steps")},
+    **{f"optim.{n}": COUNT for n in ("freeze_steps", "sum_double", "schedule.warmup_steps")},
+    **{"optim.sum_every": SIZE, "optim.schedule.decay_steps": COUNT},
     **{f"optim.schedule.{n}": COUNT for n in ("tokens", "warmup_tokens", "decay_tokens")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     "optim.schedule.start": FRACTION,

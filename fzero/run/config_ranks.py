@@ -7,6 +7,7 @@ from typing import Any
 
 from fzero.comm.mesh_text import mesh_text
 from fzero.core.tables import Table, flat
+from fzero.optim.zero_one_local import Intervals
 from fzero.sharding.codec import Codec
 from fzero.sharding.memory import Offload
 from fzero.train.local import Local
@@ -21,13 +22,20 @@ SIGNS = "grads=1bit"
 
 def codec_of(config: RunConfig) -> str:
     """The codec of a run: its own, or that of its optimizer."""
-    return SIGNS if config.optim.name in SEND_SIGNS else config.codec
+    name = config.optim.name
+    local = ",local" if name == "zero_one_adam" and config.optim.sum_every > 1 else ""
+    return f"{SIGNS}{local}" if name in SEND_SIGNS else config.codec
+
+
+def first_local(optim: Any, steps: int) -> int:
+    """The first step that zero_one_adam may make without a sum, in a run of so many steps."""
+    return optim.freeze_steps or max(1, steps // 5)
 
 
 def validate_signs(c: RunConfig) -> None:
     """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
     name, signs = c.optim.name, c.optim.name in SEND_SIGNS
-    if signs and c.codec not in ("", SIGNS):
+    if signs and c.codec not in ("", codec_of(c)):
         raise ValueError(
             f"optim.name is {name}, which sends signs of its momentum, and codec is {c.codec}; leave --codec out"
         )
@@ -36,6 +44,8 @@ def validate_signs(c: RunConfig) -> None:
             f"codec is {c.codec} and optim.name is {name}, which makes no sums of gradients; use optim.name="
             f"{' or '.join(SEND_SIGNS)}"
         )
+    if name == "zero_one_adam":
+        Intervals(first_local(c.optim, c.train.steps), c.optim.sum_every, c.optim.sum_double).check("optim")
     if signs and c.optim.freeze_steps >= c.train.steps:
         raise ValueError(
             f"optim.freeze_steps is {c.optim.freeze_steps} and train.steps {c.train.steps}, so that {name} would never "

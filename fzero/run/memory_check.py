@@ -66,6 +66,8 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
         state += sum(
             n for name, (_, n) in leaves.items() if name.startswith(ERROR)
         )  # those of the step, until it is known whether it is skipped
+    if plan.codec is not None and plan.codec.local:
+        state += numel(plan, plan.params) * policy.param.itemsize  # where the rank is between two sums
     if t.update == "speculate":
         state += old_values_bytes(job, leaves)
     micro_batches = local_micro_batches(job.config, job.mesh)

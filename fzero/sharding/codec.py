@@ -40,6 +40,7 @@ FORMS = {  # of a part of a text: what its value matches, and how it is read
     "loco": (r"|[0-9]*\.?[0-9]+(e-?[0-9]+)?", lambda text: float(text) if text else BETA),
     "reset": (r"[0-9]+", int),
     "errors": (r".+", str),
+    "local": (r"", lambda _: True),
 }
 ERROR_KINDS = ("int8",)  # in which what LoCo keeps may rest
 
@@ -59,11 +60,13 @@ class Codec:
     reset: after so many steps these errors are dropped, again and again; None: never.
     errors: the kind of code in which they rest in the state, "int8" with a scale for each block of a row; "": in
         float32. What that rounding takes is lost.
+    local: with grads=1bit: the optimizer makes the sums of all leaves, and none in most steps, in which the ranks move
+        apart (see fzero.optim.zero_one_adam).
 
     Leaves of one dim in a layer (biases, norms) and integers travel as they are.
 
     >>> Codec.parse("params=int8,grads=int4,hpz")
-    Codec(params='int8', grads='int4', hpz=True, block=128, loco=None, reset=None, errors='')
+    Codec(params='int8', grads='int4', hpz=True, block=128, loco=None, reset=None, errors='', local=False)
     >>> print(Codec.parse("grads=int4,loco,reset=1024"))
     grads=int4,loco=0.8,reset=1024
     """
@@ -75,6 +78,7 @@ class Codec:
     loco: float | None = None
     reset: int | None = None
     errors: str = ""
+    local: bool = False
 
     def __post_init__(self) -> None:
         for name, kind in (("params", self.params), ("grads", self.grads)):
@@ -110,6 +114,11 @@ class Codec:
             raise ValueError(
                 f"codec: grads is {SIGNS}, whose optimizer has errors and scales of its own; write grads={SIGNS} alone"
             )
+        if self.local and not self.signs:
+            raise ValueError(
+                f"codec: local leaves sums to an optimizer that sends signs, and grads is {self.grads!r}; write "
+                f"grads={SIGNS},local"
+            )
 
     @property
     def signs(self) -> bool:
@@ -130,7 +139,7 @@ class Codec:
             if name not in FORMS or name in found:
                 raise ValueError(
                     f"codec {text!r}: {part!r} is not one of params=KIND, grads=KIND, hpz, block=N, loco, loco=BETA, "
-                    "reset=STEPS and errors=KIND, each once"
+                    "reset=STEPS, errors=KIND and local, each once"
                 )
             form, read = FORMS[name]
             if not re.fullmatch(form, value) or part.endswith("="):
@@ -146,7 +155,7 @@ class Codec:
         parts += [*["hpz"] * self.hpz, *[f"block={self.block}"] * (self.block != 128)]
         parts += [] if self.loco is None else [f"loco={self.loco}"]
         parts += [] if self.reset is None else [f"reset={self.reset}"]
-        return ",".join([*parts, *[f"errors={self.errors}"] * bool(self.errors)])
+        return ",".join([*parts, *[f"errors={self.errors}"] * bool(self.errors), *["local"] * self.local])
 
     def bytes_of(self, kind: str, elements: int, last: int) -> float:
         """The bytes of so many elements in codes of a kind, with their scales, in rows of `last` elements."""
@@ -267,15 +276,20 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
 def expect_signs(codec: Codec, plan: Plan) -> None:
     """Raise ValueError for what sums by signs do not go with: a plan's stage, mesh and offload."""
     sizes = plan.sizes
-    if plan.stage >= 2 and plan.reduce != "once":
+    if plan.stage >= 2 and plan.reduce != "once" and sizes["rp"] == 1:
         raise ValueError(
             f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
-            'micro-batch into shards; use reduce="once", or stage 0 or 1'
+            'micro-batch into shards; use reduce="once", or stage 0 or 1, or rp, over which signs are sent then'
         )
-    if sizes["rp"] > 1:
+    if codec.local and plan.stage and sizes["rp"] == 1:
         raise ValueError(
-            f"codec {codec}: signs are sent over one link of all ranks with other data, and rp is {sizes['rp']}; write "
-            "these ranks as dp"
+            f"codec {codec}: in local steps each rank moves parameters and momentum of its own, and stage {plan.stage} "
+            "shares them between the ranks of dp; use stage 0, or write these ranks as rp"
+        )
+    if codec.local and sizes["pp"] > 1:
+        raise ValueError(
+            f"codec {codec}: local steps leave all sums to the optimizer, and with pp={sizes['pp']} leaves outside of "
+            "the layers are summed over its ranks behind them; use tp or dp"
         )
     for name, leaf in plan.leaves.items():
         if "ep" in leaf.compute.axes and sizes["ep"] > 1:

@@ -17,7 +17,7 @@ from fzero.sharding.experts import FORMS as EXPERT_FORMS
 from fzero.sharding.experts import shares
 from fzero.sharding.moves import is_coded, moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
-from fzero.sharding.sign_sums import link_of, sign_bytes, sign_leaves, sum_dtype
+from fzero.sharding.sign_sums import link_of, owed_leaves, sign_bytes, sign_leaves, sum_dtype, summed_spec
 from fzero.sharding.slices import is_stacked, local_numel
 
 Plan = Any  # fzero.sharding.plan.Plan, whose __str__ this is
@@ -210,19 +210,21 @@ def traffic(plan: Plan, name: str) -> list[Traffic]:
     signed = name in sign_leaves(plan)
     for when, path in enumerate(moves(leaf.compute, leaf.grads, leaf.opt, sizes) if leaf.trained else ()):
         for op, link in path:
-            if signed and is_coded(op, link):
+            if signed and is_coded(op, link) and link == link_of(leaf, sizes):
                 signs = 2 * sign_bytes(plan, name) * missing_part(link, sizes)
                 found.append(Traffic(f"all_to_all and all_gather {link} of signs a step", link, 0.0, signs))
                 continue
             words = WORDS[op].format(link)
             bytes_sent = summed_bytes(plan, name, op, link, n) * missing_part(link, sizes)
-            if name in plan.coded_grads and is_coded(op, link):
+            if name in plan.coded_grads and not signed and is_coded(op, link):
                 words += f" as {plan.codec.grads}"
             words += (" a step" if when else " a micro-batch") * (op != "gather")
             found.append(Traffic(words, link, bytes_sent * (not when), bytes_sent * when))
             n = n // ranks_of(link, sizes) if op == "scatter" else n * ranks_of(link, sizes) if op == "gather" else n
     if over and leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes:
         found.append(Traffic(f"all_gather {over} after the update", over, 0.0, whole * missing_part(over, sizes)))
+        if plan.codec is not None and plan.codec.local:
+            found.append(Traffic(f"all_gather {over} of where ranks are", over, 0.0, found[-1].once))
     return found
 
 
@@ -245,7 +247,7 @@ def gathered_bytes(plan: Plan, name: str, elements: int) -> float:
 def summed_bytes(plan: Plan, name: str, op: str, link: str, elements: int) -> float:
     """The bytes of a sum of so many elements over a link, all ranks' parts together; of a gather, of the result."""
     ranks, width = ranks_of(link, plan.sizes), reduce_dtype(plan).itemsize
-    if name not in plan.coded_grads or not is_coded(op, link):
+    if name not in plan.coded_grads or plan.codec.signs or not is_coded(op, link):
         return elements * width * {"scatter": 1, "psum": 2, "gather": ranks}[op]
     row = elements // ranks if op == "scatter" else padded(elements, ranks) // ranks
     return plan.codec.bytes_of(plan.codec.grads, row * ranks, row) * (2 if op == "psum" else 1)
@@ -304,20 +306,22 @@ def codec_text(plan: Plan) -> list[str]:
 
 def signs_text(plan: Plan, plain: Plan) -> list[str]:
     """The lines that say what an optimizer's sums by signs send and take; `plain` is the plan without them."""
-    names, sizes = sorted(sign_leaves(plan)), plan.sizes
-    whole = sum(local_numel(plan.leaves[name].shape, plan.leaves[name].compute, sizes) for name in names)
-    each, before = sum_dtype(plan).itemsize, sent_by_link(plain)
-    own = sum(
-        local_numel(plan.leaves[name].shape, plan.leaves[name].compute, sizes)
-        // ranks_of(link_of(plan.leaves[name], sizes), sizes)
-        for name in names
-    )
+    names, sizes, owed = sorted(sign_leaves(plan)), plan.sizes, sorted(owed_leaves(plan))
+    numel = {n: local_numel(plan.leaves[n].shape, summed_spec(plan.leaves[n], sizes), sizes) for n in owed}
+    each, before, whole = sum_dtype(plan).itemsize, sent_by_link(plain), sum(numel[name] for name in names)
+    own = sum(numel[name] // ranks_of(link_of(plan.leaves[name], sizes), sizes) for name in names)
     rest = [n for n, leaf in plan.leaves.items() if leaf.trained and n not in names and leaf.dtype.is_floating_point]
     held = (
         f"{2 * whole * each:,} bytes of their momentum and of its errors, and {own * each:,} of the errors of what it"
     )
     lines = [f"codec {plan.codec}: the optimizer sends signs of {len(names)} leaves; a rank holds {held} serves"]
     lines += [f"  sums that travel as they are: those of {', '.join(rest)}"] if rest else []
+    if plan.codec.local:
+        moved, links = sum(numel.values()), sorted({link_of(plan.leaves[name], sizes) for name in owed} - {""})
+        lines.append(
+            f"  local steps send none of it over {' and '.join(links)}: a rank holds {moved * each:,} bytes of how far "
+            f"it moved from the others, and in a step {moved * plan.policy.param.itemsize:,} of parameters that moved"
+        )
     for link, sent in sent_by_link(plan).items():
         was = f" ({before[link][1]:,.0f} without signs, {once_in_full(plan, link):,.0f} in a step of a full sum)"
         was = was if sent != before[link] else ""
@@ -334,6 +338,6 @@ def once_in_full(plan: Plan, link: str) -> float:
         by_link = [one for one in traffic(plan, name) if one.link == link]
         found += sum(one.once for one in by_link)
         if name in signed and link_of(leaf, plan.sizes) == link:
-            elements = local_numel(leaf.shape, leaf.compute, plan.sizes)
+            elements = local_numel(leaf.shape, summed_spec(leaf, plan.sizes), plan.sizes)
             found += 2 * (elements * width - sign_bytes(plan, name)) * missing_part(link, plan.sizes)
     return found

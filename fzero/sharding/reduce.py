@@ -25,7 +25,7 @@ from fzero.sharding.error_feedback import ErrorFeedback
 from fzero.sharding.moves import Moves, is_coded, moves, reduce_dtype, without_pp
 from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Group
-from fzero.sharding.sign_sums import sign_leaves
+from fzero.sharding.sign_sums import link_of, owed_leaves
 from fzero.sharding.sums_at_rest import Key, SumsAtRest
 
 
@@ -49,9 +49,9 @@ class GradientReducer:
             name: without_pp(moves(leaf.compute, leaf.grads, leaf.opt, plan.sizes))
             for name, leaf in plan.leaves.items()
         }
-        for name in sign_leaves(plan):  # whose sums over data ranks the optimizer makes
-            now, end = self.moves[name]
-            self.moves[name] = now, tuple(move for move in end if not is_coded(*move))
+        for name in owed_leaves(plan):  # whose sums over a link the optimizer makes
+            (now, end), link = self.moves[name], link_of(plan.leaves[name], plan.sizes)
+            self.moves[name] = now, tuple(move for move in end if move[1] != link)
         # Sums over micro-batches before the last one: a TreeSum if canonical, else a tensor.
         self.owed: dict[Key, Any] = {}
         self.flying: list[Iterator[Any]] = []

@@ -15,8 +15,9 @@ import torch
 from fzero.comm.bucket import bucket_groups
 from fzero.comm.ledger import sent_elements
 from fzero.comm.tables import links_of
+from fzero.sharding import sign_sums
 from fzero.sharding.at_rest import shard_axes
-from fzero.sharding.moves import COLLECTIVES, Moves, is_coded, moves, ranks_of, reduce_dtype, without_pp
+from fzero.sharding.moves import COLLECTIVES, Moves, moves, ranks_of, reduce_dtype, without_pp
 from fzero.sharding.pipelines import users_of
 from fzero.sharding.sign_sums import layers_of, sign_bytes, sign_leaves
 from fzero.sharding.slices import is_stacked, local_numel
@@ -158,8 +159,8 @@ def add_group(
     paths = {name: without_pp(path_of(plan, name)) for name in trained}
     for name in sign_leaves(plan) & set(trained):
         now, end = paths[name]
-        paths[name] = now, tuple(move for move in end if not is_coded(*move))
-        link = link_of(plan, name)
+        link = sign_sums.link_of(plan.leaves[name], sizes)
+        paths[name] = now, tuple(move for move in end if move[1] != link)
         size = int(sign_bytes(plan, name)) // layers_of(name, plan.leaves[name]) * times
         for collective in ("all_to_all", "all_gather"):
             sums.add(what, collective, link, 1, 0, sent_elements(collective, size, ranks_of(link, plan.sizes)))

@@ -10,6 +10,9 @@ After any number of sums what arrived, the e of all ranks and the f are together
 layer of a leaf that one rank serves. Elements whose last sum is exactly 0 are masked: they are sent as 0, count in no
 mean and owe nothing, as the sign of a zero would be one of noise.
 
+The ranks of such a sum are those of rp, where there are any, and what they sum are the sums in full of the ranks inside
+of each; else all ranks that have other data.
+
 Sources: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
 arXiv:2102.02888, algorithm 1 (the root mean square, which keeps the magnitude); Lu et al. 2022, "Maximizing
 communication efficiency for large-scale training via 0/1 Adam", arXiv:2202.06009 (the mean of |x|).
@@ -18,7 +21,7 @@ communication efficiency for large-scale training via 0/1 Adam", arXiv:2202.0600
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,20 +101,36 @@ def from_message(message: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tens
 # ---- plans ----
 
 
-def served_spec(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> Spec:
-    """The layout of what each rank serves of a leaf: as stage 1 shards it."""
-    return shard_over_data(name, leaf.shape, replace(leaf.compute, partial=frozenset()), sizes)
-
-
 def link_of(leaf: LeafPlan, sizes: Mapping[str, int]) -> str:
-    """The link over which the sum of a leaf's gradient is made; "" for none."""
-    return "".join(links_of(shard_axes(leaf.compute), sizes))
+    """The link over which an optimizer makes the sum of a leaf's gradient; "" for none."""
+    return "rp" if sizes["rp"] > 1 else "".join(links_of(shard_axes(leaf.compute), sizes))
+
+
+def axes_of(leaf: LeafPlan, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of that link."""
+    return tuple(filter(None, link_of(leaf, sizes).split("+")))
+
+
+def summed_spec(leaf: LeafPlan, sizes: Mapping[str, int]) -> Spec:
+    """The layout of such a sum, which is whole over its link: over rp that in which a leaf is updated."""
+    return leaf.opt if sizes["rp"] > 1 else replace(leaf.compute, partial=frozenset())
+
+
+def served_spec(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> Spec:
+    """The layout of what each rank serves of a leaf: over dp as stage 1 shards it, over rp each part so once more."""
+    spec = summed_spec(leaf, sizes)
+    if sizes["rp"] == 1:
+        return shard_over_data(name, leaf.shape, spec, sizes)
+    dim, dims = shard_dim(name), list(spec.dims)
+    if dim < len(leaf.shape) and leaf.shape[dim] % math.prod(sizes[axis] for axis in (*dims[dim], "rp")) == 0:
+        dims[dim] = (*dims[dim], "rp")
+    return replace(spec, dims=tuple(dims))
 
 
 def served_by_all(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> bool:
     """Whether a leaf is cut into blocks of whole bytes for all ranks of its link."""
-    spec = served_spec(name, leaf, sizes)
-    if not link_of(leaf, sizes) or "dp" not in spec.axes:
+    spec, axes = served_spec(name, leaf, sizes), axes_of(leaf, sizes)
+    if not axes or not {*axes} <= {*spec.axes}:
         return False
     return local_numel(leaf.shape, spec, sizes) // layers_of(name, leaf) % 8 == 0
 
@@ -131,15 +150,22 @@ def sign_bytes(plan: Plan, name: str) -> float:
     """The bytes of a leaf's signs and scales, of which a rank sends what is not its own, twice a sum."""
     leaf, sizes = plan.leaves[name], plan.sizes
     blocks = layers_of(name, leaf) * ranks_of(link_of(leaf, sizes), sizes)
-    return local_numel(leaf.shape, leaf.compute, sizes) / 8 + blocks * sum_dtype(plan).itemsize
+    return local_numel(leaf.shape, summed_spec(leaf, sizes), sizes) / 8 + blocks * sum_dtype(plan).itemsize
 
 
-def sums_tree(plan: Plan) -> dict[str, Spec]:
-    """{trained leaf: the layout of what the optimizer is given of its gradient}: the terms of a sum that is owed over a
-    link are a leaf in parts, as far as norms go."""
-    signs = sign_leaves(plan)
-    found = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained}
-    return {name: served_spec(name, plan.leaves[name], plan.sizes) if name in signs else s for name, s in found.items()}
+def terms_of(plan: Plan) -> tuple[dict[str, Spec], dict[str, Tensor]]:
+    """(layouts, whole leaves) of what the optimizer is given of the gradient of each trained leaf: the terms of a sum
+    that is owed over a link are the parts of a leaf of so many times the size, as far as norms go."""
+    specs = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained}
+    like: dict[str, Tensor] = {name: torch.empty(plan.leaves[name].shape, device="meta") for name in specs}
+    for name in owed_leaves(plan):
+        spec, dim, shape = summed_spec(plan.leaves[name], plan.sizes), shard_dim(name), list(plan.leaves[name].shape)
+        dims, axes = list(spec.dims), axes_of(plan.leaves[name], plan.sizes)
+        if dim == len(shape):  # a number, or one of each layer
+            dims, shape = [*dims, ()], [*shape, 1]
+        dims[dim], shape[dim] = (*dims[dim], *axes), shape[dim] * math.prod(plan.sizes[axis] for axis in axes)
+        specs[name], like[name] = replace(spec, dims=tuple(dims)), torch.empty(shape, device="meta")
+    return specs, like
 
 
 def sign_leaves(plan: Plan) -> frozenset[str]:
@@ -147,13 +173,21 @@ def sign_leaves(plan: Plan) -> frozenset[str]:
     return plan.coded_grads if plan.codec is not None and plan.codec.signs else frozenset()
 
 
-def worker_errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], Any]) -> dict[str, Any]:
-    """{leaf: `make(shape, spec)` of the errors that ranks keep of it, [layers or 1, ranks, *layer]}."""
+def owed_leaves(plan: Plan) -> frozenset[str]:
+    """The leaves whose sums an optimizer makes: with local steps all that it trains, as most steps make no sum."""
+    if plan.codec is None or not plan.codec.local:
+        return sign_leaves(plan)
+    return frozenset(name for name, leaf in plan.leaves.items() if leaf.trained)
+
+
+def of_ranks(plan: Plan, names: Iterable[str], make: Callable[[tuple[int, ...], Spec], Any]) -> dict[str, Any]:
+    """{leaf of `names`: `make(shape, spec)` of what each rank of its link has of it, such as errors, [layers or 1,
+    ranks, *layer]}."""
     found = {}
-    for name in sorted(sign_leaves(plan)):
+    for name in sorted(names):
         leaf, dim = plan.leaves[name], shard_dim(name)
-        lead, axes = leaf.compute.dims[:dim] or ((),), tuple(link_of(leaf, plan.sizes).split("+"))
-        spec = Spec((*lead, axes, *leaf.compute.dims[dim:]), rows=leaf.compute.rows)
+        dims, axes = summed_spec(leaf, plan.sizes).dims, axes_of(leaf, plan.sizes)
+        spec = Spec((*(dims[:dim] or ((),)), axes, *dims[dim:]), rows=leaf.compute.rows)
         shape = (leaf.shape[0] if dim else 1, math.prod(plan.sizes[axis] for axis in axes), *leaf.shape[dim:])
         found[name] = make(shape, spec)
     return found
@@ -165,23 +199,25 @@ def worker_errors_of(plan: Plan, make: Callable[[tuple[int, ...], Spec], Any]) -
 class SignSums:
     """The sums of a plan with codec "grads=1bit" as its optimizer makes them.
 
-    names: the leaves. `specs` has for each the layout of the sum, which is whole over data ranks, of a rank's errors,
+    names: the leaves that are sent by signs. owed: and others whose sums are left to the optimizer. `specs` has for
+    each the layout of the sum, which is whole over the ranks of its link, of what each of them has, such as its errors,
     and of the errors of what a rank serves.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.mesh, self.reduce, self.dtype = plan.mesh, reduce_dtype(plan), sum_dtype(plan)
-        self.names = sign_leaves(plan)
-        self.axes = {name: plan.mesh[link_of(plan.leaves[name], plan.sizes)] for name in self.names}
-        self.shapes = {name: plan.leaves[name].shape for name in self.names}
+        self.names, self.owed = sign_leaves(plan), owed_leaves(plan)
+        links = {name: link_of(plan.leaves[name], plan.sizes) for name in self.owed}
+        self.axes = {name: plan.mesh[link] if link else plan.mesh.link() for name, link in links.items()}
+        self.shapes = {name: plan.leaves[name].shape for name in self.owed}
         self.specs = {
             name: Layout(
-                replace(plan.leaves[name].compute, partial=frozenset()),
+                summed_spec(plan.leaves[name], plan.sizes),
                 worker,
                 served_spec(name, plan.leaves[name], plan.sizes),
                 plan.leaves[name].opt,
             )
-            for name, worker in worker_errors_of(plan, lambda shape, spec: Worker(shape, spec)).items()
+            for name, worker in of_ranks(plan, self.owed, lambda shape, spec: Worker(shape, spec)).items()
         }
 
     def zeros(self, name: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,6 +228,11 @@ class SignSums:
         mean, worker, server = (torch.zeros(size, dtype=self.dtype, device=device) for size in sizes)
         return mean, worker, server
 
+    def own_zeros(self, name: str, device: torch.device) -> Tensor:
+        """What a rank has of its own of a leaf, beside that of the others, all 0."""
+        shape, spec = self.specs[name].worker
+        return torch.zeros(local_shape(shape, spec, self.mesh), dtype=self.dtype, device=device)
+
     def ranks(self, name: str) -> int:
         """The number of terms of a leaf's sum."""
         return self.axes[name].size
@@ -199,7 +240,8 @@ class SignSums:
     def own(self, name: str, whole: Tensor) -> Tensor:
         """The part of a leaf's sum that this rank updates: a view."""
         at, axis = self.specs[name], self.axes[name]
-        return narrow_part(whole, axis.rank, axis.size, shard_dim(name)) if "dp" in at.opt.axes else whole
+        cut = "dp" in at.opt.axes and "dp" not in at.whole.axes
+        return narrow_part(whole, axis.rank, axis.size, shard_dim(name)) if cut else whole
 
     def in_full(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """The sums of these terms, which travel as they do without signs; `terms` is emptied.
@@ -238,7 +280,7 @@ class SignSums:
             blocks.copy_(decode(*coded, blocks != 0))
 
     def blocks(self, name: str, x: Tensor) -> Tensor:
-        """A leaf, whole over data ranks, as [layers or 1, ranks, n]: a view."""
+        """A leaf, whole over the ranks of its link, as [layers or 1, ranks, n]: a view."""
         return x.view(x.shape[0] if is_stacked(name) else 1, self.ranks(name), -1)
 
     def send(self, name: str, last: Tensor, term: Tensor, worker: Tensor, scale: str) -> Any:

@@ -173,13 +173,24 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
 
 def expect_sums(tx: GradientTransformation, plan: Plan) -> None:
     """Raise ValueError unless a plan leaves sums of gradients to its optimizer and that makes them, or neither."""
-    signs = plan.codec is not None and plan.codec.signs
+    signs, local = plan.codec is not None and plan.codec.signs, plan.codec is not None and plan.codec.local
     if signs and not tx.sums:
         raise ValueError(
             f"codec {plan.codec}: the plan leaves sums of gradients to the optimizer, and this one makes none; use "
             "optim.onebit_adam, onebit_lamb or zero_one_adam, alone (their clip= clips), or leave the codec out"
         )
-    if tx.sums and not signs and plan.mesh.link().size > 1:
+    if local and tx.local is None:
+        raise ValueError(
+            f"codec {plan.codec}: local leaves all sums to an optimizer that makes few of them, and this one sums in "
+            "each step; use optim.zero_one_adam(freeze=STEPS, sum_every=STEPS), or leave local out"
+        )
+    several = max(plan.mesh.link().size, plan.mesh["rp"].size) > 1
+    if tx.local is not None and several and not local:
+        raise ValueError(
+            "the optimizer makes local steps, between which ranks send nothing, and the plan sums gradients in each; "
+            'write zero_plan(..., codec="grads=1bit,local"), or leave sum_every out'
+        )
+    if tx.sums and not signs and several:
         raise ValueError(
             "the optimizer sends signs of its momentum, and the plan sums gradients in full; write zero_plan(..., "
             'codec="grads=1bit"), or use another optimizer, such as adamw'

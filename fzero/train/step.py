@@ -41,7 +41,7 @@ from fzero.train.state import TrainState, hand_over
 from fzero.train.state_on_disk import commit
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
-from fzero.train.update.in_memory import Gradients, update_donated, update_pure
+from fzero.train.update.in_memory import Gradients, moved_apart, update_donated, update_pure
 from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
 from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
 
@@ -144,7 +144,8 @@ def make_train_step(
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, key, seed.value, later)
                 return hand_over(state, new) if donate else new, join_metrics(each)
-            metrics, verdict, sums = measured(seed, state, gradient(state, parts, size, key, seed.value, early, known))
+            how = parts, size, key, seed.value, early, known
+            metrics, verdict, sums = measured(seed, state, gradient(moved_apart(tx, plan, state), *how))
             moved = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):

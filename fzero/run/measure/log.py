@@ -28,7 +28,7 @@ from fzero.run.measure.loggers import open_loggers
 from fzero.run.measure.rank_times import RankTimes
 from fzero.run.measure.timer import Clock, Stretch
 from fzero.run.stages import tokens_before
-from fzero.sharding.sign_sums import sums_tree
+from fzero.sharding.sign_sums import terms_of
 from fzero.train.state import TrainState
 from fzero.train.step import Metrics
 
@@ -150,7 +150,7 @@ class Meter:
         # A step that measures has both.
         assert not isinstance(metrics.squares, tuple) and not isinstance(metrics.factor, tuple)
         grads = norms.by_part(
-            norms.sums(metrics.squares), sums_tree(plan), mesh, plan.trained(plan.like), float(metrics.factor)
+            norms.sums(metrics.squares), terms_of(plan)[0], mesh, plan.trained(plan.like), float(metrics.factor)
         )
         params = norms.by_part(norms.of_params(state.params), plan.params, mesh, plan.like)
         return {"grad_norms": grads, "param_norms": params}

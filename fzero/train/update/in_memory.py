@@ -157,6 +157,16 @@ def update_pure(
     before = state.master if plan.policy.has_master else own(plan, state.params)
     updates, opt_state = tx.update(pytree.map(lambda g: g * grads.factor, grads.sums), state.opt_state, before)
     target = apply_updates(before, updates)
+    params = at_rest(plan, target, state.params)
+    new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
+    return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)
+
+
+def at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
+    """New parameters at rest, whose trained ones are those of `target`, as this rank updates them.
+
+    Communicates: an all_gather of each leaf that is updated in shards and whole at rest.
+    """
     names = split_names(plan)
 
     def rest(name: str, leaf: Tensor) -> Tensor:
@@ -164,6 +174,13 @@ def update_pure(
         return all_gather(leaf, plan.link(name), shard_dim(name), leaf=name) if name in names else leaf
 
     with plan.mesh.ledger.phase("update"):
-        params = plan.whole(pytree.map_named(rest, target), state.params)
-    new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
-    return new if skipped is None else pytree.map(lambda a, b: torch.where(skipped, a, b), state, new)
+        return plan.whole(pytree.map_named(rest, target), params)
+
+
+def moved_apart(tx: GradientTransformation, plan: Plan, state: Tree) -> Tree:
+    """The state with the parameters at which this rank's gradient is taken: its own, where ranks move apart between two
+    sums of an optimizer."""
+    if tx.local is None:
+        return state
+    at = tx.local(state.opt_state, state.master if plan.policy.has_master else own(plan, state.params))
+    return state if at is None else state._replace(params=at_rest(plan, at, state.params))
