@@ -45,6 +45,15 @@ class Data:
     # prefix, middle and suffix, "PREFIX,MIDDLE,SUFFIX" or their ids; "": the tokenizer's usual ones
     fim: float = 0.0
     fim_tokens: str = ""
+    # the part of the documents of which spans are taken out, to be learned after their end (T5's span corruption in one
+    # sequence), the part of their tokens and the mean length of a span
+    span_corruption: float = 0.0
+    noise_density: float = 0.15
+    mean_noise_span_length: float = 3.0
+    sentinel_tokens: str = ""  # that stand for spans, such as "<a>,<b>,<c>" or ids "32000-32099"; "": <extra_id_0>, ...
+    # how much targets count: "<tool>=0,10=0.25" by tokens or ids, of 0 to 1, others 1; or weights.npy, one for each id,
+    # whose digest is recorded at the start of a run
+    token_weights: str = ""
     cache: str = ""  # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches
     cache_gb: float = 20.0  # its size, of all ranks of the machine together
     retry_minutes: float = 5.0  # how long their store may be away

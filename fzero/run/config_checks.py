@@ -26,9 +26,9 @@ from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_codes, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
 from fzero.run.curriculum import validate_curriculum, validate_kept
-from fzero.run.fill_in_middle import validate_fim
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
+from fzero.run.transforms import validate_transforms
 from fzero.sharding import AXES
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
@@ -57,6 +57,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE, "data.fim": FRACTION},
+    **{"data.noise_density": (0.0, False, 1.0), "data.mean_noise_span_length": SIZE},
     **{"data.curriculum_start": (0.0, False, 1.0), "data.curriculum_steps": COUNT, "data.curriculum_tokens": COUNT},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
@@ -166,7 +167,7 @@ def validate(config: RunConfig) -> None:
         )
     validate_data(c)
     validate_curriculum(c)
-    validate_fim(c)
+    validate_transforms(c)
     if t.loss_by_position and c.objective not in ("text", "chat"):
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"

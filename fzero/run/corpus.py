@@ -33,8 +33,8 @@ from fzero.data.work_folder import Busy
 from fzero.run import conversations, run_folder
 from fzero.run.config import RunConfig
 from fzero.run.curriculum import curriculum_of, make_pieces
-from fzero.run.fill_in_middle import make_fim
 from fzero.run.stages import stages_of
+from fzero.run.transforms import make_transforms
 from fzero.sharding import Mesh
 
 Say = Callable[[str], None]
@@ -173,12 +173,12 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
 def micro_batches(config: RunConfig, corpus: Path, stream: Any, before: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
     is sample `before`."""
-    size, in_pieces, rearranged = config.train.micro_batch, make_pieces(config), make_fim(config, corpus)
+    size, in_pieces, transformed = config.train.micro_batch, make_pieces(config), make_transforms(config, corpus)
 
     def read(sample: int, m: int) -> Batch:
         first = sample + m * size
         batch = in_pieces(stream.samples_at(first - before, size), sample)
-        return drop_documents(config, rearranged(batch, first))
+        return drop_documents(config, transformed(batch, first))
 
     return read
 
