@@ -28,8 +28,10 @@ class Data:
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256
-    # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), see docs/data.md
+    # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), buckets (each in a row of
+    # its own, batches of rows of one length, of as many positions), see docs/data.md
     packing: str = "stream"
+    bucket_lengths: str = ""  # of buckets: of their rows, "64,128,256" up to seq_len; "": 1/8, 1/4, 1/2 and all of it
     within_documents: bool = True  # a token attends to its own document only
     # the analysis by which easy rows come first, such as "rarity" (fzero data analyze); its digest is recorded at the
     # start of a run: "rarity@0123456789abcdef". "": a permutation
@@ -99,6 +101,10 @@ class Optim:
     # zero_one_adam: the steps in which v moves at all, 0: all
     freeze_steps: int = 0
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
+    # of data.packing=buckets: how the learning rate follows the size of a batch, none, linear or sqrt, in sequences (1
+    # for train.batch of them) or tokens (1 for train.batch x data.seq_len)
+    lr_scaling: str = "none"
+    lr_scaling_by: str = "sequences"
     schedule: Schedule = Schedule()
 
 

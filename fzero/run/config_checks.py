@@ -23,6 +23,7 @@ from fzero.models import sizes
 from fzero.models.score import head_of
 from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
+from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
 from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_codes, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
 from fzero.run.curriculum import validate_curriculum, validate_kept
@@ -52,6 +53,7 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
     **dict.fromkeys(SEND_SIGNS, (*ADAM, "freeze_steps")),
 }
+ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
@@ -98,11 +100,13 @@ BOUNDS: dict[str, Bounds] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "objective": tuple(OBJECTIVES),
-    "data.packing": tuple(PACKINGS),
+    "data.packing": (*PACKINGS, BUCKETS),
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),
     "optim.adjust": ("original", "match_rms_adamw"),
+    "optim.lr_scaling": tuple(SCALINGS),
+    "optim.lr_scaling_by": SIZES,
     "optim.schedule.name": tuple(SCHEDULES),
     "optim.schedule.decay": ("linear", "sqrt", "cosine"),
     "optim.schedule.warmup": RISES,
@@ -166,6 +170,7 @@ def validate(config: RunConfig) -> None:
             "one fit the other"
         )
     validate_data(c)
+    validate_buckets(c)
     validate_curriculum(c)
     validate_transforms(c)
     if t.loss_by_position and c.objective not in ("text", "chat"):
@@ -246,7 +251,7 @@ def validate_data(c: RunConfig) -> None:
             f"data.retry_minutes is {c.data.retry_minutes:g} and train.hang_s {c.train.hang_s:g} s, after which ranks "
             "that wait for data are ended; give data.retry_minutes less, or train.hang_s more"
         )
-    if c.objective != "text" and c.data.packing != "stream":
+    if c.objective != "text" and c.data.packing not in ("stream", BUCKETS):
         raise ValueError(
             f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
             "is; leave it out"
@@ -325,7 +330,7 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
     use."""
     optim = table.get("optim", {})
     for where, given, kind, uses in (
-        ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], "name", "clip", "schedule"}),
+        ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], *ANY_OPTIM}),
         (
             "optim.schedule",
             optim.get("schedule", {}),
