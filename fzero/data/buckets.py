@@ -139,13 +139,9 @@ class BucketStream:
                 f"samples_at({first}, {count}): wanted first >= 0, and samples of one batch of {self.batch} "
                 "(documents of one length)"
             )
-        epoch, bucket, before = self.place_of(number)
-        length = self.lengths[bucket]
+        length, ranges = _batch(self, number)
         each = self.seq_len // length
-        at = before + np.arange(begin * each, (begin + count) * each)
-        there, out = at < self.entries[bucket], np.zeros((len(at), 2), np.int64)
-        out[there] = self.documents_of(epoch, bucket, at[there])
-        return length, out
+        return length, ranges[begin * each : (begin + count) * each]
 
     def positions_at(self, first: int, count: int) -> np.ndarray:
         """The positions, int64 [count T / L, L], of the rows of these samples; see fzero/data/packing.py."""
@@ -182,6 +178,17 @@ class BucketStream:
         """The share of an epoch's positions that are filled up."""
         held = sum(int((own[:, 1] - own[:, 0]).sum()) for own in self.pieces)
         return 1 - held / (self.samples_per_epoch * self.seq_len)
+
+
+@functools.lru_cache(maxsize=4)
+def _batch(stream: BucketStream, number: int) -> tuple[int, np.ndarray]:
+    """(L, the ranges int64 [B T / L, 2] of the rows of batch `number`); cached, as its micro-batches follow one
+    another."""
+    epoch, bucket, before = stream.place_of(number)
+    at = before + np.arange(stream.rows_of_batch[bucket])
+    there, out = at < stream.entries[bucket], np.zeros((len(at), 2), np.int64)
+    out[there] = stream.documents_of(epoch, bucket, at[there])
+    return stream.lengths[bucket], out
 
 
 def expect_lengths(lengths: Sequence[int], seq_len: int) -> None:
