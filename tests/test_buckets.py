@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import chats
 import numpy as np
 import pytest
 import ranks
@@ -19,7 +20,7 @@ from fzero.core import pytree
 from fzero.data.buckets import BucketStream, Size
 from fzero.data.packing import cut, within_documents
 from fzero.data.tokens import Tokens
-from fzero.run import corpus
+from fzero.run import corpus, run_folder
 from fzero.run.buckets import lr_scale
 from fzero.run.build import build, first_state, specs_of
 from fzero.run.config_table import from_json, from_table, to_json
@@ -299,6 +300,26 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(text, fz, tmp_path, monke
             name: other.get(name) for name in (*NUMBERS, "val_loss")
         }
     assert len({row["lr_scale"] for row in rows[0]}) > 2
+
+
+def test_conversations_are_tuned_in_rows_of_like_length(fz, tmp_path):
+    chats.qwen3_folder(tmp_path / "qwen3")
+    lines = [
+        {"messages": [m[0], {**m[1], "content": m[1]["content"] * (1 + i % 3)}]} for i, m in enumerate(chats.sums())
+    ]
+    chats.write_lines(tmp_path / "chat.jsonl", lines)
+    run = tmp_path / "run"
+    own = ("--set", "data.packing=buckets", "--set", 'data.bucket_lengths="48,96"', "--set", "optim.lr_scaling=linear")
+    start = ("finetune", "--init", tmp_path / "qwen3", "--data", tmp_path / "chat.jsonl", *chats.FLAGS, *own)
+    code, out, err = fz(*start, "--steps", 12, "--out", run, "--prompt", "")
+    assert (code, err) == (0, "") and "packing buckets: " in out
+    config = run_folder.read_config(run)
+    stream = corpus.open_last(config, run / "data")[0]
+    sizes = [stream.size_at(4 * step).sequences for step in range(12)]
+    assert chats.column(run, "lr_scale") == [size / 4 for size in sizes] and len(set(sizes)) > 1
+    counted = [int(stream.batch_at(step)["mask"].sum()) for step in range(12)]
+    assert chats.column(run, "num_tokens") == counted
+    assert stream.samples_per_epoch <= 4 * 12 and chats.column(run, "loss")[-1] < chats.column(run, "loss")[0] - 0.4
 
 
 # ---- what is refused ----

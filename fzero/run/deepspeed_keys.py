@@ -194,7 +194,7 @@ KEYS: tuple[Key, ...] = (
     *_refused("give the batch that it would choose", "elasticity.enabled"),
     *_refused("use `fzero plan --search`", "autotuning.enabled"),
     *_refused(
-        "use data.curriculum, data.seq_len_warmup or train.random_ltd",
+        "use data.curriculum, data.seq_len_warmup, train.random_ltd, or data.packing=buckets with optim.lr_scaling",
         "curriculum_learning.enabled",
         "data_efficiency.enabled",
     ),
