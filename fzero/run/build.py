@@ -142,6 +142,8 @@ def build(
     )
     kept = t.random_ltd if 0 < t.random_ltd < config.data.seq_len else 0
     trained = models.random_ltd(model, kept) if kept else model
+    if t.layer_drop_theta < 1:
+        trained = models.layer_drop(model, t.layer_drop_theta, t.layer_drop_gamma)
     train_step = make_train_step(
         trained,
         tx,

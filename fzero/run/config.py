@@ -132,6 +132,10 @@ class Train:
     # all. random_ltd_ramp: fewer at first, up to that: "64:64:1e8"
     random_ltd: int = 0
     random_ltd_ramp: str = ""
+    # progressive layer dropping (see docs/data.md): the part of the steps that the last layers take part in at the end,
+    # 1: all, and how fast it falls to that, by exp(-gamma x steps)
+    layer_drop_theta: float = 1.0
+    layer_drop_gamma: float = 0.001
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler

@@ -26,7 +26,7 @@ from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
 from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_codes, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
-from fzero.run.curriculum import validate_curriculum, validate_kept
+from fzero.run.curriculum import validate_curriculum, validate_kept, validate_layers
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.run.transforms import validate_transforms
@@ -71,6 +71,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
     **{
         "train.random_ltd": COUNT,
+        "train.layer_drop_gamma": RATE,
         "train.snapshot_mb": COUNT,
         "train.digest_every": COUNT,
         "train.measure_every": COUNT,
@@ -163,6 +164,7 @@ def validate(config: RunConfig) -> None:
     if t.batch_ramp:
         Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
     validate_kept(c)
+    validate_layers(c)
     validate_tokens(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
         raise ValueError(
