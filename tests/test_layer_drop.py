@@ -188,6 +188,26 @@ def test_recomputation_and_compilation_change_nothing(execution):
     assert_close(made[0].params, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_states_that_a_step_is_mapped_over_drop_layers_each_of_its_own():
+    """There a layer that is dropped counts 0 times."""
+    model, tx = model_of("layer-drop"), OPTIMIZERS["clipped adam"]
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy=fzero.fp64())
+    pure, donated = (fzero.make_train_step(model, tx, plan, donate=donate) for donate in (False, True))
+
+    def init(key):
+        return fzero.init_state(model, tx, plan, seed=key)
+
+    keys = torch.stack([prng.key(seed) for seed in range(3)])
+    together, alone, gone = torch.func.vmap(init)(keys), [init(key) for key in keys], set()
+    for i in range(3):
+        gone |= {tuple((draws_of(model, state)["scales"] == 0).tolist()) for state in alone}
+        together, _ = torch.func.vmap(pure, in_dims=(0, None))(together, batch_for(i, 4))
+        alone = [donated(state, batch_for(i, 4))[0] for state in alone]
+    for i, state in enumerate(alone):
+        assert_close(pytree.map(lambda x, i=i: x[i], together.params), state.params, rtol=1e-9, atol=1e-10)
+    assert len(gone) > 2
+
+
 # ---- runs ----
 
 
