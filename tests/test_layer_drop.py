@@ -177,7 +177,7 @@ def test_layers_that_each_rank_draws_for_itself_are_noticed():
 
 @pytest.mark.parametrize(
     "execution",
-    [{"remat": "full"}, {"remat": "full:2"}, pytest.param({"compiled": True}, marks=pytest.mark.slow)],
+    [{"remat": "full"}, {"remat": "every:2"}, pytest.param({"compiled": True}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_recomputation_and_compilation_change_nothing(execution):

@@ -35,10 +35,10 @@ def layer_drop(model: Model, theta: float = 0.5, gamma: float = 0.001) -> Model:
 
     Raises ValueError for another family than gpt2 and llama, a theta outside of 0 to 1 (0 is none), a gamma below 0.
 
-    >>> from fzero import models
+    >>> from fzero import models, random
     >>> model = layer_drop(models.gpt2(models.GPT2Config(8, 4, 4, 2, 1)), theta=0.5, gamma=1.0)
     >>> model.drop(random.key(0), torch.tensor(0)), (model.drop(random.key(0), torch.tensor(9)) == 0).tolist()
-    (tensor([1., 1.], dtype=torch.float64), [False, False])
+    (tensor([1., 1.], dtype=torch.float64), [False, True])
 
     Ref: Zhang and He 2020, arXiv:2010.13369, algorithm 1.
     """

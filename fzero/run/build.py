@@ -140,10 +140,7 @@ def build(
         _layers=layers,
         _known=known,
     )
-    kept = t.random_ltd if 0 < t.random_ltd < config.data.seq_len else 0
-    trained = models.random_ltd(model, kept) if kept else model
-    if t.layer_drop_theta < 1:
-        trained = models.layer_drop(model, t.layer_drop_theta, t.layer_drop_gamma)
+    trained = with_drops(config, model)
     train_step = make_train_step(
         trained,
         tx,
@@ -161,6 +158,14 @@ def build(
     train_step = members.step(train_step, plan) if members else train_step
     train_step = BucketStep(train_step, t.batch) if config.data.packing == BUCKETS else train_step
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
+
+
+def with_drops(config: RunConfig, model: Model) -> Model:
+    """The model as it is trained: whose layers drop tokens, or that drops layers."""
+    t = config.train
+    if t.layer_drop_theta < 1:
+        return models.layer_drop(model, t.layer_drop_theta, t.layer_drop_gamma)
+    return models.random_ltd(model, t.random_ltd) if 0 < t.random_ltd < config.data.seq_len else model
 
 
 def expect_even_sequences(config: RunConfig, mesh: Mesh) -> None:
