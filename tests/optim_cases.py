@@ -43,9 +43,6 @@ OPTIMIZERS = {
     "adafactor": lambda lr, dtype=None: optim.adafactor(lr, eps1=1e-8, weight_decay=0.1, state_dtype=dtype),
     "muon by label": muon_for_matrices,
     "recipe": recipe,
-    "lr scale": lambda lr, dtype=None: optim.with_lr_scale(
-        lambda scale: optim.adamw(lambda count: lr * scale, state_dtype=dtype)
-    ),
     "accumulate": lambda lr, dtype=None: optim.accumulate(optim.adamw(lr, state_dtype=dtype), 2, dtype=dtype),
     "decayed sgd": lambda lr, dtype=None: optim.chain(
         optim.clip_by_value(0.5), optim.add_decayed_weights(0.1, optim.decay_matrices), optim.sgd(lr, state_dtype=dtype)
