@@ -282,24 +282,23 @@ def test_factors_are_those_configured(text):
     }
 
 
-def test_a_resumed_run_is_the_one_that_was_not_stopped(text, fz, tmp_path, monkeypatch):
+DISK = {"zero": 3, "offload": "params=nvme,opt=nvme"}  # whose steps are committed as they are made
+
+
+@pytest.mark.parametrize("own", [{}, pytest.param(DISK, marks=pytest.mark.slow)], ids=["in memory", "on a disk"])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(text, fz, tmp_path, monkeypatch, own):
     monkeypatch.chdir(tmp_path)
-    table = config_of(text, train={"checkpoint_every": 2, "eval_every": 4, "eval_batches": 2, "log_every": 4})
-    Path("run.json").write_text(to_json(table))
+    train = {"checkpoint_every": 2, "eval_every": 4, "eval_batches": 2, "log_every": 4}
+    Path("run.json").write_text(to_json(config_of(text, train=train, **own)))
     common = ("pretrain", "--config", "run.json", "--steps", "6", "--prompt", "")
     assert fz(*common, "--out", "whole")[0] == 0
-    assert (
-        fz(*common, "--out", "parts", "--stop-at", "3")[0] == 0 and fz("pretrain", "--out", "parts", "--resume")[0] == 0
-    )
-    rows = [
-        [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-        for run in ("whole", "parts")
-    ]
-    for one, other in zip(*rows, strict=True):
-        assert {name: one.get(name) for name in (*NUMBERS, "val_loss")} == {
-            name: other.get(name) for name in (*NUMBERS, "val_loss")
-        }
-    assert len({row["lr_scale"] for row in rows[0]}) > 2
+    assert fz(*common, "--out", "parts", "--stop-at", "3")[0] == 0
+    assert fz("pretrain", "--out", "parts", "--resume")[0] == 0
+    whole, parts = (list(run_folder.read_metrics(Path(run))) for run in ("whole", "parts"))
+    for one, other in zip(whole, parts, strict=True):
+        for name in (*NUMBERS, "val_loss"):
+            assert one.get(name) == other.get(name), (one["step"], name)
+    assert len({row["lr_scale"] for row in whole}) > 2
 
 
 def test_conversations_are_tuned_in_rows_of_like_length(fz, tmp_path):

@@ -122,17 +122,17 @@ class BucketStep:
     The factor is in the state (see `optim.with_lr_scale`): there it is set in place, where graphs of steps have it.
     """
 
-    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], samples: int) -> None:
-        self.own, self.samples = step, samples
+    def __init__(self, step: Callable[[Any, Any], tuple[Any, Any]], samples: int, ranks: int) -> None:
+        self.own, self.samples, self.ranks = step, samples, ranks  # of data
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         scale, rows = batch.get(LR_SCALE), {name: leaf for name, leaf in batch.items() if name != LR_SCALE}
-        cursor = state.data_cursor + self.samples
+        # The step counts the rows of all ranks, and commits what it counts to a disk.
+        more = self.samples - self.ranks * pytree.leaves(rows)[0].shape[0]
         if scale is not None:
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy it
             scale_in(state).copy_(scale)
-        new, metrics = self.own(state, rows)
-        new.data_cursor.copy_(cursor)
+        new, metrics = self.own(state._replace(data_cursor=state.data_cursor + more), rows)
         if scale is None:
             return new, metrics
         return new, metrics._replace(extra={**metrics.extra, LR_SCALE: scale})

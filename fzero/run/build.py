@@ -156,7 +156,7 @@ def build(
     check = make_check(trained, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
     train_step = members.step(train_step, plan) if members else train_step
-    train_step = BucketStep(train_step, t.batch) if config.data.packing == BUCKETS else train_step
+    train_step = BucketStep(train_step, t.batch, mesh.data_size) if config.data.packing == BUCKETS else train_step
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
 
 
