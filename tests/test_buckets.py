@@ -31,7 +31,7 @@ from fzero.sharding import fake_mesh
 from fzero.sharding.redistribute import gather_on_first
 
 MODEL = {"n_layers": 2, "d_model": 16, "n_heads": 2, "n_kv_heads": 1, "d_ff": 32}
-BATCH, STEPS = 4, 30  # of 26 batches an epoch
+BATCH, STEPS = 4, 20  # of 18 batches an epoch
 
 
 def hand_made(lengths, **rest):
@@ -43,7 +43,7 @@ def hand_made(lengths, **rest):
 def text(tmp_path_factory):
     """A corpus of bytes, of documents of 2 to 41 tokens."""
     folder, rng = tmp_path_factory.mktemp("buckets"), random.Random(0)
-    lengths = [rng.choice((1, 2, 3, 4, 6, 9, 13, 16, 30, 40)) for _ in range(100)]
+    lengths = [rng.choice((1, 2, 3, 4, 6, 9, 13, 16, 30, 40)) for _ in range(70)]
     lines = ["".join(rng.choice("abcdefg ") for _ in range(length)) for length in lengths]
     (folder / "t.jsonl").write_text("".join(json.dumps({"text": f"{i}{line}"}) + "\n" for i, line in enumerate(lines)))
     data.prepare(folder / "t.jsonl", folder / "text", val_fraction=0.1)
@@ -68,7 +68,7 @@ def config_of(path, scaling="sqrt", by="sequences", **tables):
 # ---- the order of documents ----
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n > 2)) for n in range(9)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n > 1)) for n in range(9)])
 def test_every_document_comes_once_in_an_epoch_and_in_its_length(seed):
     rng = np.random.default_rng(seed)
     lengths = (3, 6, 12, 24) if seed % 2 else (8, 16)
@@ -152,7 +152,9 @@ def steps_on(config, path, size, steps):
 TRANSFORMED = {"fim": 0.5, "token_weights": "97=0.5"}
 
 
-@pytest.mark.parametrize("own", [{}, TRANSFORMED], ids=["plain", "rearranged"])
+@pytest.mark.parametrize(
+    "own", [{}, pytest.param(TRANSFORMED, marks=pytest.mark.exhaustive)], ids=["plain", "rearranged"]
+)
 def test_meshes_and_resumes_read_what_one_process_reads(text, own):
     config = config_of(text, data=own)
     made = steps_on(config, text, 1, range(STEPS))

@@ -187,7 +187,7 @@ def test_and_so_with_middles_to_fill_in(mixed, with_middles):
 def without_spans(home):
     """A config of one corpus that takes spans out, in which a space counts half as much as other bytes, an e not at
     all."""
-    config = config_of(home)
+    config = config_of(home, batch=8)
     own = {"path": str(home / "web"), "span_corruption": 0.7, "token_weights": "32=0.5,101=0"}
     return replace(config, data=replace(config.data, mixture="", **own)), home / "web"
 

@@ -115,9 +115,10 @@ def test_each_layer_stays_as_often_as_the_schedule_says():
         now = (1 - theta) * math.exp(-gamma * step) + theta
         wanted = torch.tensor([1 - n / layers * (1 - now) for n in range(layers)], dtype=F64)
         assert_close(kept_part(theta, gamma, torch.tensor(step), layers), wanted, rtol=1e-12, atol=1e-12)
-        scales = torch.stack([model.drop(prng.fold_in(prng.key(0), n), torch.tensor(step)) for n in range(500)])
-        assert ((scales > 0).double().mean(0) - wanted).abs().max() < 5 * 0.5 / 500**0.5
-        assert (scales.mean(0) - 1).abs().max() < 0.3, "in the mean a layer adds what it adds"
+        draw = lambda n, step=step: model.drop(prng.fold_in(prng.key(0), n), torch.tensor(step))  # noqa: E731
+        scales = torch.func.vmap(draw)(torch.arange(2000))
+        assert ((scales > 0).double().mean(0) - wanted).abs().max() < 5 * 0.5 / 2000**0.5
+        assert (scales.mean(0) - 1).abs().max() < 0.12, "in the mean a layer adds what it adds"
         assert (scales[:, 0] == 1).all()
 
 

@@ -23,7 +23,7 @@ import torch
 from fzero.core import prng
 from fzero.core.kinds import expect_fields
 from fzero.data.packing import FILL, cut, within_documents
-from fzero.data.stream import Batch, assemble, fetch, shuffled
+from fzero.data.stream import DRAWN, Batch, assemble, fetch, shuffled
 from fzero.data.tokens import Tokens
 
 
@@ -139,9 +139,16 @@ class BucketStream:
                 f"samples_at({first}, {count}): wanted first >= 0, and samples of one batch of {self.batch} "
                 "(documents of one length)"
             )
-        length, ranges = _batch(self, number)
+        epoch, bucket, before = self.place_of(number)
+        length = self.lengths[bucket]
         each = self.seq_len // length
-        return length, ranges[begin * each : (begin + count) * each]
+        low, high = before + begin * each, before + (begin + count) * each
+        out, end = np.zeros((high - low, 2), np.int64), min(high, self.entries[bucket])
+        for block in range(low // DRAWN, -(-end // DRAWN)):
+            first, last = max(low, block * DRAWN), min(end, (block + 1) * DRAWN)
+            drawn = _drawn(self, epoch, bucket, block)
+            out[first - low : last - low] = drawn[first - block * DRAWN : last - block * DRAWN]
+        return length, out
 
     def positions_at(self, first: int, count: int) -> np.ndarray:
         """The positions, int64 [count T / L, L], of the rows of these samples; see fzero/data/packing.py."""
@@ -180,15 +187,12 @@ class BucketStream:
         return 1 - held / (self.samples_per_epoch * self.seq_len)
 
 
-@functools.lru_cache(maxsize=4)
-def _batch(stream: BucketStream, number: int) -> tuple[int, np.ndarray]:
-    """(L, the ranges int64 [B T / L, 2] of the rows of batch `number`); cached, as its micro-batches follow one
-    another."""
-    epoch, bucket, before = stream.place_of(number)
-    at = before + np.arange(stream.rows_of_batch[bucket])
-    there, out = at < stream.entries[bucket], np.zeros((len(at), 2), np.int64)
-    out[there] = stream.documents_of(epoch, bucket, at[there])
-    return stream.lengths[bucket], out
+@functools.lru_cache(maxsize=32)
+def _drawn(stream: BucketStream, epoch: int, bucket: int, block: int) -> np.ndarray:
+    """The ranges of the documents from block * DRAWN on, in the order of a length in an epoch; cached."""
+    return stream.documents_of(
+        epoch, bucket, np.arange(block * DRAWN, min((block + 1) * DRAWN, stream.entries[bucket]))
+    )
 
 
 def expect_lengths(lengths: Sequence[int], seq_len: int) -> None:
