@@ -147,6 +147,22 @@ CASES = {
         (*RUN, "--data", "bytes", "--set", "data.fim=0.5", "--set", 'data.fim_tokens="1,2,900"'),
         "below 256",
     ),
+    "no tokens for spans": (
+        None,
+        (*RUN, "--data", "bpe", "--set", "data.span_corruption=0.5", "--set", "model.vocab_size=300"),
+        "give data.sentinel_tokens",
+    ),
+    "weights of no file": (None, (*RUN, "--data", "bytes", "--set", "data.token_weights=w.npy"), r"w\.npy cannot be"),
+    "weights of a file that is none": (
+        lambda p: (p / "w.npy").write_bytes(b"\x93NUMPY"),
+        (*RUN, "--data", "bytes", "--set", "data.token_weights=w.npy"),
+        r"w\.npy: cannot be read as a \.npy file",
+    ),
+    "weights of other tokens": (
+        lambda p: np.save(p / "w.npy", np.ones(300)),
+        (*RUN, "--data", "bytes", "--set", "data.token_weights=w.npy"),
+        r"w\.npy: is float64 \[300\]",
+    ),
     "a batch that shrinks": (None, (*RUN, "--data", "bytes", "--batch-ramp", "99:1:100"), "99"),
 }
 

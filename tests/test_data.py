@@ -21,8 +21,11 @@ from fzero import data
 from fzero.data import checksums
 from fzero.data.tokenizers import train_bpe
 from fzero.data.tokens import token_dtype
+from fzero.run import token_weights
 from fzero.run.config_table import from_table
 from fzero.run.fill_in_middle import sentinels_of
+from fzero.run.span_corruption import span_sentinels
+from fzero.run.token_weights import weights_of
 
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(40)]
 
@@ -761,6 +764,8 @@ def test_the_tokens_of_a_middle_are_the_tokenizers_or_the_users(tmp_path):
     for text, words in {
         "<own>,<fim>,<fim_suffix>": "has no token '<fim>'",
         "<own>,<|endoftext|>,<fim_suffix>": "ends documents with one of them",
+        "<own>,273,<fim_suffix>": "has the token 273 twice",
+        "1,2,3-4": "which are 4 tokens; it is PREFIX,MIDDLE,SUFFIX",
         "1,2,274": "ids of .* are below 274",
     }.items():
         with pytest.raises(ValueError, match=words):
@@ -773,14 +778,72 @@ def test_the_tokens_of_a_middle_are_the_tokenizers_or_the_users(tmp_path):
         sentinels_of("a,b,c", tmp_path / "bytes")
 
 
+def test_the_tokens_of_spans_are_the_tokenizers_or_the_users(tmp_path):
+    place = sentinels_beside(tmp_path, "<extra_id_1>", "<extra_id_0>", "<extra_id_3>", "<own>")
+    assert span_sentinels("", place) == [271, 270]  # those that follow one another
+    assert span_sentinels("<own>,5-7,<extra_id_0>", place) == [273, 5, 6, 7, 271]
+    for text, words in {
+        "<own>": "which is one token; it is the tokens that stand for the spans",
+        "<own>,<other>": "has no token '<other>'",
+        "7-5": "has 7-5; ids of .* are below 274, in rising order",
+        "270-274": "ids of .* are below 274",
+        "5-7,6": "has the token 6 twice",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            span_sentinels(text, place)
+    with pytest.raises(ValueError, match=r"has no <extra_id_0>, <extra_id_1>, ...; give data.sentinel_tokens, the"):
+        span_sentinels("", tmp_path / "plain")
+    data.prepare(tmp_path / "text.txt", tmp_path / "bytes", val_fraction=0.1)
+    never = span_sentinels("", tmp_path / "bytes")
+    assert len(never) == 13 and not {*never} & {*"".join(map(chr, range(1, 0x800))).encode(), *"\U0010ffff".encode()}
+
+
+def test_weights_are_of_tokens_or_a_file_of_all(tmp_path):
+    place = sentinels_beside(tmp_path, "<own>", "<a=b>")
+    weights = weights_of("<own>=0,<a=b>=0.5,3-4=.25", place)
+    assert weights[[270, 271, 3, 4]].tolist() == [0, 0.5, 0.25, 0.25] and weights.sum() == 272 - 1 - 0.5 - 1.5
+    values = np.random.default_rng(0).random(272, np.float32)
+    np.save(tmp_path / "own.npy", values)
+    began = token_weights.with_digest(str(tmp_path / "own.npy"))
+    assert began == token_weights.with_digest(began) != token_weights.with_digest("1=0.5")
+    assert torch.equal(weights_of(began, place), torch.from_numpy(values).double())
+    for wrong, words in (
+        (values[1:], r"is float32 \[271\]; data.token_weights of this corpus is a vector of 272 numbers from 0 to 1"),
+        (values + 1, "is a vector of 272 numbers from 0 to 1"),
+        (values * np.nan, "is a vector of 272 numbers from 0 to 1"),
+        (np.array(["a"] * 272), "is a vector of 272 numbers from 0 to 1"),
+    ):
+        np.save(tmp_path / "own.npy", wrong)
+        with pytest.raises(ValueError, match=words):
+            weights_of(str(tmp_path / "own.npy"), place)
+    with pytest.raises(ValueError, match=r"and the file is [0-9a-f]{16} by now; put the other one back, or start a"):
+        weights_of(began, place)
+    for text, words in (("<ow>=0", "has no token '<ow>'"), ("272=0", "ids of .* are below 272")):
+        with pytest.raises(ValueError, match=words):
+            weights_of(text, place)
+
+
 @pytest.mark.parametrize(
     "own, words",
     [
+        ({"noise_density": 0.2}, "data.noise_density is 0.2 and data.span_corruption is 0; give the part"),
+        ({"sentinel_tokens": "1,2"}, "data.sentinel_tokens is '1,2' and data.span_corruption is 0"),
+        ({"span_corruption": 1.5}, "data.span_corruption is 1.5; it must be from 0 to 1"),
+        ({"span_corruption": 0.5, "fim": 0.5}, "data.fim is 0.5, which rearranges them too"),
+        ({"span_corruption": 0.5, "noise_density": 1.0}, "data.noise_density is 1.0; it must be above 0 and below 1"),
+        ({"span_corruption": 0.5, "mean_noise_span_length": 0.5}, "data.mean_noise_span_length is 0.5; it must be at"),
+        ({"token_weights": "1"}, "has '1'; it is TOKEN=WEIGHT,..., tokens or their ids"),
+        ({"token_weights": "1=0.5,2=1.5"}, "has '2=1.5'; it is TOKEN=WEIGHT"),
+        ({"token_weights": "=0.5"}, "has '=0.5'; it is TOKEN=WEIGHT"),
+        ({"token_weights": "1=0.5", "objective": "dpo"}, "the loss of objective=dpo is no mean of tokens; leave it"),
+        ({"span_corruption": 0.5, "objective": "chat"}, "data.span_corruption is 0.5 and objective is chat; it takes"),
         ({"fim_tokens": "1,2,3"}, "data.fim_tokens is '1,2,3' and data.fim is 0"),
         ({"fim": 0.5, "fim_tokens": "1,2"}, "it is PREFIX,MIDDLE,SUFFIX"),
         ({"fim": 1.5}, "data.fim is 1.5; it must be at least 0 and below 1"),
     ],
 )
-def test_settings_of_middles_are_refused_in_a_line(own, words):
+def test_settings_of_transforms_are_refused_in_a_line(own, words):
     with pytest.raises(ValueError, match=words):
-        from_table({"preset": "mlp-tiny", "data": own})
+        objective = own.get("objective", "text")
+        rest = {key: value for key, value in own.items() if key != "objective"}
+        from_table({"preset": "mlp-tiny", "objective": objective, "data": rest})

@@ -1,6 +1,7 @@
 """The data of step i is a pure function of (config, i), each row exactly once: by brute force over meshes, kills, a
 batch that grows, weights that change, sources that end, and sequences that become longer."""
 
+import itertools
 import json
 import math
 import random
@@ -49,10 +50,11 @@ def config_of(home, **train):
 
 
 def keys_of(batch):
-    """A key for each row: its source, "" where there is one corpus, and its tokens and documents."""
+    """A key for each row: its source, "" where there is one corpus, and its tokens, documents and mask."""
     if SOURCES not in batch:
-        both = zip(batch["tokens"].tolist(), batch["documents"].tolist())
-        return [("", (*tokens, *documents)) for tokens, documents in both]
+        return [
+            ("", row) for row in zip(*(map(tuple, batch[name].tolist()) for name in ("tokens", "documents", "mask")))
+        ]
     of = batch[SOURCES].int().argmax(1).tolist()
     return [(NAMES[source], tuple(row)) for source, row in zip(of, batch["tokens"].tolist())]
 
@@ -181,10 +183,39 @@ def test_and_so_with_middles_to_fill_in(mixed, with_middles):
     assert all({253, 254, 255} <= {*row} for row in changed) and 0.3 < len(changed) / len(pairs) < 0.8
 
 
-def test_rows_that_are_changed_by_their_place_in_a_batch_are_found(with_middles, monkeypatch):
-    config, path = with_middles
-    made, real = one_process(config, path), corpus.make_fim
-    monkeypatch.setattr(corpus, "make_fim", lambda c, p: lambda batch, first: real(c, p)(batch, first % 4))
+@pytest.fixture
+def without_spans(home):
+    """A config of one corpus that takes spans out, in which a space counts half as much as other bytes, an e not at
+    all."""
+    config = config_of(home, batch=8)
+    own = {"path": str(home / "web"), "span_corruption": 0.7, "token_weights": "32=0.5,101=0"}
+    return replace(config, data=replace(config.data, mixture="", **own)), home / "web"
+
+
+def test_and_so_with_spans_taken_out_and_weights_of_tokens(without_spans):
+    config, path = without_spans
+    made = one_process(config, path)
+    assert killed_and_resumed(config, path, random.Random(0)) == made
+    plain = one_process(replace(config, data=replace(config.data, span_corruption=0.0, token_weights="")), path)
+    seen = Counter()
+    for new, old in zip(itertools.chain(*made), itertools.chain(*plain), strict=True):
+        (tokens, of, mask), (text, *_, counts) = new[1], old[1]
+        seen[tokens == text] += 1
+        assert tokens == text or {192, 193} <= {*tokens}
+        for target, one, other, count, was in zip(tokens[1:], of, of[1:], mask, counts):
+            if one == other and was and tokens == text:
+                seen[target, count] += 1
+            assert not (count and one == other and target == 101)
+    assert 0.3 < seen[False] / (seen[True] + seen[False]) < 0.8 and seen[101, False]
+    others = Counter(key[1] for key in seen if isinstance(key, tuple) and key[0] not in (32, 101))
+    assert set(others) == {True} and 0.4 < seen[32, True] / (seen[32, True] + seen[32, False]) < 0.6
+
+
+@pytest.mark.parametrize("of", ["with_middles", pytest.param("without_spans", marks=pytest.mark.exhaustive)])
+def test_rows_that_are_changed_by_their_place_in_a_batch_are_found(of, request, monkeypatch):
+    config, path = request.getfixturevalue(of)
+    made, real = one_process(config, path), corpus.make_transforms
+    monkeypatch.setattr(corpus, "make_transforms", lambda c, p: lambda batch, first: real(c, p)(batch, first % 4))
     assert one_process(config, path) != made
 
 
@@ -225,7 +256,7 @@ def test_and_so_with_a_curriculum(home, in_order_of_length, seed):
         allowed = size if step >= 30 else least + next(wanted)
         for n in range(first, first + len(own)):
             assert order.index(drawn[n]) < max(allowed, n % size + 1), (step, n)
-        lengths = [row[8:].count(number) for _, row in own for number in set(row[8:])]
+        lengths = [documents.count(number) for _, (_, documents, _) in own for number in set(documents)]
         assert max(lengths) <= min(8, 2 + first * 8 // 600 * 2), step
         first += len(own)
 

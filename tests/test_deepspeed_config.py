@@ -88,11 +88,19 @@ HALF = {"fp16": {"enabled": True}}
 NVME = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
 PARAM_NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
 HOST = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+DROP = {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}
 TAKEN = {
     "train_batch_size": ({}, 8, {"train.batch", "train.micro_batch"}),
     "train_micro_batch_size_per_gpu": ({"train_batch_size": 8}, 2, {"train.micro_batch"}),
     "gradient_accumulation_steps": ({"train_micro_batch_size_per_gpu": 2}, 4, {"train.batch"}),
     "gradient_clipping": ({}, 1.0, {"optim.clip"}),
+    "progressive_layer_drop.enabled": (
+        {"progressive_layer_drop": {"theta": 0.5}},
+        True,
+        {"train.layer_drop_theta", "train.layer_drop_gamma"},
+    ),
+    "progressive_layer_drop.theta": (DROP, 0.7, {"train.layer_drop_theta"}),
+    "progressive_layer_drop.gamma": (DROP, 0.1, {"train.layer_drop_gamma"}),
     "steps_per_print": ({}, 3, {"train.log_every"}),
     "zero_optimization.stage": ({}, 2, {"zero"}),
     "zero_optimization.offload_optimizer.device": (STAGE, "cpu", {"offload"}),

@@ -230,7 +230,7 @@ def gradients(reduce, count):
     plan = fzero.zero_plan(0, case.source, MESH, reduce=reduce)
     state = fzero.init_state(case.source, optim.sgd(0.1), plan, seed=3)
     gradient, parts = StepGradient(case.loss_fn, plan, fzero.Execution()), [batch_of(i, 2) for i in range(count)]
-    return lambda params: gradient(state._replace(params=params), parts, 2, (), torch.ones(()))[0], state.params
+    return lambda params: gradient(state._replace(params=params), parts, 2, {}, torch.ones(()))[0], state.params
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 7])

@@ -263,3 +263,38 @@ def test_leaves_without_elements_are_updated_too(make):
     assert bool(updates["w"].isfinite().all())
     new, _ = optim.apply_in_place(tx, grads, tx.init(params), params)
     assert bool(new["w"].isfinite().all()) and new["none"].shape == (0, 4)
+
+
+SCALED = {
+    "adamw": lambda lr: optim.adamw(lr, weight_decay=0.1),
+    "clipped lamb": lambda lr: optim.chain(optim.clip_by_global_norm(0.5), optim.lamb(lr)),
+    "accumulated sgd": lambda lr: optim.accumulate(optim.sgd(lr, 0.9), 2),
+    "averaged lion": lambda lr: optim.with_average(optim.lion(lr), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_rate_in_the_state_is_that_of_a_schedule(name):
+    factors = [0.5, 2.0, 1.0]
+    scheduled = SCALED[name](lambda count: 0.1 * torch.tensor(factors, dtype=F64)[count])
+    scaled = optim.with_lr_scale(lambda scale: SCALED[name](lambda count: 0.1 * scale))
+    expected, wanted = tree(0), scheduled.init(tree(0))
+    pure, states = tree(0), [scaled.init(tree(0)) for _ in range(2)]
+    applied = tree(0)
+    for step, factor in enumerate(factors):
+        # Of accumulated gradients a step is the second of two.
+        number = torch.tensor(factors[step // 2 if "accumulated" in name else step], dtype=F64)
+        updates, wanted = scheduled.update(tree(step + 1), wanted, expected)
+        expected = optim.apply_updates(expected, updates)
+        updates, states[0] = scaled.update(tree(step + 1), states[0]._replace(lr_scale=number), pure)
+        pure = optim.apply_updates(pure, updates)
+        states[1] = states[1]._replace(lr_scale=number.clone())
+        applied, states[1] = apply_in_place(scaled, tree(step + 1), states[1], applied)
+        assert_same(pure, expected, 1e-12)
+        assert_same(applied, expected, 1e-12)
+        assert factor and states[0].lr_scale == number
+    assert (scaled.needs, scaled.unit, scaled.in_pass is None) == (
+        scheduled.needs,
+        scheduled.unit,
+        scheduled.in_pass is None,
+    )

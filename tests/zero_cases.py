@@ -39,6 +39,10 @@ def model_of(name, **changes):
         return models.random_ltd(
             models.build(config_of("llama", **{**SIZES, "n_layers": 4, "n_kv_heads": 2, **changes})), 5
         )
+    if name == "layer-drop":  # as it is after many steps: the last of the four layers is in 44% of them
+        return models.layer_drop(
+            models.build(config_of("llama", **{**SIZES, "n_layers": 4, "n_kv_heads": 2, **changes})), 0.25, 100.0
+        )
     if name == "lora":
         return models.lora(models.build(config_of("llama", **{**SIZES, "n_kv_heads": 2, **changes})), rank=2)
     if name == "encoder and decoder":

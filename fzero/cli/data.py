@@ -154,7 +154,8 @@ def verify(corpus: Path) -> int:
     "--packing",
     default="stream",
     show_default=True,
-    help="How documents fill sequences: stream (end to end) or best-fit (whole, what is left filled up).",
+    help="How documents fill sequences: stream (end to end), best-fit (whole, what is left filled up); of a run also "
+    "buckets (each in a row of its own, batches by length).",
 )
 @click.option("--reference", type=FOLDER, metavar="RUN", help="The run whose model's loss is the number.")
 @click.option("--name", default="", help="The name of the analysis. Default: the metric.")

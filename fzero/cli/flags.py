@@ -107,7 +107,8 @@ VALUES = (
     click.option("--seq-len", type=int, help="The tokens in a sequence."),
     click.option(
         "--packing",
-        help="How documents fill sequences: stream (end to end) or best-fit (whole, what is left filled up).",
+        help="How documents fill sequences: stream (end to end), best-fit (whole, what is left filled up); of a run "
+        "also buckets (each in a row of its own, batches by length).",
     ),
     click.option("--rope-theta", type=float, help="The base of the wavelengths of RoPE."),
     click.option(

@@ -1,6 +1,7 @@
 """Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
 
 from fzero.data.analysis import analyze
+from fzero.data.buckets import BucketStream
 from fzero.data.curriculum import Curriculum, Growth, Piece
 from fzero.data.linked import link
 from fzero.data.loader import from_loader
@@ -16,6 +17,7 @@ from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
 from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, thin_targets
 
 __all__ = [
+    "BucketStream",
     "Curriculum",
     "Growth",
     "MixedStream",

@@ -146,12 +146,7 @@ class TokenStream:
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
         its way."""
-        tokens = self.tokens.tokens
-        if not isinstance(tokens, RemoteTokens):
-            return True
-        at = self.positions_at(first, count)
-        some = np.concatenate([at[:, ::SPARSE].ravel(), at[:, -1] + 1])  # what they miss is fetched when it is read
-        return tokens.begin(np.minimum(some[some != FILL], len(tokens) - 1))
+        return fetch(self.tokens, lambda: self.positions_at(first, count))
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
@@ -181,6 +176,17 @@ class TokenStream:
     def eval_batches(self, most: int | None = None, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
         """The batches of min(most, all) rows, as the function `eval_batches` gives them."""
         return even_rows(self.tokens, self.rows, self.batch, most, share)
+
+
+def fetch(tokens: Tokens, positions: Callable[[], np.ndarray]) -> bool:
+    """Begin to fetch the tokens at positions [n, T], if they are in an object store; returns whether all of them are on
+    their way."""
+    of = tokens.tokens
+    if not isinstance(of, RemoteTokens):
+        return True
+    at = positions()
+    some = np.concatenate([at[:, ::SPARSE].ravel(), at[:, -1] + 1])  # what they miss is fetched when it is read
+    return of.begin(np.minimum(some[some != FILL], len(of) - 1))
 
 
 def _expect_samples(first: int, count: int) -> None:

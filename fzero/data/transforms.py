@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,7 +120,7 @@ def corrupt_spans(
         if chosen >= rate or left < 2 * count:
             continue
         gone = min(max(count, round(left * density)), left - count)
-        draws = prng.uniform(prng.fold_in(prng.fold_in(places, first + row), begin), (left,)).tolist()
+        draws = prng.uniform(prng.fold_in(prng.fold_in(places, first + row), begin), (left,)).numpy()
         kept, out = lengths_of(left - gone, count, draws[gone:]), lengths_of(gone, count, draws[:gone])
         new, inputs = spans_out(text, kept, out, sentinels)
         replace(tokens, targets, mask, row, begin, new, over)
@@ -185,10 +186,10 @@ def replace(tokens: Tensor, targets: Tensor, mask: Tensor, row: int, begin: int,
         mask[row, end - 1] = False
 
 
-def lengths_of(total: int, count: int, draws: Sequence[float]) -> list[int]:
+def lengths_of(total: int, count: int, draws: np.ndarray) -> list[int]:
     """`count` lengths of at least 1 that are `total` together, each such list equally likely. draws: numbers from 0 to
     1, total - 1 or more."""
-    cuts = sorted(sorted(range(1, total), key=lambda at: draws[at - 1])[: count - 1])
+    cuts = sorted((np.argsort(draws[: total - 1], kind="stable")[: count - 1] + 1).tolist())
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, total])]
 
 

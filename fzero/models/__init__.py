@@ -8,6 +8,7 @@ from fzero.models.deepseek import DeepSeekConfig, deepseek
 from fzero.models.forward import logits, loss
 from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
+from fzero.models.layer_drop import layer_drop
 from fzero.models.llama import LlamaConfig, llama
 from fzero.models.lora import LORA, LoRAConfig, lora, merge, set_magnitudes
 from fzero.models.mixtral import MoEConfig, mixtral
@@ -46,6 +47,7 @@ __all__ = [
     "from_module",
     "gpt2",
     "init_params",
+    "layer_drop",
     "llama",
     "logits",
     "lora",

@@ -83,6 +83,8 @@ class Ctx(NamedTuple):
     positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
     placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
+    scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.layer_drop; () for 1
+    dropped: frozenset[int] | tuple[()] = ()  # the layers whose scale is 0, if a step knows them: it passes over them
 
 
 class Loss(NamedTuple):
@@ -147,6 +149,8 @@ class Model(NamedTuple):
     unembed: str = "head/w"
     splits: bool = False  # whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks
     draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
+    # (a step's key, the steps made before) -> `scales` of its ctx, see models.layer_drop
+    drop: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def with_still_leaves(model: Model) -> Model:

@@ -146,15 +146,23 @@ def norm(p: Tree, x: Tensor, eps: float, ctx: Ctx) -> Tensor:
 
 
 def add_and_norm(p: Tree, x: Tensor, h: Tensor, eps: float, rate: float, name: str, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """Return (x + dropout(h), the same normalised by p)."""
+    """Return (x + dropout(h), the same normalised by p), h times its layer's scale."""
     if dropout_active(rate, ctx):
         x = add(x, h, rate, name, ctx)
         return x, norm(p, x, eps, ctx)
+    h = scaled(h, ctx)
     if "bias" in p:
         normed, x = add_layer_norm(h, x, p["scale"], p["bias"], eps, impl=ctx.kernels["add_layer_norm"])
     else:
         normed, x = add_rms_norm(h, x, p["scale"], eps, impl=ctx.kernels["add_rms_norm"])
     return x, normed
+
+
+def scaled(h: Tensor, ctx: Ctx) -> Tensor:
+    """What a layer adds to x, times the layer's scale."""
+    if not (isinstance(ctx.scales, Tensor) and isinstance(ctx.layer, Tensor)):
+        return h
+    return h * ctx.scales.index_select(0, ctx.layer.reshape(1)).to(h.dtype)
 
 
 def dropout_active(rate: float, ctx: Ctx) -> bool:
@@ -163,7 +171,8 @@ def dropout_active(rate: float, ctx: Ctx) -> bool:
 
 
 def add(x: Tensor, h: Tensor, rate: float, name: str, ctx: Ctx) -> Tensor:
-    """x + dropout(h)."""
+    """x + dropout(h), h times its layer's scale."""
+    h = scaled(h, ctx)
     if not dropout_active(rate, ctx):
         return x + h
     parts = [

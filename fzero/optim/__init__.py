@@ -11,6 +11,7 @@ from fzero.optim.deepspeed_schedules import warmup_cosine_lr, warmup_decay_lr, w
 from fzero.optim.from_torch import TorchState, from_torch
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.lion import Lion8State, LionState, lion
+from fzero.optim.lr_scale import LrScaleState, with_lr_scale
 from fzero.optim.masks import add_decayed_weights, decay_matrices, scale_by_rules
 from fzero.optim.muon import MuonState, muon, newton_schulz
 from fzero.optim.norm import global_norm
@@ -45,6 +46,7 @@ __all__ = [
     "LambState",
     "Lion8State",
     "LionState",
+    "LrScaleState",
     "MuonState",
     "OneBitState",
     "Pass",
@@ -91,6 +93,7 @@ __all__ = [
     "warmup_decay_lr",
     "warmup_lr",
     "with_average",
+    "with_lr_scale",
     "wsd",
     "zero_one_adam",
 ]

@@ -35,7 +35,6 @@ from fzero.run.config import RunConfig
 from fzero.run.machine import resolve_auto
 from fzero.run.measure.live_bytes import MemoryTrace, device_of, recorded
 from fzero.run.measure.moments import Moment, Stay, Visit, alive, moments
-from fzero.run.members import MemberStep
 from fzero.sharding import Mesh, Plan, fake_mesh
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.memory import Offload
@@ -152,7 +151,7 @@ def run_step(
         known: dict[Any, Any] = {}
         job = run_build.build(config, mesh, layers=layers, nvme=nvme, model=shared_model(config.model), known=known)
         state, batch = fake_state(job, mode), fake_batch(job, mode)
-        step = job.train_step.own if isinstance(job.train_step, MemberStep) else job.train_step
+        step = getattr(job.train_step, "own", job.train_step)  # of one member, on rows of the largest length
         at_rest = state_bytes(job, state)
         if job.plan.stages is not None:
             parts = run_build.local_micro_batches(config, mesh)

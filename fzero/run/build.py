@@ -28,9 +28,10 @@ from fzero.models.score import SCORE
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_config import load_settings
-from fzero.optim import GradientTransformation, Schedule, with_average
+from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale
 from fzero.run import run_folder
 from fzero.run.batch_ramp import shared_batch
+from fzero.run.buckets import BUCKETS, BucketStep
 from fzero.run.build_optim import make_optimizer, make_policy, make_schedule
 from fzero.run.config import RunConfig
 from fzero.run.config_ranks import codec_of
@@ -121,7 +122,8 @@ def build(
     t = config.train
     rates = token_rates(config)
     options = {"kernels": Kernels.parse(t.kernels), "seed": t.seed, "updates": max(1, plan.delayed)}
-    tx = make_optimizer(config.optim, t.steps, rates, **options)
+    optimizer = partial(make_optimizer, config.optim, t.steps, rates, **options)
+    tx = with_lr_scale(lambda scale: optimizer(scale=scale)) if config.optim.lr_scaling != "none" else optimizer()
     tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
@@ -138,8 +140,7 @@ def build(
         _layers=layers,
         _known=known,
     )
-    kept = t.random_ltd if 0 < t.random_ltd < config.data.seq_len else 0
-    trained = models.random_ltd(model, kept) if kept else model
+    trained = with_drops(config, model)
     train_step = make_train_step(
         trained,
         tx,
@@ -155,7 +156,16 @@ def build(
     check = make_check(trained, tx, plan, execution=execution, nvme=nvme)
     schedule = make_schedule(config.optim, config.optim.lr, t.steps, rates)
     train_step = members.step(train_step, plan) if members else train_step
+    train_step = BucketStep(train_step, t.batch, mesh.data_size) if config.data.packing == BUCKETS else train_step
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
+
+
+def with_drops(config: RunConfig, model: Model) -> Model:
+    """The model as it is trained: whose layers drop tokens, or that drops layers."""
+    t = config.train
+    if t.layer_drop_theta < 1:
+        return models.layer_drop(model, t.layer_drop_theta, t.layer_drop_gamma)
+    return models.random_ltd(model, t.random_ltd) if 0 < t.random_ltd < config.data.seq_len else model
 
 
 def expect_even_sequences(config: RunConfig, mesh: Mesh) -> None:

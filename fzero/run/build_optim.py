@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero import optim
 from fzero.core.precision import POLICIES, Policy, fp16
@@ -73,15 +74,17 @@ def make_optimizer(
     kernels: Kernels = AUTO,
     seed: int = 0,
     updates: int = 1,
+    scale: Tensor | None = None,
 ) -> GradientTransformation:
     """The optimizer of a config: clipping, then the named one with its schedule.
 
     rates: as of `make_schedule`. kernels: the forms of its operations. seed: for stochastic rounding of its states.
-    updates: of a step, all at its rate.
+    updates: of a step, all at its rate. scale: a factor of all rates.
     """
 
     def rate(peak: float) -> Schedule:
-        of_step = make_schedule(config, peak, steps, rates)
+        plain = make_schedule(config, peak, steps, rates)
+        of_step = plain if scale is None else lambda count: plain(count) * scale
         return of_step if updates == 1 else lambda count: of_step(count // updates)
 
     lr, betas = rate(config.lr), (config.beta1, config.beta2)

@@ -28,8 +28,10 @@ class Data:
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256
-    # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), see docs/data.md
+    # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), buckets (each in a row of
+    # its own, batches of rows of one length, of as many positions), see docs/data.md
     packing: str = "stream"
+    bucket_lengths: str = ""  # of buckets: of their rows, "64,128,256" up to seq_len; "": 1/8, 1/4, 1/2 and all of it
     within_documents: bool = True  # a token attends to its own document only
     # the analysis by which easy rows come first, such as "rarity" (fzero data analyze); its digest is recorded at the
     # start of a run: "rarity@0123456789abcdef". "": a permutation
@@ -45,6 +47,15 @@ class Data:
     # prefix, middle and suffix, "PREFIX,MIDDLE,SUFFIX" or their ids; "": the tokenizer's usual ones
     fim: float = 0.0
     fim_tokens: str = ""
+    # the part of the documents of which spans are taken out, to be learned after their end (T5's span corruption in one
+    # sequence), the part of their tokens and the mean length of a span
+    span_corruption: float = 0.0
+    noise_density: float = 0.15
+    mean_noise_span_length: float = 3.0
+    sentinel_tokens: str = ""  # that stand for spans, such as "<a>,<b>,<c>" or ids "32000-32099"; "": <extra_id_0>, ...
+    # how much targets count: "<tool>=0,10=0.25" by tokens or ids, of 0 to 1, others 1; or weights.npy, one for each id,
+    # whose digest is recorded at the start of a run
+    token_weights: str = ""
     cache: str = ""  # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches
     cache_gb: float = 20.0  # its size, of all ranks of the machine together
     retry_minutes: float = 5.0  # how long their store may be away
@@ -93,6 +104,10 @@ class Optim:
     sum_every: int = 1
     sum_double: int = 0  # so many steps first sum each, then each second, fourth, ... up to sum_every; 0: at once
     clip: float = 1.0  # largest norm of the gradient; 0: as it is
+    # of data.packing=buckets: how the learning rate follows the size of a batch, none, linear or sqrt, in sequences (1
+    # for train.batch of them) or tokens (1 for train.batch x data.seq_len)
+    lr_scaling: str = "none"
+    lr_scaling_by: str = "sequences"
     schedule: Schedule = Schedule()
 
 
@@ -120,6 +135,10 @@ class Train:
     # all. random_ltd_ramp: fewer at first, up to that: "64:64:1e8"
     random_ltd: int = 0
     random_ltd_ramp: str = ""
+    # progressive layer dropping (see docs/data.md): the part of the steps that the last layers take part in at the end,
+    # 1: all, and how fast it falls to that, by exp(-gamma x steps)
+    layer_drop_theta: float = 1.0
+    layer_drop_gamma: float = 0.001
     seed: int = 0
     remat: str = "none"
     compiled: str | bool = "auto"  # auto: if there is a compiler

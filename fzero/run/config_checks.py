@@ -23,12 +23,13 @@ from fzero.models import sizes
 from fzero.models.score import head_of
 from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
+from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
 from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_codes, validate_local, validate_signs
 from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
-from fzero.run.curriculum import validate_curriculum, validate_kept
-from fzero.run.fill_in_middle import validate_fim
+from fzero.run.curriculum import validate_curriculum, validate_kept, validate_layers
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
+from fzero.run.transforms import validate_transforms
 from fzero.sharding import AXES
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
@@ -53,11 +54,13 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SEND_SIGNS, (*ADAM, "freeze_steps")),
     "zero_one_adam": (*ADAM, "freeze_steps", "sum_every", "sum_double"),
 }
+ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
     **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
     **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE, "data.fim": FRACTION},
+    **{"data.noise_density": (0.0, False, 1.0), "data.mean_noise_span_length": SIZE},
     **{"data.curriculum_start": (0.0, False, 1.0), "data.curriculum_steps": COUNT, "data.curriculum_tokens": COUNT},
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
@@ -70,6 +73,7 @@ BOUNDS: dict[str, Bounds] = {
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
     **{
         "train.random_ltd": COUNT,
+        "train.layer_drop_gamma": RATE,
         "train.snapshot_mb": COUNT,
         "train.digest_every": COUNT,
         "train.measure_every": COUNT,
@@ -99,11 +103,13 @@ BOUNDS: dict[str, Bounds] = {
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "objective": tuple(OBJECTIVES),
-    "data.packing": tuple(PACKINGS),
+    "data.packing": (*PACKINGS, BUCKETS),
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),
     "optim.adjust": ("original", "match_rms_adamw"),
+    "optim.lr_scaling": tuple(SCALINGS),
+    "optim.lr_scaling_by": SIZES,
     "optim.schedule.name": tuple(SCHEDULES),
     "optim.schedule.decay": ("linear", "sqrt", "cosine"),
     "optim.schedule.warmup": RISES,
@@ -160,6 +166,7 @@ def validate(config: RunConfig) -> None:
     if t.batch_ramp:
         Ramp.parse(t.batch_ramp).expect_fits(t.batch, t.micro_batch)
     validate_kept(c)
+    validate_layers(c)
     validate_tokens(c.optim.schedule)
     if c.data.seq_len > c.model.max_len:
         raise ValueError(
@@ -167,8 +174,9 @@ def validate(config: RunConfig) -> None:
             "one fit the other"
         )
     validate_data(c)
+    validate_buckets(c)
     validate_curriculum(c)
-    validate_fim(c)
+    validate_transforms(c)
     if t.loss_by_position and c.objective not in ("text", "chat"):
         raise ValueError(
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
@@ -247,7 +255,7 @@ def validate_data(c: RunConfig) -> None:
             f"data.retry_minutes is {c.data.retry_minutes:g} and train.hang_s {c.train.hang_s:g} s, after which ranks "
             "that wait for data are ended; give data.retry_minutes less, or train.hang_s more"
         )
-    if c.objective != "text" and c.data.packing != "stream":
+    if c.objective != "text" and c.data.packing not in ("stream", BUCKETS):
         raise ValueError(
             f"data.packing is {c.data.packing} and objective is {c.objective}, whose examples are whole in a row as it "
             "is; leave it out"
@@ -326,7 +334,7 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
     use."""
     optim = table.get("optim", {})
     for where, given, kind, uses in (
-        ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], "name", "clip", "schedule"}),
+        ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], *ANY_OPTIM}),
         (
             "optim.schedule",
             optim.get("schedule", {}),

@@ -20,6 +20,7 @@ from fzero import data
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
+from fzero.data.buckets import BucketStream
 from fzero.data.mixed import MixedStream
 from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
 from fzero.data.mixture import Mixture
@@ -31,10 +32,11 @@ from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta, token_dtype
 from fzero.data.work_folder import Busy
 from fzero.run import conversations, run_folder
+from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig
 from fzero.run.curriculum import curriculum_of, make_pieces
-from fzero.run.fill_in_middle import make_fim
 from fzero.run.stages import stages_of
+from fzero.run.transforms import make_transforms
 from fzero.sharding import Mesh
 
 Say = Callable[[str], None]
@@ -173,12 +175,13 @@ def open_micro_batches(config: RunConfig, corpus: Path, skips: Skips = ()) -> Mi
 def micro_batches(config: RunConfig, corpus: Path, stream: Any, before: int) -> MicroBatchReader:
     """The function (sample, m) -> micro-batch m of the batch that begins with that sample, of a stream whose first row
     is sample `before`."""
-    size, in_pieces, rearranged = config.train.micro_batch, make_pieces(config), make_fim(config, corpus)
+    most = stream.seq_len // stream.lengths[0] if isinstance(stream, BucketStream) else 1  # rows of a sample
+    size, in_pieces, transformed = config.train.micro_batch, make_pieces(config), make_transforms(config, corpus)
 
     def read(sample: int, m: int) -> Batch:
         first = sample + m * size
         batch = in_pieces(stream.samples_at(first - before, size), sample)
-        return drop_documents(config, rearranged(batch, first))
+        return drop_documents(config, transformed(batch, first * most))
 
     return read
 
@@ -230,9 +233,9 @@ def expect_rows_left(stream: Any, rows: int) -> None:
 
 def open_stream(
     config: RunConfig, corpus: Path, split: str, batch: int, rest: Any = None
-) -> data.TokenStream | MixedStream | RowStream:
-    """The batches of a split: rows of text, after those of `rest`, of one corpus or of a mixture's, or rows of whole
-    conversations.
+) -> data.TokenStream | MixedStream | RowStream | BucketStream:
+    """The batches of a split: rows of text, after those of `rest`, of one corpus or of a mixture's, rows of whole
+    conversations, or to train rows of documents of like length.
 
     rest: what `rest_after` of the stream of the stage before gives.
     """
@@ -243,7 +246,10 @@ def open_stream(
         streams = tuple(data.TokenStream(tokens, seq_len, batch, seed, packing, its) for tokens, its in found)
         return MixedStream(Mixture.parse(config.data.mixture), streams, batch, rest)
     tokens = data.open_tokens(corpus, split, reading_of(config, corpus))
+    if packing == BUCKETS and split == "train":
+        return BucketStream(tokens, lengths_of(config), batch, seed)
     if tokens.kind == "text":
+        packing = "best-fit" if packing == BUCKETS else packing  # to validate, documents whole in rows of one length
         return data.TokenStream(tokens, seq_len, batch, seed, packing, rest)
     if rest is not None:
         raise ValueError(
@@ -282,7 +288,8 @@ def open_data(
     def batch_at(sample: int) -> Batch:
         begin(sample)
         parts = [part(sample, m) for m in mine]
-        return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        rows = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        return rows | with_scale(config, stream, sample - before)
 
     # In micro-batches, the shapes of training, so that nothing is compiled again.
     return batch_at, lambda: (drop_documents(config, batch) for batch in split.eval_batches(windows, share))

@@ -17,12 +17,14 @@ from fzero.core.storage import is_url
 from fzero.data.analysis import open_analysis
 from fzero.data.curriculum import Curriculum, Growth, Piece, rank
 from fzero.data.stream import Batch
+from fzero.models.layer_drop import expect_layers_apart
 from fzero.models.random_ltd import expect_droppable
 from fzero.run.batch_ramp import Ramp
 from fzero.run.stages import stages_of
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
+GAMMA = 0.001  # of progressive layer dropping, DeepSpeed's
 MOST_SIZES = 64  # numbers of tokens that random-LTD keeps on its way, each with a program of its own
 KEYS = {"curriculum_schedule": "linear", "curriculum_start": 0.1, "curriculum_steps": 0, "curriculum_tokens": 0}
 
@@ -89,6 +91,32 @@ def validate_kept(c: RunConfig) -> None:
     if split or c.objective != "text":
         what = f"{split}: ranks have not the tokens of one another" if split else f"objective is {c.objective}"
         raise ValueError(f"train.random_ltd is {most} of {seq_len} tokens and {what}; leave one of them out")
+
+
+def validate_layers(c: RunConfig) -> None:
+    """Raise ValueError for progressive layer dropping with what it does not go with, and for its values without it."""
+    t = c.train
+    if not 0 < t.layer_drop_theta <= 1:
+        raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta}; it must be above 0 and at most 1")
+    if t.layer_drop_theta == 1:
+        if t.layer_drop_gamma != GAMMA:
+            raise ValueError(
+                f"train.layer_drop_gamma is {t.layer_drop_gamma} and train.layer_drop_theta is 1: no layer is dropped; "
+                "give a theta, such as 0.5"
+            )
+        return
+    try:
+        expect_layers_apart(c.model)
+    except ValueError as error:
+        raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta}; {error}") from None
+    table = (
+        (t.random_ltd or t.random_ltd_ramp, f"train.random_ltd is {t.random_ltd}, which drops in layers too"),
+        (t.capture != "off", f"train.capture is {t.capture}: a graph has all layers"),
+        (t.update == "delayed", "train.update is delayed: its updates are several a step"),
+    )
+    for wrong, why in table:
+        if wrong:
+            raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta} and {why}; leave one of them out")
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -164,6 +192,10 @@ def described(c: RunConfig) -> Iterator[str]:
     if d.curriculum:
         length = f"{d.curriculum_steps:,} steps" if d.curriculum_steps else f"{d.curriculum_tokens:,} tokens"
         yield f"curriculum {d.curriculum}: {d.curriculum_start:.3g} of the rows at first, all after {length}"
+    if c.train.layer_drop_theta < 1:
+        t, layers = c.train, c.model.n_layers
+        kept = 1 - (layers - 1) / layers * (1 - t.layer_drop_theta)
+        yield f"layers are dropped: of the last steps the last layer is in {kept:.0%} (theta={t.layer_drop_theta:g})"
     if d.seq_len_warmup:
         ramp = Ramp.parse(d.seq_len_warmup, "data.seq_len_warmup")
         yield f"rows in pieces of {ramp.start} tokens at first, {ramp.increment} more each {ramp.tokens:,} tokens"

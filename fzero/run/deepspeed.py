@@ -110,6 +110,7 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
     put(out, "optim.clip", said.number("gradient_clipping", 0.0))
     if steps := said.whole("steps_per_print"):
         put(out, "train.log_every", steps)
+    _put_layer_drop(out, said)
     _put_optimizer(out, said)
     _put_scheduler(out, said, left)
     if "gradient_clipping" in left:
@@ -266,6 +267,14 @@ def _put_precision(out: Table, said: Values, left: Sequence[str]) -> None:
             "floor": float(said.number("fp16.min_loss_scale", 1)),
         }
     put(out, "precision.loss_scale", found)
+
+
+def _put_layer_drop(out: Table, said: Values) -> None:
+    drop = said.below("progressive_layer_drop")
+    theta, gamma = drop.number("theta", 1.0), drop.number("gamma", 0.001)
+    if drop.flag("enabled") and theta != 1:
+        put(out, "train.layer_drop_theta", float(theta))
+        put(out, "train.layer_drop_gamma", float(gamma))
 
 
 def _put_optimizer(out: Table, said: Values) -> None:

@@ -75,7 +75,7 @@ pin_memory buffer_count buffer_size fast_init max_in_cpu pipeline pipeline_read 
 cpuadam_cores_perc
 """
 NOT_ENABLED = """
-elasticity autotuning progressive_layer_drop eigenvalue curriculum_learning data_efficiency hybrid_engine
+elasticity autotuning eigenvalue curriculum_learning data_efficiency hybrid_engine
 """
 KEYS: tuple[Key, ...] = (
     *_taken(
@@ -101,6 +101,9 @@ KEYS: tuple[Key, ...] = (
         fp16__hysteresis="`precision.loss_scale.hysteresis`",
         fp16__min_loss_scale="`precision.loss_scale.floor`",
         optimizer__type="`optim.name`: AdamW, Adam (decoupled decay unless adam_w_mode is false), Lion, SGD",
+        progressive_layer_drop__enabled="`train.layer_drop_theta`, `layer_drop_gamma`, of gpt2 and llama; see data.md",
+        progressive_layer_drop__theta="`train.layer_drop_theta`, where it is enabled",
+        progressive_layer_drop__gamma="`train.layer_drop_gamma`, where it is enabled",
         scheduler__type="`optim.schedule.name`: WarmupLR, WarmupDecayLR, WarmupCosineLR; without one constant",
     ),
     Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `beta2`, `eps`, `weight_decay` (of all leaves), ..."),
@@ -194,13 +197,12 @@ KEYS: tuple[Key, ...] = (
     *_refused("give the batch that it would choose", "elasticity.enabled"),
     *_refused("use `fzero plan --search`", "autotuning.enabled"),
     *_refused(
-        "use data.curriculum, data.seq_len_warmup or train.random_ltd",
+        "use data.curriculum, data.seq_len_warmup, train.random_ltd, or data.packing=buckets with optim.lr_scaling",
         "curriculum_learning.enabled",
         "data_efficiency.enabled",
     ),
     *_refused(
         "fzero has no such training",
-        "progressive_layer_drop.enabled",
         "eigenvalue.enabled",
         "hybrid_engine.enabled",
         "sparse_gradients",

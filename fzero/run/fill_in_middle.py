@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fzero.data.stream import Batch
-from fzero.data.tokenizers import load_tokenizer
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import Sentinels, fill_in_middle
+from fzero.run.token_names import known_tokens, sentinel_ids
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
@@ -50,34 +50,20 @@ def make_fim(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
 def sentinels_of(text: str, corpus: Path) -> Sentinels:
     """The ids of the tokens that begin prefix, middle and suffix in a corpus; text: of data.fim_tokens, "": usual ones.
 
-    Raises ValueError for an id that the vocabulary does not reach, the end of a document, a token that the corpus'
-    tokenizer does not have, and if it has none of the usual ones.
+    Raises ValueError as `sentinel_ids`, and if the tokenizer has none of the usual ones.
     """
-    meta, parts = read_meta(corpus), text.split(",") if text else []
-    if parts and all(part.isdecimal() for part in parts):
-        found = Sentinels(*map(int, parts))
-        if max(found) >= meta["vocab_size"] or meta["eos"] in found:
-            raise ValueError(
-                f"data.fim_tokens is {text!r}; ids of {corpus} are below {meta['vocab_size']}, and {meta['eos']} ends "
-                "a document"
-            )
-        return found
-    tokenizer = load_tokenizer(corpus)
-    if not tokenizer.json:
-        if parts:
-            raise ValueError(f"data.fim_tokens is {text!r}; of bytes give ids, such as 253,254,255, or leave it out")
+    if text:
+        found = sentinel_ids("data.fim_tokens", text, corpus, FORM)
+        if len(found) != 3:
+            raise ValueError(f"data.fim_tokens is {text!r}, which are {len(found)} tokens; it is {FORM}")
+        return Sentinels(*found)
+    id_of, eos = known_tokens(corpus), read_meta(corpus)["eos"]
+    if id_of is None:
         return OF_BYTES
-    from tokenizers import Tokenizer as Library
-
-    library = Library.from_str(tokenizer.json)
-    for names in [parts] if parts else USUAL:
-        known = {name: own for name in names if (own := library.token_to_id(name)) is not None}
-        if len(known) == 3 and tokenizer.eos not in known.values():
-            return Sentinels(*known.values())
-        if parts:
-            missing = next((name for name in names if name not in known), "")
-            what = f"has no token {missing!r}" if missing else "ends documents with one of them"
-            raise ValueError(f"data.fim_tokens is {text!r} and the tokenizer of {corpus} {what}; it is {FORM}")
+    for names in USUAL:
+        known = [own for name in names if (own := id_of(name)) is not None]
+        if len(known) == 3 and eos not in known:
+            return Sentinels(*known)
     usual = "; ".join(" ".join(names) for names in USUAL)
     raise ValueError(
         f"data.fim is given and the tokenizer of {corpus} has none of the usual tokens for it ({usual}); give "

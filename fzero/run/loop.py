@@ -26,7 +26,7 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
-from fzero.run import config_table, conversations, corpus, curriculum, machine, run_folder
+from fzero.run import buckets, config_table, conversations, corpus, curriculum, machine, run_folder
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -268,7 +268,9 @@ def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
         remote = tokens.tokens if isinstance(tokens.tokens, RemoteTokens) else None
         of = place if remote is None else remote.file.url
         yield f"{of}: {tokens.tokens.shape[0]:,} tokens; {config.train.batch} x {config.data.seq_len} a step"
-        if tokens.kind == "text" and config.data.packing != "stream":
+        if config.data.packing == buckets.BUCKETS:
+            yield from buckets.described(config, tokens)
+        elif tokens.kind == "text" and config.data.packing != "stream":
             found = figures(tokens, config.data.packing, config.data.seq_len)
             yield (
                 f"packing {config.data.packing}: {found.rows:,} sequences an epoch, {found.filled:.2%} of their "

@@ -20,7 +20,7 @@ from fzero.core.tables import Table
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
-from fzero.run import corpus, machine, run_folder, run_lock
+from fzero.run import corpus, curriculum, machine, run_folder, run_lock, token_weights
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
 from fzero.run.build import Job, build, first_state, has_factors, num_params
@@ -29,7 +29,6 @@ from fzero.run.config_checks import check_corpus
 from fzero.run.config_ranks import refuse_without_axis
 from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
-from fzero.run.curriculum import with_digest
 from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.memory_check import check_memory
@@ -41,6 +40,7 @@ from fzero.run.reference import with_reference
 from fzero.run.resume import auto_resume, new_stage, rollback
 from fzero.run.resume.newest_state import expect_disk, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
+from fzero.run.transforms import make_transforms
 from fzero.sharding import Mesh
 from fzero.train.state import TrainState
 
@@ -98,14 +98,14 @@ def start(
             job = build(config, mesh, folder, device=device)
         check_corpus(config, path)
         compare_corpus(path, coordinator)
-        own = coordinator.share(lambda: with_digest(config, path).data.curriculum)
-        config = replace(config, data=replace(config.data, curriculum=own))
+        config = with_digests(config, path, coordinator)
         job = job._replace(config=config)
         for stage in stages_of(config):
             corpus.open_stream(stage.config, path, "train", stage.config.train.batch)
             corpus.open_stream(stage.config, path, "val", stage.config.train.micro_batch)
-        if config.data.mixture or config.data.fim:  # sources may end before the run, and tokens not be there
+        if config.data.mixture:  # its sources may end before the run
             corpus.open_micro_batches(config, path)
+        make_transforms(config, path)  # the tokens that it names may not be there
         attempt = Attempt(job, folder, path, coordinator, options, config)
         with explained(job, folder, coordinator, "the first state"):
             state = first_state(job, weights.params if weights else None)
@@ -122,6 +122,18 @@ def start(
     for line in [*(weights.warnings if weights else []), *mesh_lines, *lines]:
         options.say(line)
     return attempt, state
+
+
+def with_digests(config: RunConfig, path: Path, coordinator: Coordinator) -> RunConfig:
+    """The config with the digests, as rank 0 finds them, of the files that the order and the weights of its rows are
+    in."""
+
+    def found() -> list[str]:
+        own = curriculum.with_digest(config, path).data
+        return [own.curriculum, token_weights.with_digest(own.token_weights)]
+
+    order, weights = coordinator.share(found)
+    return replace(config, data=replace(config.data, curriculum=order, token_weights=weights))
 
 
 def create_folder(attempt: Attempt, init: Path | None) -> None:

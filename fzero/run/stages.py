@@ -206,6 +206,8 @@ def read_stage(text: str) -> tuple[int, Table]:
     values: Table = {}
     for word in rest.split():
         key, _, value = word.partition("=")
+        if word == "data.packing=buckets":
+            raise ValueError(f"stages has {text!r}; buckets are of a whole run, from its first step to its last")
         if key not in STAGED:
             raise ValueError(f"stages has {key!r}{nearest(key, STAGED)}; a stage has {', '.join(STAGED)}")
         try:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fzero import data
+from fzero.data.buckets import BucketStream
 from fzero.data.mixed import MixedStream
 from fzero.data.packing import FILL
 from fzero.data.rows import RowStream
@@ -69,6 +70,9 @@ def rows_of(config: RunConfig, stream: Any, first: int) -> Iterator[tuple[str, T
         docs = stream.tokens.docs
         for row in stream.documents_at(first, count):
             yield "", stream.tokens, [(int(docs[i]), int(docs[i + 1])) for i in row]
+    elif isinstance(stream, BucketStream):
+        for begin, end in stream.ranges_at(first, count)[1].tolist():
+            yield "", stream.tokens, [(begin, end)] if end else []
     else:
         for number in range(first, first + count):
             yield "", stream.tokens, ranges_of(stream, number)

@@ -56,7 +56,7 @@ def make_eval_step(
         streamed = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch, known={})
         loss = partial(evaluate_row, streamed)
     else:
-        loss = partial(make_loss(model, plan, execution), key=(), first=0)
+        loss = partial(make_loss(model, plan, execution), drawn={}, first=0)
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import Remat, needs_grad, transforms
+from fzero.core.device import fake_device_of
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.models import base
@@ -54,7 +55,7 @@ def make_backward(
         options = (how.prefetch, how.reshard, nvme, known, how.resident)
         return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, *options))
 
-    def call(params: Tree, part: Any, key: Any, first: Any) -> base.Loss:
+    def call(params: Tree, part: Any, drawn: Any, first: Any) -> base.Loss:
         return call_plain(loss_fn, params, part, plan.policy)
 
     coding = params_coding(plan, context_of(plan, how).kernels)
@@ -66,7 +67,7 @@ def make_backward(
         for j, (part, first) in enumerate(zip(batches.parts, batches.firsts)):
             params, sink = turns[j // each][:2]
             whole = whole_params(params, plan, seed.device, coding)
-            grads, losses = functional(call, whole, plan, [part], [first], (), seed)
+            grads, losses = functional(call, whole, plan, [part], [first], {}, seed)
             del whole
             out += losses
             put_whole(sink, grads, last=(j + 1) % each == 0)
@@ -78,14 +79,17 @@ def make_backward(
     return plain
 
 
-def layer_keys(key: Tensor | tuple[()], plan: Plan, how: Execution) -> dict[str, Any]:
-    """The fields `key` and `keys` of the Ctx of a layered model in a step with this `dropout_key`; {} for none.
+def layer_draws(drawn: dict[str, Tensor], plan: Plan, how: Execution) -> dict[str, Any]:
+    """The fields of the Ctx of a layered model in a step with these `draws_of`: with `keys` and `dropped`; {} for none.
 
-    A compiled block makes its keys itself, within other kernels."""
-    if isinstance(key, tuple):
-        return {}
-    depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
-    return {"key": key, "keys": {} if how.compiled else block_keys(key, sum(depths.values()))}
+    A compiled block makes its keys itself, within other kernels. A plan has all layers."""
+    found: dict[str, Any] = {**drawn}
+    if "key" in drawn and not how.compiled:
+        depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in plan.leaves.items() if is_stacked(name)}
+        found["keys"] = block_keys(drawn["key"], sum(depths.values()))
+    if "scales" in drawn and fake_device_of(drawn["scales"]) is None:
+        found["dropped"] = frozenset(i for i, scale in enumerate(drawn["scales"].tolist()) if scale == 0)
+    return found
 
 
 class Found(NamedTuple):
@@ -123,10 +127,10 @@ class StepGradient:
         mesh = self.plan.mesh
         return [(j * mesh.data_size + mesh.data_rank) * size for j in range(parts)]
 
-    def pure(self, params: Tree, parts: list[Any], firsts: list[int], key: Any, seed: Tensor) -> Found:
+    def pure(self, params: Tree, parts: list[Any], firsts: list[int], drawn: Any, seed: Tensor) -> Found:
         """The same as `__call__` gives, by torch.func.grad: so that it may itself be transformed."""
         seen = rounded_params(params, self.plan, self.kernels)
-        grads, losses = functional(self.loss, seen, self.plan, parts, firsts, key, seed)
+        grads, losses = functional(self.loss, seen, self.plan, parts, firsts, drawn, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
         return Found(own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {})
 
@@ -184,7 +188,7 @@ class StepGradient:
         state: TrainState,
         parts: list[Any],
         size: int,
-        key: Any,
+        drawn: Any,
         seed: Tensor,
         early: EarlyUpdate | SpeculativeUpdate | None = None,
         known: Callable[[base.Loss], None] | None = None,
@@ -193,8 +197,8 @@ class StepGradient:
         backward pass."""
         firsts, mesh, device = self.firsts(len(parts), size), self.plan.mesh, seed.device
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
-            return self.pure(state.params, parts, firsts, key, seed)
-        keys = layer_keys(key, self.plan, self.how)
+            return self.pure(state.params, parts, firsts, drawn, seed)
+        fields = layer_draws(drawn, self.plan, self.how)
         shown = LayerSums(early.take, early.keeps) if early is not None else None
         so_far: list[base.Loss] = []
 
@@ -207,7 +211,7 @@ class StepGradient:
         kept = errors_coder(self.plan, self.kernels)
         errors = ErrorFeedback(self.plan, held, seed, state.step, kept) if held is not None else None
         turns = [self.turn(state.params, len(parts), device, shown, errors)]
-        losses = self.backward(turns, Batches(parts, firsts, keys), seed, ready)
+        losses = self.backward(turns, Batches(parts, firsts, fields), seed, ready)
         reducer = turns.pop().sink
         return self.collect(reducer, losses, len(parts), device, early)._replace(errors=errors)
 
@@ -233,11 +237,11 @@ def whole_params(params: Tree, plan: Plan, device: torch.device, coding: Coding 
     return pytree.map_named(whole, params)
 
 
-Objective = Callable[..., base.Loss]  # (params, batch, key, first) -> Loss
+Objective = Callable[..., base.Loss]  # (params, batch, drawn, first) -> Loss
 
 
 def functional(
-    loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], key: Any, seed: Tensor
+    loss: Objective, params: Tree, plan: Plan, parts: list[Any], firsts: list[Any], drawn: Any, seed: Tensor
 ) -> tuple[Tree, Any]:
     """(gradient in the layout at rest, losses of the parts) by torch.func.grad, so that it may itself be transformed.
 
@@ -246,7 +250,7 @@ def functional(
     trained, plus = plan.trained(params), partial(pytree.map, torch.add)
 
     def objective(leaves: Tree, part: Any, first: Any) -> tuple[Tensor, base.Loss]:
-        out = loss(plan.whole(leaves, params), part, key, first)
+        out = loss(plan.whole(leaves, params), part, drawn, first)
         return out.total * seed, out
 
     gradient = torch.func.grad(objective, has_aux=True)

@@ -27,20 +27,20 @@ LossFn = Callable[[Tree, Any], Any]
 
 
 def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Callable[..., base.Loss]:
-    """`loss(params, batch, key, first) -> Loss` of a Model, or of a plain function of (params, batch), over parameters
-    at rest.
+    """`loss(params, batch, drawn, first) -> Loss` of a Model, or of a plain function of (params, batch), over
+    parameters at rest.
 
     A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the
     loss of a step is the mean over its micro-batches. A function that compares samples with each other sees those of
     one micro-batch of one rank (see examples/contrastive.py). It is given whole parameters in policy.compute,
-    and those that are not floating-point as they are. `key` is () for no dropout."""
+    and those that are not floating-point as they are. drawn: as of `draws_of`."""
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)._replace(remat=how.remat)
-        return lambda params, batch, key, first: forward.loss(
-            loss_fn, params, batch, ctx._replace(key=key, first=first), plan
+        return lambda params, batch, drawn, first: forward.loss(
+            loss_fn, params, batch, ctx._replace(first=first, **drawn), plan
         )
 
-    def plain(params: Tree, batch: Any, key: Any, first: Any) -> base.Loss:
+    def plain(params: Tree, batch: Any, drawn: Any, first: Any) -> base.Loss:
         whole = params if plan.mesh.size == 1 else unshard_tree(params, plan)
         return call_plain(loss_fn, whole, batch, plan.policy)
 
@@ -68,10 +68,18 @@ def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> bas
     return loss_of(out)
 
 
-def dropout_key(loss_fn: base.Model | LossFn, state: TrainState) -> Tensor | tuple:
-    """The key of a step's dropout, and of what else a model draws; () for none."""
-    dropout = isinstance(loss_fn, base.Model) and (loss_fn.draws or getattr(loss_fn.config, "dropout", 0.0) > 0.0)
-    return prng.fold_in(prng.fold_in(state.key, "dropout"), state.step) if dropout else ()
+def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Tensor]:
+    """What a step draws, as fields of a Ctx: `key`, of dropout and of what else its blocks draw, and `scales` of its
+    layers; {} for none."""
+    if not isinstance(loss_fn, base.Model):
+        return {}
+
+    def key(name: str) -> Tensor:
+        return prng.fold_in(prng.fold_in(state.key, name), state.step)
+
+    dropout = loss_fn.draws or getattr(loss_fn.config, "dropout", 0.0) > 0.0
+    drawn = {"key": key("dropout")} if dropout else {}
+    return drawn if loss_fn.drop is None else drawn | {"scales": loss_fn.drop(key("layers"), state.step)}
 
 
 def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY_TOKENS) -> base.Loss:

@@ -39,7 +39,7 @@ class Batches(NamedTuple):
 
     parts: list[Any]
     firsts: list[int]  # the number of the first row of each in the step's global batch
-    key: dict[str, Any]  # of dropout, see layer_keys
+    drawn: dict[str, Any]  # see layer_draws
     updates: int = 0  # those that are made within the row; 0: one behind it
 
 
@@ -154,7 +154,7 @@ def run_row(
             now = head if after in [act._replace(kind=kind) for kind in BACKWARD] else None
             body, early = parts if head is None else parts[:-1], [] if now is None else now.groups
             batch = batches.parts[act.part]
-            ctx = model.context(batch, batches.key, batches.firsts[act.part])
+            ctx = model.context(batch, batches.drawn, batches.firsts[act.part])
             with phase("forward"):
                 x, ahead, told = enter(model, act, body, batch, ctx, turn, whole, between)
                 one = held[at] = model.forward(body, x, batch, ctx, ahead, early, told)

@@ -32,8 +32,8 @@ from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Group
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
-from fzero.train.gradient import layer_keys, make_backward
-from fzero.train.loss import LossFn, dropout_key
+from fzero.train.gradient import layer_draws, make_backward
+from fzero.train.loss import LossFn, draws_of
 from fzero.train.over_stages import gather_over_pp
 from fzero.train.row import Batches, Turn
 from fzero.train.state import TrainState, expect_alive, state_specs
@@ -101,9 +101,9 @@ def make_check(
         if policy.loss_scale:
             assert isinstance(state.scaler, ScalerState)
             seed = state.scaler.scale / rows.numel()
-        key = layer_keys(dropout_key(model, state), plan, execution)
+        drawn = layer_draws(draws_of(model, state), plan, execution)
         params = gather_over_pp(state.params, plan, users, rows.device)
-        losses = backward([Turn(params, sink)], Batches([part], [m * rows.shape[0]], key), seed)
+        losses = backward([Turn(params, sink)], Batches([part], [m * rows.shape[0]], drawn), seed)
         found = {"the loss": [start_digest(loss.total.detach()) for loss in losses], **sink.found}
         return {name: found.get(name, []) for name in compared}
 

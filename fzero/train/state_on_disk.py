@@ -24,6 +24,7 @@ from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.optim.average import AVERAGE
+from fzero.optim.lr_scale import LR_SCALE
 from fzero.sharding import Plan
 from fzero.sharding.draw import Box, draw_leaf
 from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
@@ -117,7 +118,8 @@ def init_on_disk(
         if not name.startswith("opt_state/") or name.startswith(AVERAGE):
             continue
         if name not in leaves:
-            out[name] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+            begin = float(name.split("/")[-1] == LR_SCALE)  # of what is no moment
+            out[name] = torch.full(leaf.shape, begin, dtype=leaf.dtype, device=device)
             continue
         for i in range(leaves[name].layers):
             for rows in row_blocks(leaves[name].chunk):

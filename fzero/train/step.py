@@ -33,7 +33,7 @@ from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
 from fzero.train.execution import Execution
 from fzero.train.gradient import Found, StepGradient
-from fzero.train.loss import LossFn, context_of, dropout_key
+from fzero.train.loss import LossFn, context_of, draws_of
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.split_check import check_split
@@ -139,13 +139,13 @@ def make_train_step(
                 check_ranks(checked, unchecked.pop(), batch, micro_batches)
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
-            key, rows = dropout_key(model, state), size * micro_batches
+            drawn, rows = draws_of(model, state), size * micro_batches
             if plan.delayed:
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
-                new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, key, seed.value, later)
+                new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, drawn, seed.value, later)
                 return hand_over(state, new) if donate else new, join_metrics(each)
-            how = parts, size, key, seed.value, early, known
-            metrics, verdict, sums = measured(seed, state, gradient(moved_apart(tx, plan, state), *how))
+            found = gradient(moved_apart(tx, plan, state), parts, size, drawn, seed.value, early, known)
+            metrics, verdict, sums = measured(seed, state, found)
             moved = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):

@@ -196,15 +196,20 @@ class StreamedModel(NamedTuple):
         self, part: Part, x_def: Any, ctx: base.Ctx, batch: base.Batch
     ) -> tuple[tuple[VjpPair, ...], list[Any], list[Tensor]]:
         """(pairs, structure of the result, inputs that are not differentiated) of a part's functions; blocks alone are
-        compiled, and split."""
-        block = part.kind == "block"
+        compiled, and split. With layers that are dropped there is a pair for each layer."""
+        block, gone, ctx = part.kind == "block", ctx.dropped, ctx._replace(dropped=())
         leaves, extra_def = pytree.flatten(ctx if block else (ctx, batch))
         short = tuple(name.removeprefix(f"{part.name}/") for name in part.leaves) if block else part.leaves
         compiled, budget = (self.ctx.compiled, self.remat.budget) if block else (False, 1.0)
         structure = (short, x_def, extra_def, static_signature(leaves))
         frozen, split = len(part.leaves) - len(self.trained(part)), block and self.split
         made = [part_pair(part.kind, f, structure, compiled, budget, frozen, split) for f in part.functions]
-        return tuple(pair for pair, _ in made), made[0][1], [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        pairs = tuple(pair for pair, _ in made)
+        if block and gone:
+            still = part_pair(part.kind, passed_over, structure, False, 1.0, frozen, split)[0]
+            numbered = enumerate(itertools.islice(itertools.cycle(pairs), part.depth), part.first)
+            pairs = tuple(still if number in gone else pair for number, pair in numbered)
+        return pairs, made[0][1], [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def trained(self, part: Part) -> tuple[str, ...]:
         """The leaves of a part that are trained."""
@@ -371,14 +376,15 @@ class StreamedModel(NamedTuple):
         reducer.put(group, self.trained(part), grads, last=last, again=used_before(self.here, part))
         return x_grads
 
-    def context(self, batch: base.Batch, key: dict[str, Any], first: int) -> base.Ctx:
+    def context(self, batch: base.Batch, drawn: dict[str, Any], first: int) -> base.Ctx:
         """The ctx of a batch whose rows begin with row `first` of the step's; checks the batch.
 
-        key: the step's `layer_keys`. Without one `first` is 0, so that training and evaluation share a compiled block.
+        drawn: the step's `layer_draws`. Without any `first` is 0, so that training and evaluation share a compiled
+        block.
         """
         forward.check(self.model, batch, self.ctx)
-        row = torch.full((), first, device=pytree.leaves(batch)[0].device) if key else 0
-        return forward.prepare(self.model, batch, self.ctx._replace(first=row, **key))
+        row = torch.full((), first, device=pytree.leaves(batch)[0].device) if drawn else 0
+        return forward.prepare(self.model, batch, self.ctx._replace(first=row, **drawn))
 
     def fetcher(self, params: Tree, device: torch.device, kept: Kept | None = None, exact: bool = False) -> Prefetcher:
         """The fetches of one pass over the model. kept: see ParamFetcher. exact: no parameter is rounded on its way."""
@@ -397,6 +403,11 @@ class StreamedModel(NamedTuple):
             assert self.nvme is not None  # given with a plan whose activations rest on a disk
             return {"kept": DiskActivations(self.nvme.scratch)}
         return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}
+
+
+def passed_over(params: Tree, x: Any, ctx: base.Ctx) -> Any:
+    """The block of a layer that is dropped."""
+    return x
 
 
 def take_layer(ahead: Prefetcher | Resident, part: Part) -> Callable[[int], Sequence[Tensor]]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.core.gpu import HOST, memory_of, reset_peak
 from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import naming
+from fzero.optim.lr_scale import LR_SCALE
 from fzero.run import run_folder
 from fzero.run.build import Job
 from fzero.run.measure import experts, norms
@@ -72,7 +73,8 @@ def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
     skipped, num_tokens, scale = bool(read.pop("skipped")), int(read.pop("num_tokens")), read.pop("loss_scale")
     layers = {name: int(read.pop(name)) for name in ("speculated", "put_right") if name in read}
     by_source = losses_by_source(job.config, read)
-    values = {**read, "lr": float(job.schedule(step)), "loss_scale": scale}
+    rate = float(job.schedule(step)) * read.get(LR_SCALE, 1.0)
+    values = {**read, "lr": rate, "loss_scale": scale}
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
     row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens, **layers, **by_source}
     if row["skipped"]:

@@ -23,7 +23,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.models import base
 from fzero.sharding import Plan
-from fzero.train.gradient import StepGradient, layer_keys
+from fzero.train.gradient import StepGradient, layer_draws
 from fzero.train.row import Batches, Turn
 from fzero.train.state import PREVIOUS, TrainState
 
@@ -35,7 +35,7 @@ def run_delayed(
     state: TrainState,
     parts: list[Any],
     size: int,
-    key: Any,
+    drawn: Any,
     seed: Tensor,
     update: Callable[[TrainState, Any], tuple[TrainState, M]],
 ) -> tuple[TrainState, list[M]]:
@@ -49,7 +49,7 @@ def run_delayed(
     if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
         for i in range(plan.delayed):
             own = slice(i * each, (i + 1) * each)
-            state, said = update(state, gradient.pure(before(plan, state), parts[own], firsts[own], key, seed))
+            state, said = update(state, gradient.pure(before(plan, state), parts[own], firsts[own], drawn, seed))
             made.append(said)
         return state, made
     turns = [gradient.turn(at, each, device) for at in (before(plan, state), state.params)[: plan.delayed]]
@@ -65,7 +65,7 @@ def run_delayed(
         if i + 2 < plan.delayed:
             turns.append(gradient.turn(state.params, each, device))
 
-    batches = Batches(parts, firsts, layer_keys(key, plan, gradient.how), plan.delayed)
+    batches = Batches(parts, firsts, layer_draws(drawn, plan, gradient.how), plan.delayed)
     gradient.backward(turns, batches, seed, update=at_update)
     return state, made
 
