@@ -56,6 +56,7 @@ def members(method: str, **more: Any) -> Form:
     return Form({"dp": 1, "rp": 2}, {"local.method": method, "local.every": 20, **given}, goal=0.01)
 
 
+SHORT = {"lr": 0.5, "momentum": 0.3}  # of DiLoCo's outer optimizer: 0.7 and 0.9 are for more than 20 rounds
 LAMB = {"lr": 1e-2, "weight_decay": 0.0}
 FORMS = {
     "plain": Form({"dp": 2}, {}),
@@ -74,6 +75,8 @@ FORMS = {
     "onebit_lamb": signs("onebit_lamb", "lamb", **LAMB),
     "diloco": members("diloco"),
     "diloco, codec=int4": members("diloco", codec="int4"),
+    "diloco, lr=0.5, momentum=0.3": members("diloco", **SHORT),
+    "diloco, lr=0.5, momentum=0.3, codec=int4": members("diloco", codec="int4", **SHORT),
     "slowmo": members("slowmo"),
     "localsgd": members("localsgd"),
 }
