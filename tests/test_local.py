@@ -306,7 +306,7 @@ def test_bytes_are_counted_by_the_links_that_they_pass():
 def test_a_plan_says_what_would_send_fewer_bytes():
     table = {"train_compiled": False, "precision": {"policy": "bf16"}, "zero": 3}
     found = fewer_bytes.fewer_bytes(
-        made(mesh={"dp": 4}, **table), between_nodes(device("h100", ranks_on_node=2), "0.05:5")
+        made(mesh={"dp": 4}, optimizer="lion", **table), between_nodes(device("h100", ranks_on_node=2), "0.05:5")
     )
     names = [one.name for one in found.options]
     plain, members = (found.options[names.index(name)] for name in ("as it is", "diloco H=20"))
@@ -318,6 +318,16 @@ def test_a_plan_says_what_would_send_fewer_bytes():
     text = str(found)
     assert all(name in text for name in names) and "measured at small scale, see docs/codec.md" in text
     assert [row["name"] for row in json.loads(found.to_json())["options"]] == names
+
+
+def test_signs_and_their_local_steps_are_offered_between_nodes():
+    adam = {"optimizer": "adamw", "train_compiled": False, "precision": {"policy": "bf16"}}
+    for zero in (1, 3):
+        found = fewer_bytes.options_of(made(zero=zero, **adam), {"dp": 4}, 2)
+        signs = {(one.name, one.mesh.get("rp", 1)) for one in found if "optim" in one.settings}
+        between = {("onebit_adam", 2), ("zero_one_adam H=16", 2)}
+        assert signs == between | ({("onebit_adam", 1)} if zero < 2 else set())
+    assert [one.name for one in fewer_bytes.options_of(made(mesh={"pp": 4}, **adam), {"pp": 4}, 2)] == ["as it is"]
 
 
 def test_what_a_plan_says_of_losses_was_measured():

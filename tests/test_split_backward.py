@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero_cases import OPTIMIZERS, model_of, train
 
 import fzero
+from fzero.core import vjp_pair as pairs
 from fzero.core.vjp_pair import vjp_pair
 from fzero.sharding.digests import digests
 from fzero.sharding.pipelines import Pipeline
@@ -40,6 +41,11 @@ def mlp(w_in, w_out, scale, x, table):
     return (x + torch.tanh(h @ w_in) @ w_out)[table], (h * x).sum()
 
 
+def kept_for_both(w, v, x):
+    """Both halves take tanh(x w)."""
+    return (x + torch.tanh(x @ w) @ v,)
+
+
 def passing(w, x):
     """The gradients of both inputs are one tensor."""
     return (w + x,)
@@ -52,6 +58,7 @@ def bare(w, x):
 
 FUNCTIONS = {
     "mlp": (mlp, 3, 4, [(4, 6), (6, 4), (4,), (5, 4)], [torch.tensor([4, 0, 1])]),
+    "kept for both": (kept_for_both, 2, 3, [(4, 4), (4, 4), (5, 4)], []),
     "passing": (passing, 1, 2, [(3, 4), (3, 4)], []),
     "bare": (bare, 1, 2, [(4,), (3, 4)], []),
 }
@@ -109,6 +116,21 @@ def test_no_product_is_made_twice_and_none_for_frozen_weights():
     expected, found, _, held, _ = halves("mlp", torch.float64, False, skip=3)
     assert_same(found, expected)
     assert held == []
+
+
+def test_no_two_graphs_share_what_is_noted_of_a_node():
+    """Compiling a graph writes to its nodes' notes: an input of both halves had one, and the second half another's."""
+    graphs = []
+
+    def keep(graph, mode, *, backward=False):
+        graphs.append(graph)
+        return lambda args: graph(*args)
+
+    with mock.patch.object(pairs, "compile_graph", keep):
+        halves("kept for both", torch.float64, True)
+    assert len(graphs) == 5  # forward and backward; forward and two halves
+    notes = [id(node.meta) for graph in graphs for node in graph.graph.nodes]
+    assert len(set(notes)) == len(notes)
 
 
 @pytest.mark.slow

@@ -24,6 +24,9 @@ from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.optim import zero_one_local
 from fzero.optim.zero_one_local import Intervals, Rule
+from fzero.planner import fewer_bytes
+from fzero.planner.devices import between_nodes, device
+from fzero.planner.plan import reports_of, resolve_for
 from fzero.run import build
 from fzero.sharding.describe import once_in_full, traffic
 from fzero.train.batch import local_batch
@@ -428,3 +431,25 @@ def test_what_does_not_go_together_is_one_line(words):
     with pytest.raises(ValueError, match=words) as found:
         BAD[words]()
     assert "\n" not in str(found.value)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@exhaustive
+def test_a_plan_of_local_steps_has_their_share_of_the_sums():
+    slow, sizes = between_nodes(device("h100", ranks_on_node=2), "0.05:5"), {"rp": 2, "dp": 2}
+    reports = []
+    for every in (1, 2, 4):
+        config = made(optimizer="zero_one_adam", mesh=sizes, zero=3, parts=1, optim_sum_every=every)
+        reports.append(reports_of(resolve_for(config, slow), sizes, slow)(slow))
+    each, second, fourth = (report.step_s for report in reports)
+    assert each > second > fourth
+    # Of t = local + (sum - local) / H, whatever those two are; a step that sums each time has no parameters that moved.
+    local = 2 * fourth - second
+    assert 0.9 < (second - local) / ((each - local) / 2) < 1.1
+    once = sum(once for _, once in build.build(reports[2].config, fzero.fake_mesh(sizes)).plan.sent_by_link().values())
+    assert "makes no sum, and has its share of the time of those that do: one in 4 sends" in str(reports[2])
+    between = [fewer_bytes.sent_by_level(report, sizes, slow)[1] for report in reports]
+    metrics = 2 * between[2] - between[1]
+    assert between[0] - between[1] == pytest.approx(between[1] - metrics, rel=0.05) and between[2] < once

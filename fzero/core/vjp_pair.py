@@ -341,6 +341,8 @@ def _split_programs(
         make_both_orders(part)
     if split:
         graphs = (graphs[0], *cut_backward(graphs[1], sum(i < split for i in wanted)))
+    for node in (node for part in graphs for node in part.graph.nodes):
+        node.meta = dict(node.meta)  # the partitioner gives an input of two graphs one, and compiling writes to it
     if compiled:
         from fzero.core.torch_private import compile_fx_inner  # noqa: F401  (seconds, in which nobody waits)
 

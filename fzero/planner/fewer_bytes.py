@@ -86,6 +86,11 @@ class FewerBytes(NamedTuple):
             memory = size(first.peak_bytes_per_rank) + fits
             cells.append([one.name, mesh_text(one.mesh), memory, *sent, *steps, f"{gain:.2f}", loss_of(one)])
         lines = table(head, cells, text=(0, 1, -1))
+        if len(cells) == 1:
+            lines.append(
+                f"nothing else is offered: the nodes of {mesh_text(self.options[0].mesh)} do not differ in their data "
+                f"alone, and activations have no codes; ask about a mesh with dp or rp of {self.nodes} or a multiple"
+            )
         return "\n".join(
             [
                 f"what would help between {self.nodes} nodes of {self.device.name}: bytes that a rank sends in a step, "
@@ -158,7 +163,7 @@ def options_of(config: RunConfig, sizes: Mapping[str, int], nodes: int) -> list[
         found += [Option(text, apart, {"codec": text}, key) for text, key in (("hpz", ""), (all_of, all_of))]
     if config.optim.name in ("adam", "adamw"):
         signs, local = (replace(config.optim, name=name, states="full") for name in ("onebit_adam", "zero_one_adam"))
-        if config.zero < 2 and here.get("rp", 1) == 1:
+        if config.zero < 2 and here.get("rp", 1) == 1 and here.get("dp", 1) * here.get("cp", 1) > 1:
             found.append(Option("onebit_adam", here, {"optim": signs}, "onebit_adam"))
         if apart.get("rp", 1) > 1:
             local = replace(local, sum_every=16)

@@ -253,7 +253,7 @@ def announce(attempt: Attempt) -> None:
     if job.members is not None:
         say(job.members.text(job.plan))
     if config.train.compress.startswith("8bit"):
-        say("checkpoints: moments in 8-bit codes (train.compress): lossy, and a run that resumes goes on from them")
+        say("checkpoints: moments in 8-bit codes (train.compress), which is lossy: a run that resumes begins there")
     rate = f"{options.peak_flops / 1e9:,.0f} GFLOP/s of {config.precision.policy} products"
     where = f" by {coordinator.size} processes together" * (coordinator.size > 1)
     given, measured = ("the", f" measured here{where}") if options.peak_measured else ("the given", "")
