@@ -143,9 +143,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[] if m in ("dp2", "tp2", "pp2") else pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m == "dp2" else pytest.mark.slow) for m in MESHES])
 def test_steps_equal_one_process(mesh):
     sizes, more = MESHES[mesh]
     count, each = math.prod(sizes.values()), 4 // sizes.get("dp", 1)
@@ -223,6 +221,7 @@ def test_deepspeed_s_table_is_taken():
         config_from_deepspeed({"progressive_layer_drop": {"theta0": 1}}, {"preset": "gpt2-tiny"})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_drops_what_the_whole_one_does(fz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launched.write_text(tmp_path)
