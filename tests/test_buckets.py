@@ -234,7 +234,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 1)) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "dp2, stage 3")) for c in CASES])
 def test_steps_equal_one_process(text, case):
     sizes, own = CASES[case]
     config = to_json(config_of(text, by="tokens", **own))
@@ -287,7 +287,8 @@ def test_factors_are_those_configured(text):
 DISK = {"zero": 3, "offload": "params=nvme,opt=nvme"}  # whose steps are committed as they are made
 
 
-@pytest.mark.parametrize("own", [{}, pytest.param(DISK, marks=pytest.mark.slow)], ids=["in memory", "on a disk"])
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [{}, DISK], ids=["in memory", "on a disk"])
 def test_a_resumed_run_is_the_one_that_was_not_stopped(text, fz, tmp_path, monkeypatch, own):
     monkeypatch.chdir(tmp_path)
     train = {"checkpoint_every": 2, "eval_every": 4, "eval_batches": 2, "log_every": 4}
@@ -303,6 +304,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(text, fz, tmp_path, monke
     assert len({row["lr_scale"] for row in whole}) > 2
 
 
+@pytest.mark.slow
 def test_conversations_are_tuned_in_rows_of_like_length(fz, tmp_path):
     chats.qwen3_folder(tmp_path / "qwen3")
     lines = [

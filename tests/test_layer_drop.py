@@ -143,13 +143,11 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[] if m in ("dp2", "tp2", "pp2") else pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", [pytest.param(m, marks=[] if m == "dp2" else pytest.mark.slow) for m in MESHES])
 def test_steps_equal_one_process(mesh):
     sizes, more = MESHES[mesh]
     count, each = math.prod(sizes.values()), 4 // sizes.get("dp", 1)
-    options = {"steps": 5, "rows": 8}
+    options = {"steps": 7, "rows": 8}  # in the sixth layer 1 is dropped, and layer 3, also a rank's second, is not
     expected, _, log = train(fzero.one_process(), "layer-drop", "clipped adam", 0, 4, **options)
     stages = (0, 3) if mesh in ("dp2", "rp2") else (0,)
     cases = [(("layer-drop", "clipped adam", stage, each), options | more) for stage in stages]
@@ -223,6 +221,7 @@ def test_deepspeed_s_table_is_taken():
         config_from_deepspeed({"progressive_layer_drop": {"theta0": 1}}, {"preset": "gpt2-tiny"})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_drops_what_the_whole_one_does(fz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launched.write_text(tmp_path)

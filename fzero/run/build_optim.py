@@ -84,7 +84,7 @@ def make_optimizer(
 
     def rate(peak: float) -> Schedule:
         plain = make_schedule(config, peak, steps, rates)
-        of_step = plain if scale is None else lambda count: plain(count) * scale
+        of_step = plain if scale is None else lambda count, factor=scale: plain(count) * factor
         return of_step if updates == 1 else lambda count: of_step(count // updates)
 
     lr, betas = rate(config.lr), (config.beta1, config.beta2)

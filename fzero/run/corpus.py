@@ -282,6 +282,7 @@ def open_data(
     )
     begin = (lambda sample: None) if isinstance(stream, RowStream) else reader_ahead(config, stream, before, mine)
     split = open_stream(config, corpus, "val", t.micro_batch)
+    assert not isinstance(split, BucketStream)  # which is to train
     windows = t.eval_batches * t.micro_batch or None
     share = (mesh.data_rank, mesh.data_size)
 
