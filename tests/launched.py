@@ -156,3 +156,17 @@ def started(folder, run, n, *args, steps=3, **how):
     process = start(folder, n, *TINY, *LONG, *args, "--out", run, "--prompt", "", **how)
     until(lambda: steps_of(folder / run) >= steps, process)
     return process
+
+
+def expect_resumed_equals_whole(folder, n, args, stop_at):
+    """A run of a command that stops and is resumed has the rows and the parameters of one that does not, and learns;
+    returns what that one printed."""
+    write_text(folder)
+    said = torchrun(folder, n, *args, "--out", "whole", "--prompt", "")
+    torchrun(folder, n, *args, "--out", "parts", "--prompt", "", "--stop-at", stop_at)
+    torchrun(folder, n, "--out", "parts", "--resume", "--prompt", "")
+    assert rows(folder / "whole") == rows(folder / "parts")
+    assert hashes(folder / "whole") == hashes(folder / "parts")
+    losses = [row["loss"] for row in rows(folder / "whole")]
+    assert losses[-1] < losses[0]
+    return said
