@@ -3,6 +3,7 @@
 import fcntl
 import gzip
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -320,6 +322,38 @@ def test_kills_at_any_instant(tmp_path, whole, small):
         prepare(folder, out, 2)
         assert not work_folder.path_of(out).exists()
     assert killed >= 5 and content(out) == expected
+
+
+@pytest.mark.slow
+def test_a_kill_before_any_rename_loses_nothing(tmp_path, whole):
+    folder, expected = whole
+    out, context = tmp_path / "out", multiprocessing.get_context("fork")
+
+    def attempt(last):
+        made = itertools.count()
+
+        def dying(real):
+            def rename(*args):
+                if next(made) == last:
+                    os._exit(9)
+                return real(*args)
+
+            return rename
+
+        with mock.patch("os.replace", dying(os.replace)), mock.patch("os.rename", dying(os.rename)):
+            prepare(folder, out)
+
+    for last in itertools.count():
+        process = context.Process(target=attempt, args=(last,))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == 9
+        prepare(folder, out)
+        assert content(out) == expected and not work_folder.path_of(out).exists()
+        shutil.rmtree(out)
+    assert last >= 5
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, whole, small, fz, monkeypatch):

@@ -28,6 +28,7 @@ from fzero.data.tokenizers import sha256_of
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
 FOLDERS = ("documents", "signatures", "encoded")
+BEFORE = {"lock", "stdin", *FOLDERS, f"{SETTINGS}.partial"}  # what there may be before the settings
 ENDING_S = 5.0  # how long the processes of one that was killed may take to end
 
 
@@ -87,7 +88,7 @@ def taken(lock: Any) -> bool:
 
 def _expect_ours(folder: Path) -> None:
     """Raise ValueError if a folder without settings holds what a preparation does not make."""
-    more = sorted({path.name for path in folder.iterdir()} - {"lock", "stdin", *FOLDERS})
+    more = sorted({path.name for path in folder.iterdir()} - BEFORE)
     if more:
         raise ValueError(f"{folder}: is no folder of an unfinished preparation (it holds {more[0]}); move it away")
 
