@@ -20,7 +20,7 @@ from fzero.models.deepseek import choose_experts
 from fzero.models.layer_kinds import layers_text, parse_layers
 from fzero.offload import Nvme
 from fzero.run.generate import Sampling, generate
-from fzero.train.streamed import parts_of
+from fzero.train.parts import parts_of
 
 KINDS = ("deepseek", "encoder and decoder", "gemma")
 slow = pytest.mark.slow

@@ -28,8 +28,8 @@ from fzero.sharding.pipeline.gathers import gather_row
 from fzero.sharding.pipeline.play import peak
 from fzero.sharding.pipeline.table import BACKWARD
 from fzero.sharding.pipelines import expect_parts
+from fzero.train.parts import parts_of, stages_of
 from fzero.train.row import room_for, schedule_of
-from fzero.train.streamed import parts_of, stages_of
 
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel
 Circumstance = tuple[object, ...]  # two acts with the same one have the same record

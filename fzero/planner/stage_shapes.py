@@ -19,7 +19,8 @@ from fzero.train.batch import split_batch
 from fzero.train.between import signature_of
 from fzero.train.execution import Execution
 from fzero.train.loss import Layout, context_of
-from fzero.train.streamed import Activations, StreamedModel, parts_of, stages_of
+from fzero.train.parts import parts_of, stages_of
+from fzero.train.streamed import Activations, StreamedModel
 
 
 def stage_shapes(

@@ -15,7 +15,7 @@ from fzero.models import Cache, Ctx, Model
 from fzero.models.score import head_of
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
-from fzero.train.streamed import Part, parts_of
+from fzero.train.parts import Part, parts_of
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from fzero.comm.channel import Receiver, Sender, open_channels
 from fzero.core import pytree
 from fzero.sharding.pipeline import Act
 from fzero.sharding.plan import Plan
-from fzero.train.streamed import Activations, Part, Told
+from fzero.train.parts import Part
+from fzero.train.streamed import Activations, Told
 
 Signature = tuple[Any, ...]
 Channel = tuple[int, bool]  # the rank of pp at its other end, and whether activations or gradients travel

@@ -17,9 +17,10 @@ from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
+from fzero.train.parts import parts_of
 from fzero.train.row import evaluate_row
 from fzero.train.state import TrainState, expect_alive
-from fzero.train.streamed import StreamedModel, parts_of
+from fzero.train.streamed import StreamedModel
 
 
 @checked("model plan execution", **STEP)

@@ -30,9 +30,10 @@ from fzero.train.codes import errors_coder, grads_coder, params_coding, rounded_
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
+from fzero.train.parts import parts_of
 from fzero.train.row import Batches, Turn, run_row
 from fzero.train.state import TrainState
-from fzero.train.streamed import StreamedModel, parts_of
+from fzero.train.streamed import StreamedModel
 from fzero.train.update.in_backward import EarlyUpdate
 from fzero.train.update.in_memory import own
 from fzero.train.update.speculation import SpeculativeUpdate

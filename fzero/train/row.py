@@ -31,7 +31,8 @@ from fzero.sharding.plan import Plan
 from fzero.sharding.prefetch import Kept, Prefetcher, Resident
 from fzero.train.between import Between, signature_of
 from fzero.train.over_stages import gather_over_pp, share_losses
-from fzero.train.streamed import Activations, Headed, Held, Part, Passed, StreamedModel, Told, stages_of
+from fzero.train.parts import Part, stages_of
+from fzero.train.streamed import Activations, Headed, Held, Passed, StreamedModel, Told
 
 
 class Batches(NamedTuple):
