@@ -224,3 +224,10 @@ def test_the_table_of_presets_says_what_the_models_are():
         if heads != "-":
             q, *kv = (int(cell) for cell in heads.split(" / "))
             assert (q, *kv) == ((config.n_heads, config.n_kv_heads) if kv else (config.n_heads,)), name
+
+
+def test_results_of_benchmarks_name_no_folder_of_a_machine():
+    files = sorted((ROOT / "benchmarks/results").glob("*.json"))
+    commands = {file.name: re.search(r'"command": "(.*)"', file.read_text()) for file in files}
+    named = {name: found[1] for name, found in commands.items() if found and re.search(r"(?<![\w.-])/\w", found[1])}
+    assert files and not named, f"a path of one machine; write it as docs do, such as peers-env/bin/python: {named}"
