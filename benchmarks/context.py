@@ -12,14 +12,14 @@ medians.
 
 `--steps` trains llama-tiny on 4 ranks with a thread each, in the precision that a run takes here, remat full, stage 3:
 as many rows of `--tokens` as there are ranks in a step, over dp a row on each rank, over cp by each form a part of
-every row on each rank, one row at a time. `tokens_s` is of all ranks, `peak_bytes` what live tensors take most on a
+every row on each rank, one row at a time. The jobs take turns, a step each; `of_dp` is the median over the turns of
+their speed beside dp. `tokens_s` is of all ranks, `peak_bytes` what live tensors take most on a
 rank in a step, `cpu_s` the CPU seconds of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from spawned import answer_of_ranks
-from turns import machine
+from turns import write_run
 
 import fzero
 from fzero.kernels.attention_pattern import FULL, pairs_by_query
@@ -92,53 +92,70 @@ def work(rank: int, order: dict[str, Any], port: int, answer: Connection) -> Non
     mesh.close()
 
 
-def step_of(rank: int, order: dict[str, Any], port: int, answer: Connection) -> None:
-    """A rank: the seconds and CPU seconds of each step, and what live tensors take most in one more."""
+def job_of(how: str, ranks: int, tokens: int) -> tuple[Any, Any, Any]:
+    """(job, its state, a batch of this rank) of llama-tiny over dp, or over cp by a form."""
     from fzero.planner.plan import config_for, device_for, resolve_for
     from fzero.run import build
-    from fzero.run.measure.live_bytes import record_step
     from fzero.train.batch import local_batch
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"]), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    ranks, tokens = order["ranks"], order["tokens"]
     settings = {"train.remat": "full", "train.compiled": False, "zero": 3}
     settings |= {"data.seq_len": tokens, "model.max_len": tokens, "train.batch": ranks, "train.micro_batch": 1}
     settings |= {"train.measure_every": 0, "train.memory_check": False, "optim.name": "adamw"}
-    axis, _, form = order["how"].partition(" ")
+    axis, _, form = how.partition(" ")
     mesh = fzero.make_mesh({axis: ranks}, device="cpu")
     config = config_for("llama-tiny", {**settings, "context": form or "auto"})
     config = resolve_for(replace(config, mesh={axis: ranks}), device_for("here"))
     job = build.build(config, mesh)
     rows = torch.randint(0, config.model.vocab_size, (ranks, tokens + 1), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
-    batch = local_batch(batch, mesh, build.local_micro_batches(config, mesh))
-    state, seconds = build.first_state(job), []
+    return job, build.first_state(job), local_batch(batch, mesh, build.local_micro_batches(config, mesh))
+
+
+def steps_of(rank: int, order: dict[str, Any], port: int, answer: Connection) -> None:
+    """A rank: of each job the seconds and CPU seconds of its steps, which take turns, and what live tensors take most
+    in one more."""
+    from fzero.run.measure.live_bytes import record_step
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(order["ranks"]), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    jobs = {how: job_of(how, order["ranks"], order["tokens"]) for how in order["jobs"]}
+    seconds: dict[str, list[list[float]]] = {how: [] for how in jobs}
+    found = {}
     for repeat in range(order["repeats"] + 1):
-        dist.barrier()
-        begin, cpu = time.perf_counter(), time.process_time()
-        state, metrics = job.train_step(state, batch)
-        dist.barrier()
-        seconds += [(time.perf_counter() - begin, time.process_time() - cpu)] * bool(repeat)
-    state, metrics, record = record_step(job.train_step, state, batch, mesh.ledger)
-    mine = torch.tensor([float(record.peak), *(cpu for _, cpu in seconds)], dtype=torch.float64)
-    table = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(table, mine)
-    cpu_s = torch.stack(table)[:, 1:].sum(0).tolist()
-    peak = int(max(row[0] for row in table))
-    answer.send({"seconds": [s for s, _ in seconds], "cpu_s": cpu_s, "peak_bytes": peak, "loss": float(metrics.loss)})
-    mesh.close()
+        for how, (job, state, batch) in jobs.items():
+            dist.barrier()
+            begin, cpu = time.perf_counter(), time.process_time()
+            jobs[how] = job, job.train_step(state, batch)[0], batch
+            dist.barrier()
+            seconds[how] += [[time.perf_counter() - begin, time.process_time() - cpu]] * bool(repeat)
+    for how, (job, state, batch) in jobs.items():
+        _, metrics, record = record_step(job.train_step, state, batch, job.mesh.ledger)
+        mine = torch.tensor([float(record.peak), *(cpu for _, cpu in seconds[how])], dtype=torch.float64)
+        table = [torch.empty_like(mine) for _ in range(order["ranks"])]
+        dist.all_gather(table, mine)
+        found[how] = {
+            "seconds": [s for s, _ in seconds[how]],
+            "cpu_s": torch.stack(table)[:, 1:].sum(0).tolist(),
+            "peak_bytes": int(max(row[0] for row in table)),
+            "loss": float(metrics.loss),
+        }
+    answer.send(found)
+    for job, _, _ in jobs.values():
+        job.mesh.close()
 
 
 def measure_steps(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """A row for dp and for each form over cp."""
-    out = []
-    for how in ("dp", *(f"cp {form}" for form in FORMS)):
-        order = {"ranks": ranks, "tokens": tokens, "repeats": repeats, "how": how}
-        found = answer_of_ranks(step_of, order)
-        out.append({"mesh": how, "tokens_s": ranks * tokens / statistics.median(found["seconds"]), **found})
-    return out
+    jobs = ["dp", *(f"cp {form}" for form in FORMS)]
+    found = answer_of_ranks(steps_of, {"ranks": ranks, "tokens": tokens, "repeats": repeats, "jobs": jobs})
+    rows = [
+        {"mesh": how, "tokens_s": ranks * tokens / statistics.median(one["seconds"])} | one
+        for how, one in found.items()
+    ]
+    for row in rows:
+        row["of_dp"] = statistics.median(a / b for a, b in zip(rows[0]["seconds"], row["seconds"], strict=True))
+    return rows
 
 
 def table_of_steps(rows: list[dict[str, Any]]) -> list[str]:
@@ -146,7 +163,7 @@ def table_of_steps(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'mesh':18}{'tokens/s':>10}{'of dp':>8}{'CPU s':>8}{'peak MB':>9}{'of dp':>8}{'loss':>10}"]
     for row in rows:
         lines.append(
-            f"{row['mesh']:18}{row['tokens_s']:>10,.0f}{row['tokens_s'] / rows[0]['tokens_s']:>8.2f}"
+            f"{row['mesh']:18}{row['tokens_s']:>10,.0f}{row['of_dp']:>8.2f}"
             f"{statistics.median(row['cpu_s']):>8.2f}{row['peak_bytes'] / 1e6:>9.1f}"
             f"{row['peak_bytes'] / rows[0]['peak_bytes']:>8.2f}{row['loss']:>10.5f}"
         )
@@ -192,11 +209,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", action="store_true", help="whole steps over cp beside dp")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given, before = parser.parse_args(), os.getloadavg()
     rows = (measure_steps if given.steps else measure)(given.ranks, given.tokens, given.repeats)
     print("\n".join((table_of_steps if given.steps else table)(rows)))
     if given.out:
-        given.out.write_text(json.dumps({"machine": machine(), "tokens": given.tokens, "rows": rows}, indent=1) + "\n")
+        write_run(given.out, before, tokens=given.tokens, rows=rows)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def formulas(plan, stage):
         rest = sizes[name] // p // (N if stage == 3 else 1)
         add("gather", "gather_to", "pp", name, 1 if ranks_of - {r} else 0, rest * len(ranks_of - {r}))
         add("reduce", "scatter_from", "pp", name, int(r in ranks_of), (p - 1) * rest)
-    add("metrics", "psum", "pp", "loss", 1, 2 * (p - 1) * 2 * M // p)
+    add("metrics", "scatter_from", "pp", "loss", int(r == of[-1]), (p - 1) * 2 * M)
     add("metrics", "psum", "pp", "norm", 1, -(-2 * (p - 1) // p))
     if N > 1:
         first, last = sizes["embed/tokens"], sizes["embed/tokens"] + sizes["head/norm/scale"]

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from fzero.comm.communicator import ONE_SIDED
 from fzero.comm.ledger import sent_elements
 from fzero.core.device import CPU, Target
 from fzero.planner.extrapolate import of_parts, scaled
@@ -280,6 +281,8 @@ def of_all(stay: Stay, record: Record, parts: int) -> Stay:
     """A stay whose messages have the losses of so many micro-batches."""
 
     def elements(collective: str, axis: str, sent: int) -> int:
+        if collective in ONE_SIDED:
+            return sent // record.parts * parts
         ranks, each = record.step.job.mesh[axis].size, 0  # elements of a micro-batch's losses, on all ranks
         while sent_elements(collective, (each + 1) * record.parts, ranks) <= sent:
             each += 1

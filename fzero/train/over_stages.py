@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis, start_all_gather, start_psum
+from fzero.comm.collectives import Axis, start_all_gather
 from fzero.comm.communicator import Communicator
 from fzero.core import pytree
 from fzero.core.future import Future
@@ -79,21 +79,25 @@ def scatter_over_pp(
 
     Communicates: for each leaf its sum, from each rank that uses it, to all of them in parts.
     """
-    out, link = {}, link_of(plan.mesh["pp"])
+    link, accumulate = link_of(plan.mesh["pp"]), plan.policy.accumulate
+
+    def start(name: str, stream: str, source: int, shape: tuple[int, ...]) -> Future[Tensor]:
+        value = sums.pop((stream, name)).to(accumulate) if source == link.rank else None
+        piece = torch.empty(shape, dtype=accumulate, device=device)
+        return link.start_scatter_from(value, source, piece, name, cut="pp" in plan.leaves[name].opt.axes)
+
+    out, started = {}, {}
     with plan.mesh.ledger.phase("reduce"):
         for name, leaf in plan.leaves.items():
             shape = local_shape(leaf.shape, leaf.opt, plan.mesh)
-            if not leaf.trained:
-                continue
-            if is_stacked(name):
-                if not shape[0]:
-                    out[name] = torch.zeros(shape, dtype=plan.policy.accumulate, device=device)
-                continue
-            for stream, source in users[name]:
-                value = sums.pop((stream, name)).to(plan.policy.accumulate) if source == link.rank else None
-                piece = torch.empty(shape, dtype=plan.policy.accumulate, device=device)
-                piece = link.start_scatter_from(value, source, piece, name, cut="pp" in leaf.opt.axes).wait()
-                out[name] = out[name].add_(piece) if name in out else piece
+            if leaf.trained and is_stacked(name):
+                out |= {} if shape[0] else {name: torch.zeros(shape, dtype=accumulate, device=device)}
+            elif leaf.trained:  # all are on their way before the first is waited for
+                started[name] = [start(name, stream, source, shape) for stream, source in users[name]]
+        for name, coming in started.items():
+            out[name] = coming[0].wait()
+            for piece in coming[1:]:
+                out[name].add_(piece.wait())
     return out
 
 
@@ -103,21 +107,20 @@ def share_losses(
     """The losses of a step's micro-batches on every rank of pp, from those that the rank of the last stage has.
 
     known: keeps the structure of a loss, which is told once.
-    Communicates: a psum over pp of a few float64 for each micro-batch.
+    Communicates: a few float64 for each micro-batch, from that rank to all others.
     """
     assert plan.stages is not None
-    axis = plan.mesh["pp"]
+    axis, source = plan.mesh["pp"], plan.stages.ranks[-1]
     with plan.mesh.ledger.phase("metrics"):
         if "loss" not in known:
             treedef, *rest = Layout.of(losses[0]) if losses else (pytree.flatten(())[1], (), ())
             told = pytree.unflatten(range(treedef.num_leaves), treedef), *rest
-            tree, *rest = tell(told, plan.stages.ranks[-1], axis, device)
+            tree, *rest = tell(told, source, axis, device)
             known["loss"] = Layout(pytree.flatten(tree)[1], *rest)
         layout: Layout = known["loss"]
-        rows = torch.zeros(parts, layout.size, dtype=torch.float64, device=device)
-        if losses:
-            rows.copy_(packed(losses)[0])
-        rows = start_psum(rows, axis, leaf="loss").wait()
+        rows = torch.empty(parts, layout.size, dtype=torch.float64, device=device)
+        here = packed(losses)[0] if losses else None
+        rows = link_of(axis).start_scatter_from(here, source, rows, "loss", cut=False).wait()
     return [layout.unpack(row) for row in rows]
 
 
