@@ -37,7 +37,7 @@ class PieceCache:
     >>> cache = PieceCache(Path(tempfile.mkdtemp()), most=200)
     >>> cache.write("a/0", bytes(40))
     >>> cache.write("a/1", bytes(40))
-    >>> len(cache.read("a/0", 8, 16)), cache.has("a/1"), cache.has("a/2")
+    >>> cache.read_into("a/0", 8, memoryview(bytearray(16))), cache.has("a/1"), cache.has("a/2")
     (16, True, False)
     """
 
@@ -54,8 +54,9 @@ class PieceCache:
         """Whether there is a piece of this name."""
         return os.path.exists(f"{self.root}/{name}")
 
-    def read(self, name: str, start: int, size: int) -> bytes | None:
-        """The bytes [start, start + size) of a piece, fewer if it is shorter; None if there is no such piece."""
+    def read_into(self, name: str, start: int, out: memoryview) -> int | None:
+        """Fill `out`, of bytes, with those of a piece from `start` on; returns how many it has, None if there is no
+        such piece."""
         try:
             fd = os.open(f"{self.root}/{name}", os.O_RDONLY)
         except FileNotFoundError:
@@ -66,7 +67,7 @@ class PieceCache:
                 if len(self.touched) >= MOST_TOUCHED:
                     self.touched.clear()
                 self.touched[name] = now
-            return os.pread(fd, size, start)
+            return os.preadv(fd, [out], start)
         finally:
             os.close(fd)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.core import prng
 from fzero.core.arguments import checked
 from fzero.core.kinds import WrongKind
-from fzero.data.stream import Batch
+from fzero.data.assemble import Batch
 
 SHORTEST = 6  # tokens of a document's part that is rearranged: three that are added, one for each part
 

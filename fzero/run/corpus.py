@@ -20,6 +20,7 @@ from fzero import data
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
+from fzero.data.assemble import Batch
 from fzero.data.buckets import BucketStream
 from fzero.data.mixed import MixedStream
 from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
@@ -28,7 +29,6 @@ from fzero.data.reference import read_reference
 from fzero.data.remote import Reading
 from fzero.data.remote_corpus import expect_unchanged
 from fzero.data.rows import RowStream
-from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta, token_dtype
 from fzero.data.work_folder import Busy
 from fzero.run import conversations, run_folder

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.data.stream import Batch
+from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import thin_targets
 from fzero.run.token_names import token_ids
