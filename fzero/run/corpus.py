@@ -30,7 +30,7 @@ from fzero.data.remote import Reading
 from fzero.data.remote_corpus import expect_unchanged
 from fzero.data.rows import RowStream
 from fzero.data.tokens import VERSION, read_meta, token_dtype
-from fzero.data.work_folder import Busy
+from fzero.data.work_folder import Busy, clear
 from fzero.run import conversations, run_folder
 from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig
@@ -87,6 +87,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         except (OSError, ValueError):
             if not target.is_dir():  # else another run has made it
                 raise
+    clear(target)
     return target
 
 
