@@ -8,9 +8,9 @@ by each way of docs/data.md, with each of some seeds, which draw its parameters 
 steps. A figure is the first step after which an evaluation has the loss that the plain run of that seed ends with, and
 the processor time of the train steps until then, as a part of that of the plain run's steps.
 
-Rates that follow the batch are for documents of many lengths: here the modules' paragraphs, the lines between two empty
-ones, each a document in a row of its own (`data.packing = "buckets"`). A scale is also another rate in the mean, so all
-of these are run with each of RATES; the plain one is that without a scale, with the rate that ends best.
+Rates that follow the batch are for documents of many lengths: here the modules' lines, each a document in a row of its
+own (`data.packing = "buckets"`). A scale is also another rate in the mean, so all of these are run with each of RATES;
+the plain one is that without a scale, with the rate that ends best.
 """
 
 from __future__ import annotations
@@ -66,12 +66,11 @@ def ways_of_modules(steps: int) -> dict[str, Own]:
     }
 
 
-def ways_of_paragraphs() -> dict[str, Own]:
-    """{name: its own values} of the runs on paragraphs, those without a scale first."""
+def ways_of_lines() -> dict[str, Own]:
+    """{name: its own values} of the runs on lines, those without a scale first."""
     scales = {"buckets": {}} | {
         f"{scale}_{by}": {"lr_scaling": scale, "lr_scaling_by": by}
-        for by in ("sequences", "tokens")
-        for scale in ("linear", "sqrt")
+        for scale, by in (("linear", "sequences"), ("sqrt", "sequences"), ("linear", "tokens"))
     }
     return {
         f"{name}@{rate:g}": {"data": {"packing": "buckets"}, "optim": {"lr": rate, **own}}
@@ -170,13 +169,13 @@ def prepare_modules(place: Path, steps: int) -> Path:
     return folder
 
 
-def prepare_paragraphs(place: Path) -> Path:
-    """A corpus of the modules' paragraphs, in the folder `place`."""
-    source, folder = place / "paragraphs.jsonl", place / "paragraphs"
+def prepare_lines(place: Path) -> Path:
+    """A corpus of the modules' lines, without empty ones, in the folder `place`."""
+    source, folder = place / "lines.jsonl", place / "lines"
     with source.open("w", encoding="utf-8") as file:
         for path in modules():
             text = path.read_text(encoding="utf-8", errors="replace")
-            file.writelines(json.dumps({"text": part}) + "\n" for part in text.split("\n\n") if part.strip())
+            file.writelines(json.dumps({"text": line}) + "\n" for line in text.splitlines() if line.strip())
     data.prepare(source, folder, val_fraction=0.05)
     return folder
 
@@ -196,11 +195,11 @@ def main() -> None:
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as home:
         place, steps, seeds = Path(home), args.steps, args.seeds
-        by_paragraphs = ways_of_paragraphs()
-        without = [name for name in by_paragraphs if name.startswith("buckets")]
+        of_lines = ways_of_lines()
+        without = [name for name in of_lines if name.startswith("buckets")]
         found = {
             "modules": compare(ways_of_modules(steps), ["plain"], prepare_modules(place, steps), steps, seeds),
-            "paragraphs": compare(by_paragraphs, without, prepare_paragraphs(place), steps, seeds),
+            "lines": compare(of_lines, without, prepare_lines(place), steps, seeds),
         }
     own = {"steps": steps, "seeds": seeds, "positions_a_step": BATCH * SEQ_LEN}
     if args.out:

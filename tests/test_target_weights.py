@@ -44,7 +44,7 @@ def written_out(model, params, batch):
         own = float(batch["mask"][tuple(at)])
         total, weight = total - own * log_p[(*at, int(batch["targets"][tuple(at)]))], weight + own
     loss, named = total / weight, pytree.named_leaves(params)
-    return float(loss), weight, dict(zip(named, torch.autograd.grad(loss, list(named.values()))))
+    return float(loss.detach()), weight, dict(zip(named, torch.autograd.grad(loss, list(named.values()))))
 
 
 def one_step(name, batches=weighted_batch):
@@ -152,4 +152,4 @@ def test_weights_that_are_none_are_refused():
     with pytest.raises(ValueError, match="it must be bool, of the targets that count, or float32, their weights"):
         batches.check_batch(model_of("gpt2").config, {**batch, "mask": batch["mask"].long()})
     with pytest.raises(ValueError, match=r"dpo: batch\['mask'\] is torch.float64, the weights of targets"):
-        models.loss(models.dpo(model_of("gpt2")), {}, batch, models.Ctx())
+        models.dpo(model_of("gpt2")).head({}, torch.zeros(()), batch, models.Ctx())

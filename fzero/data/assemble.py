@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -48,12 +49,14 @@ def pairs(
     if isinstance(tokens, np.ndarray):
         return tokens[at], tokens[at + 1]
     begins = np.flatnonzero(first)
-    counts, firsts = np.diff(begins, append=first.size), at.ravel()[begins]
+    counts, firsts = np.diff(np.append(begins, first.size)), at.ravel()[begins]
     places = begins + np.arange(len(begins))  # one token more is read of each run before
-    read, runs = np.zeros(first.size + len(begins), tokens.dtype), slice(None)
-    if filled is not None:
-        runs = ~filled.ravel()[begins]
-    tokens.read(read, places[runs], firsts[runs], counts[runs] + 1)
+    if filled is None:
+        read = np.empty(first.size + len(begins), tokens.dtype)
+        tokens.read(read, places, firsts, counts + 1)
+    else:
+        read, runs = np.zeros(first.size + len(begins), tokens.dtype), ~filled.ravel()[begins]
+        tokens.read(read, places[runs], firsts[runs], counts[runs] + 1)
     if len(begins) == len(at):  # each row is a run
         both = read.reshape(len(at), -1)
         return both[:, :-1], both[:, 1:]
@@ -71,6 +74,7 @@ def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, fill
         tokens.sums.expect(starts[kept & (sizes == length)] * size, (length + 1) * size)
 
 
+@functools.lru_cache(maxsize=64)
 def sparse(seq_len: int) -> np.ndarray:
     """The places of a row by which the pieces that it needs are found: evenly spaced ones, and the last.
 
@@ -90,5 +94,4 @@ def fetch(tokens: Tokens, positions: Callable[[], np.ndarray]) -> bool:
         return True
     at = positions()
     last = at[:, -1]
-    some = np.concatenate([at.ravel(), np.where(last == FILL, FILL, last + 1)])
-    return of.begin(some[some != FILL])
+    return of.begin(at[at != FILL], last[last != FILL] + 1)

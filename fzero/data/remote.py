@@ -12,14 +12,15 @@ corpus in a folder are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from crc32c import crc32c
@@ -56,10 +57,16 @@ class Reading(NamedTuple):
         """The cache; raises ValueError if it is too small."""
         if self.cache_bytes < LEAST:
             raise ValueError(f"the cache has {self.cache_bytes:,} bytes; give it {LEAST:,} or more (data.cache_gb)")
-        return PieceCache(self.cache or user_folder("XDG_CACHE_HOME"), self.cache_bytes)
+        folder = self.cache or user_folder("XDG_CACHE_HOME")
+        found = OPENED.get((folder, self.cache_bytes))
+        if found is None:
+            found = OPENED[folder, self.cache_bytes] = PieceCache(folder, self.cache_bytes)
+        return found
 
 
 READING = Reading()
+# The caches that this process uses, each once, so that all corpora together have so many files open at most.
+OPENED = WeakValueDictionary[tuple[Path, int], PieceCache]()
 
 
 class TokenFile(NamedTuple):
@@ -86,6 +93,7 @@ class RemoteTokens:
         self.file, self.retry_s, self.cache = file, reading.retry_s, reading.opened()
         self.objects = Objects(file.url)
         self.piece, self.nbytes = reading.piece_of(corpus_bytes), file.count * file.dtype.itemsize
+        self.folder = f"{file.key[:32]}/{file.name}-{self.piece // 1024}"
         self.dtype, self.itemsize, self.shape = file.dtype, file.dtype.itemsize, (file.count,)
         # Less than the cache holds, so that what is read ahead is still there when it is asked for.
         self.most = max(1, min(MOST_COMING, COMING // self.piece, reading.cache_bytes // (4 * self.piece)))
@@ -124,18 +132,19 @@ class RemoteTokens:
                         missing.setdefault(piece, []).append((before, part))
                     at, begin, left = at + len(part), begin + len(part), left - len(part)
             for i, (piece, parts) in enumerate(missing.items()):
-                for later in islice(missing, i, i + self.most):
+                for later in itertools.islice(missing, i, i + self.most):
                     self._begin(later)
                 data = memoryview(self._fetch(piece))
                 for before, part in parts:
                     part[:] = data[before : before + len(part)]
 
-    def begin(self, at: np.ndarray) -> bool:
+    def begin(self, *at: np.ndarray) -> bool:
         """Begin to fetch the pieces that hold these tokens and are not in the cache, as many as may be on their way;
         returns whether that is all of them."""
         with self.lock:
             self._settle()
-            for piece in np.unique(at * self.itemsize // self.piece).tolist():
+            pieces = dict.fromkeys(itertools.chain(*((part * self.itemsize // self.piece).tolist() for part in at)))
+            for piece in pieces:
                 if piece not in self.coming and not self.cache.has(self._name(piece)):
                     if len(self.coming) >= self.most:
                         return False
@@ -146,9 +155,9 @@ class RemoteTokens:
         """Fill `part` with the bytes from `before` on of a piece, if the cache has it, sound: a chunk is compared the
         first time, whole."""
         first = piece * self.piece + before
-        chunks = range(first // CHUNK, (first + len(part) - 1) // CHUNK + 1)
-        if 1 in self.left[chunks.start : chunks.stop]:
-            for chunk in chunks:
+        begin, end = first // CHUNK, (first + len(part) - 1) // CHUNK + 1
+        if 1 in self.left[begin:end]:
+            for chunk in range(begin, end):
                 if self.left[chunk] and not self._compare(piece, chunk):
                     return False
         count = self.cache.read_into(self._name(piece), before, part)
@@ -177,8 +186,7 @@ class RemoteTokens:
 
     def _name(self, piece: int) -> str:
         """The name of a piece in the cache: of its content, whatever the URL."""
-        folder = f"{self.file.key[:32]}/{self.file.name}-{self.piece // 1024}"
-        return f"{folder}/{piece // 1000:06}/{piece % 1000:03}"
+        return f"{self.folder}/{piece // 1000:06}/{piece % 1000:03}"
 
     def _size(self, piece: int) -> int:
         return min(self.piece, self.nbytes - piece * self.piece)

@@ -186,13 +186,22 @@ def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
     """Which of `per_epoch` things the samples `first` .. first + count - 1 are, int64 [count]: all of them once in an
     epoch, in an order drawn from (seed, epoch)."""
     _expect_samples(first, count)
+    return _shuffled(seed, per_epoch, first, count) if count <= DRAWN else _draw(seed, per_epoch, first, count)
+
+
+def _draw(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
     found = []
     for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
         begin, end = max(first - epoch * per_epoch, 0), min(first + count - epoch * per_epoch, per_epoch)
         for block in range(begin // DRAWN, (end - 1) // DRAWN + 1):
             drawn = _drawn(seed, epoch, per_epoch, block)
             found.append(drawn[max(begin - block * DRAWN, 0) : end - block * DRAWN])
-    return torch.cat(found).numpy()
+    out = torch.cat(found).numpy()
+    out.flags.writeable = False
+    return out
+
+
+_shuffled = functools.lru_cache(maxsize=64)(_draw)  # asked for twice: when its tokens are fetched, and when it is read
 
 
 @checked()
