@@ -2,6 +2,8 @@
 validation loss that a plain run ends with.
 
     python benchmarks/curricula.py --out benchmarks/results/curricula.json
+    python benchmarks/curricula.py --ways layer_drop --out benchmarks/results/curricula-layers.json
+    python benchmarks/curricula.py --corpus lines --out benchmarks/results/curricula-lines.json
 
 A Llama of some 50,000 parameters learns the modules at the top of Python's standard library, byte by byte, plainly and
 by each way of docs/data.md, with each of some seeds, which draw its parameters and its order. Every run has the same
@@ -23,7 +25,7 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ from fzero.run.stages import samples_before, stage_at
 from fzero.sharding import one_process
 
 SEQ_LEN, BATCH, EVERY, RATE = 64, 16, 10, 1e-2
-RATES = (3e-3, RATE, 3e-2)  # of the runs whose rate follows the batch
+RATES = (RATE, 3e-2)  # of the runs whose rate follows the batch
 ORDER = {"curriculum_schedule": "root:2", "curriculum_start": 0.1}
 SIZES = {"vocab_size": 256, "d_model": 32, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "d_ff": 96, "max_len": SEQ_LEN}
 Own = dict[str, dict[str, Any]]  # the values of a config that are a way's own, by section
@@ -147,7 +149,7 @@ def compare(ways: dict[str, Own], plain: Sequence[str], folder: Path, steps: int
             "cpu_s": rounded([run.cpu_s[-1] for run in found]),
             "losses": [rounded(run.losses) for run in found],
         }
-    return {"plain": best, "ways": out}
+    return {"plain": best, "targets": rounded([run.losses[-1] for run in runs[best]]), "ways": out}
 
 
 def first_below(target: float, losses: list[float]) -> int | None:
@@ -155,17 +157,19 @@ def first_below(target: float, losses: list[float]) -> int | None:
     return next((i for i, loss in enumerate(losses) if loss <= target), None)
 
 
-def prepare_modules(place: Path, steps: int) -> Path:
-    """A corpus of modules with its analyses, in the folder `place`."""
+def prepare_modules(place: Path, steps: int, ways: Container[str]) -> Path:
+    """A corpus of modules in the folder `place`, with the analyses that these ways read."""
     folder = place / "modules"
     data.prepare(modules(), folder, val_fraction=0.05)
     for metric in ("length", "rarity"):
-        data.analyze(folder, metric, seq_len=SEQ_LEN)
-    # The reference is a plain run of another seed.
-    config = config_of(folder, steps, 1000, {})
-    _, state = trained(config, folder)
-    measure = row_losses.row_loss_of(build(config, one_process()).model, state.params, torch.device("cpu"))
-    data.analyze(folder, "loss", seq_len=SEQ_LEN, measure=measure, by="a plain run", rows_at_once=64)
+        if metric in ways:
+            data.analyze(folder, metric, seq_len=SEQ_LEN)
+    if "loss" in ways:
+        # The reference is a plain run of another seed.
+        config = config_of(folder, steps, 1000, {})
+        _, state = trained(config, folder)
+        measure = row_losses.row_loss_of(build(config, one_process()).model, state.params, torch.device("cpu"))
+        data.analyze(folder, "loss", seq_len=SEQ_LEN, measure=measure, by="a plain run", rows_at_once=64)
     return folder
 
 
@@ -187,26 +191,27 @@ def modules() -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", choices=("modules", "lines"), default="modules")
+    parser.add_argument("--ways", default="", help="some of them, such as plain,layer_drop; by default all")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    before = os.getloadavg()
+    before, steps = os.getloadavg(), args.steps
+    ways = ways_of_lines() if args.corpus == "lines" else ways_of_modules(steps)
+    plain = [name for name in ways if name.startswith(("plain", "buckets"))]
+    if args.ways:
+        ways = {name: ways[name] for name in [*plain, *args.ways.split(",")]}
     with tempfile.TemporaryDirectory() as home:
-        place, steps, seeds = Path(home), args.steps, args.seeds
-        of_lines = ways_of_lines()
-        without = [name for name in of_lines if name.startswith("buckets")]
-        found = {
-            "modules": compare(ways_of_modules(steps), ["plain"], prepare_modules(place, steps), steps, seeds),
-            "lines": compare(of_lines, without, prepare_lines(place), steps, seeds),
-        }
-    own = {"steps": steps, "seeds": seeds, "positions_a_step": BATCH * SEQ_LEN}
+        place = Path(home)
+        folder = prepare_lines(place) if args.corpus == "lines" else prepare_modules(place, steps, ways)
+        found = compare(ways, plain, folder, steps, args.seeds)
     if args.out:
-        write_run(args.out, before, torch=torch.__version__, **own, corpora=found)
-    for of in found.values():
-        for name, way in of["ways"].items():
-            print(f"{name:24} {statistics.mean(way['last']):.4f} {way['steps_to_plain']} {way['cpu_of_plain']}")
+        own = {"corpus": args.corpus, "seeds": args.seeds, "steps": steps, "tokens_a_step": BATCH * SEQ_LEN}
+        write_run(args.out, before, torch=torch.__version__, **own, **found)
+    for name, way in found["ways"].items():
+        print(f"{name:24} {statistics.mean(way['last']):.4f} {way['steps_to_plain']} {way['cpu_of_plain']}")
 
 
 if __name__ == "__main__":

@@ -832,7 +832,7 @@ def test_weights_are_of_tokens_or_a_file_of_all(tmp_path):
         ({"span_corruption": 0.5, "noise_density": 1.0}, "data.noise_density is 1.0; it must be above 0 and below 1"),
         ({"span_corruption": 0.5, "mean_noise_span_length": 0.5}, "data.mean_noise_span_length is 0.5; it must be at"),
         ({"token_weights": "1"}, "has '1'; it is TOKEN=WEIGHT,..., tokens or their ids"),
-        ({"token_weights": "1=0.5,2=1.5"}, "has '2=1.5'; it is TOKEN=WEIGHT"),
+        ({"token_weights": "1=0.5,2=-1.5"}, "has '2=-1.5'; it is TOKEN=WEIGHT"),
         ({"token_weights": "=0.5"}, "has '=0.5'; it is TOKEN=WEIGHT"),
         ({"token_weights": "1=0.5", "objective": "dpo"}, "the loss of objective=dpo is no mean of tokens; leave it"),
         ({"span_corruption": 0.5, "objective": "chat"}, "data.span_corruption is 0.5 and objective is chat; it takes"),
