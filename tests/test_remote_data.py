@@ -20,7 +20,7 @@ from test_data_law import home as law  # noqa: F401
 from fzero import data
 from fzero.core import object_store
 from fzero.core.object_store import Objects
-from fzero.data import remote, stream
+from fzero.data import piece_cache, remote, stream
 from fzero.data.piece_cache import PieceCache
 from fzero.data.remote import LEAST, Reading
 from fzero.run import corpus, run_folder
@@ -296,6 +296,37 @@ def test_the_piece_read_longest_ago_goes_first(tmp_path):
     assert cache.has("a/0") and not cache.has("a/1")
     cache.write("a/4", b"x" * 400)  # never
     assert not cache.has("a/4") and cache.has("a/0")
+
+
+def test_a_piece_that_another_process_removes_takes_no_room_and_is_looked_for_anew(tmp_path):
+    ours, theirs = PieceCache(tmp_path, 350), PieceCache(tmp_path, 350)
+    theirs.write("a/0", b"x" * 100)
+    assert read(ours, "a/0", 0, 100) == b"x" * 100
+    held = os.dup(ours.open["a/0"])
+    theirs.write("a/0", b"y" * 100, anew=True)
+    assert read(ours, "a/0", 0, 100) == b"y" * 100
+    for i in range(1, 5):
+        theirs.write(f"a/{i}", b"x" * 100)
+        os.utime(tmp_path / "pieces" / f"a/{i}", ns=(i, i))
+    os.utime(tmp_path / "pieces" / "a/0", ns=(0, 0))
+    theirs.write("a/5", b"x" * 100)
+    assert read(ours, "a/0", 0, 100) is None and not ours.has("a/0") and "a/0" not in ours.open
+    assert os.fstat(held).st_size == 0
+    os.close(held)
+
+
+def test_so_many_files_are_open_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(piece_cache, "MOST_OPEN", 3)
+    cache = PieceCache(tmp_path, 10_000)
+    for i in range(6):
+        cache.write(f"a/{i}", bytes([i]) * 10)
+    for i in (0, 1, 2, 0, 3, 4, 5, 0, 1):
+        assert read(cache, f"a/{i}", 2, 8) == bytes([i]) * 8 and len(cache.open) <= 3
+    fds = [*cache.open.values()]
+    del cache
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def write_pieces(folder, number, monkeypatch):
