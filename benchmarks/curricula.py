@@ -190,7 +190,7 @@ def modules() -> list[Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", choices=("modules", "lines"), default="modules")
     parser.add_argument("--ways", default="", help="some of them, such as plain,layer_drop; by default all")
     parser.add_argument("--steps", type=int, default=300)
@@ -202,7 +202,10 @@ def main() -> None:
     ways = ways_of_lines() if args.corpus == "lines" else ways_of_modules(steps)
     plain = [name for name in ways if name.startswith(("plain", "buckets"))]
     if args.ways:
-        ways = {name: ways[name] for name in [*plain, *args.ways.split(",")]}
+        names = [*plain, *args.ways.split(",")]
+        if other := set(names) - set(ways):
+            parser.error(f"--ways {args.ways}: has {other.pop()}; the ways are {', '.join(ways)}")
+        ways = {name: ways[name] for name in names}
     with tempfile.TemporaryDirectory() as home:
         place = Path(home)
         folder = prepare_lines(place) if args.corpus == "lines" else prepare_modules(place, steps, ways)
