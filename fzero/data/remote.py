@@ -99,6 +99,7 @@ class RemoteTokens:
         self.most = max(1, min(MOST_COMING, COMING // self.piece, reading.cache_bytes // (4 * self.piece)))
         self.coming: dict[int, Any] = {}  # piece -> its request
         self.left = bytearray(b"\1") * len(file.sums)  # 1 for each chunk that was not compared so far
+        self.chunk = memoryview(bytearray(CHUNK))  # one that is compared
         self.broken = set[int]()  # pieces that are damaged in the cache
         self.lock = threading.RLock()
 
@@ -168,8 +169,8 @@ class RemoteTokens:
     def _compare(self, piece: int, chunk: int) -> bool:
         """Compare a chunk in the cache for the first time; returns whether it is there, sound."""
         begin = chunk * CHUNK
-        data = bytearray(min(CHUNK, self.nbytes - begin))
-        count = self.cache.read_into(self._name(piece), begin - piece * self.piece, memoryview(data))
+        data = self.chunk[: self.nbytes - begin]
+        count = self.cache.read_into(self._name(piece), begin - piece * self.piece, data)
         if count is None:
             return False
         if count < len(data) or crc32c(data) != self.file.sums[chunk]:
