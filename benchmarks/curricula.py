@@ -70,10 +70,7 @@ def ways_of_modules(steps: int) -> dict[str, Own]:
 
 def ways_of_lines() -> dict[str, Own]:
     """{name: its own values} of the runs on lines, those without a scale first."""
-    scales = {"buckets": {}} | {
-        f"{scale}_{by}": {"lr_scaling": scale, "lr_scaling_by": by}
-        for scale, by in (("linear", "sequences"), ("sqrt", "sequences"), ("linear", "tokens"))
-    }
+    scales = {"buckets": {}, **{scale: {"lr_scaling": scale} for scale in ("linear", "sqrt")}}
     return {
         f"{name}@{rate:g}": {"data": {"packing": "buckets"}, "optim": {"lr": rate, **own}}
         for name, own in scales.items()

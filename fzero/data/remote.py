@@ -161,6 +161,9 @@ class RemoteTokens:
             for chunk in range(begin, end):
                 if self.left[chunk] and not self._compare(piece, chunk):
                     return False
+            if end == begin + 1:  # what was compared is still here
+                part[:] = self.chunk[first - begin * CHUNK :][: len(part)]
+                return True
         count = self.cache.read_into(self._name(piece), before, part)
         if count is not None and count < len(part):
             self._note_damage(piece)
