@@ -420,11 +420,11 @@ def test_a_run_compares_the_chunks_that_it_reads_and_each_of_them_once(summed, m
         for window in [n for n in range(len(stream.rows)) if n not in (8, 9)]:  # a window is 65 tokens
             before = len(compared)
             for _ in range(2):
-                data.stream.assemble(stream.tokens, stream.rows.positions(np.array([window])))
+                data.assemble.assemble(stream.tokens, stream.rows.positions(np.array([window])))
             assert len(compared) - before <= 2
         for window in (8, 9):
             with pytest.raises(ValueError, match="the bytes 576 to 639 do not match"):
-                data.stream.assemble(stream.tokens, stream.rows.positions(np.array([window])))
+                data.assemble.assemble(stream.tokens, stream.rows.positions(np.array([window])))
     stream.samples_at(0, 3 * stream.samples_per_epoch)
     assert sum(stream.tokens.sums.left) == stream.tokens.sums.count <= 1  # the tail that no window has
     done = len(compared)
@@ -705,24 +705,23 @@ def test_a_document_whose_spans_are_taken_out_has_its_tokens(packing):
 
 
 def test_a_sample_s_spans_and_targets_are_alike_in_every_batch():
-    stream, weights = data.TokenStream(hand_made([40, 12, 90, 31]), 16, 6), torch.full((256,), 0.5)
-    for change in (
-        lambda n, count, seed: data.corrupt_spans(stream.samples_at(n, count), n, seed, sentinels=MARKS),
-        lambda n, count, seed: data.thin_targets(stream.samples_at(n, count), n, seed, weights=weights),
-    ):
-        whole, parts = change(4, 6, 1), [change(n, 2, 1) for n in (4, 6, 8)]
-        for name, leaf in whole.items():
-            assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
-        assert not torch.equal(whole["mask"], change(4, 6, 2)["mask"])
-    batch = stream.samples_at(0, 6)
-    weights = torch.linspace(0, 1, 256)
-    counts = sum(data.thin_targets(batch, 0, seed, weights=weights)["mask"].double() for seed in range(400)) / 400
-    assert (counts - weights[batch["targets"]] * batch["mask"]).abs().max() < 0.12
+    stream = data.TokenStream(hand_made([40, 12, 90, 31]), 16, 6)
+
+    def change(n, count, seed):
+        return data.corrupt_spans(stream.samples_at(n, count), n, seed, sentinels=MARKS)
+
+    whole, parts = change(4, 6, 1), [change(n, 2, 1) for n in (4, 6, 8)]
+    for name, leaf in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
+    assert not torch.equal(whole["mask"], change(4, 6, 2)["mask"])
+    batch, weights = stream.samples_at(0, 6), torch.linspace(0, 3, 256)
+    found = data.weigh_targets(batch, weights)["mask"]
+    assert torch.equal(found, weights[batch["targets"]] * batch["mask"]) and 0 < found.count_nonzero() < found.numel()
     for call, said in (
         (lambda: data.corrupt_spans(batch, 0, 0, sentinels=[1]), "with 1 sentinels; wanted 1 or more, and 2"),
         (lambda: data.corrupt_spans(batch, 0, 0, sentinels=MARKS, density=2.0), "density is 2.0; it must be from 0"),
-        (lambda: data.thin_targets(batch, 0, 0, weights=torch.tensor([2.0])), "numbers from 0 to 1, one for each"),
-        (lambda: data.thin_targets(batch, 0, 0, weights=torch.ones(1)), "and there are 1 weights"),
+        (lambda: data.weigh_targets(batch, torch.tensor([-0.5])), "finite numbers, 0 or more, one for each"),
+        (lambda: data.weigh_targets(batch, torch.ones(1)), "and there are 1 weights"),
     ):
         with pytest.raises(ValueError, match=said):
             call()
@@ -800,18 +799,18 @@ def test_the_tokens_of_spans_are_the_tokenizers_or_the_users(tmp_path):
 
 def test_weights_are_of_tokens_or_a_file_of_all(tmp_path):
     place = sentinels_beside(tmp_path, "<own>", "<a=b>")
-    weights = weights_of("<own>=0,<a=b>=0.5,3-4=.25", place)
-    assert weights[[270, 271, 3, 4]].tolist() == [0, 0.5, 0.25, 0.25] and weights.sum() == 272 - 1 - 0.5 - 1.5
+    weights = weights_of("<own>=0,<a=b>=2.5,3-4=.25", place)
+    assert weights[[270, 271, 3, 4]].tolist() == [0, 2.5, 0.25, 0.25] and weights.sum() == 272 - 1 + 1.5 - 1.5
     values = np.random.default_rng(0).random(272, np.float32)
     np.save(tmp_path / "own.npy", values)
     began = token_weights.with_digest(str(tmp_path / "own.npy"))
     assert began == token_weights.with_digest(began) != token_weights.with_digest("1=0.5")
     assert torch.equal(weights_of(began, place), torch.from_numpy(values).double())
     for wrong, words in (
-        (values[1:], r"is float32 \[271\]; data.token_weights of this corpus is a vector of 272 numbers from 0 to 1"),
-        (values + 1, "is a vector of 272 numbers from 0 to 1"),
-        (values * np.nan, "is a vector of 272 numbers from 0 to 1"),
-        (np.array(["a"] * 272), "is a vector of 272 numbers from 0 to 1"),
+        (values[1:], r"is float32 \[271\]; data.token_weights of this corpus is a vector of 272 numbers of 0 or more"),
+        (values - 1, "is a vector of 272 numbers of 0 or more"),
+        (values * np.inf, "is a vector of 272 numbers of 0 or more"),
+        (np.array(["a"] * 272), "is a vector of 272 numbers of 0 or more"),
     ):
         np.save(tmp_path / "own.npy", wrong)
         with pytest.raises(ValueError, match=words):
@@ -833,7 +832,7 @@ def test_weights_are_of_tokens_or_a_file_of_all(tmp_path):
         ({"span_corruption": 0.5, "noise_density": 1.0}, "data.noise_density is 1.0; it must be above 0 and below 1"),
         ({"span_corruption": 0.5, "mean_noise_span_length": 0.5}, "data.mean_noise_span_length is 0.5; it must be at"),
         ({"token_weights": "1"}, "has '1'; it is TOKEN=WEIGHT,..., tokens or their ids"),
-        ({"token_weights": "1=0.5,2=1.5"}, "has '2=1.5'; it is TOKEN=WEIGHT"),
+        ({"token_weights": "1=0.5,2=-1.5"}, "has '2=-1.5'; it is TOKEN=WEIGHT"),
         ({"token_weights": "=0.5"}, "has '=0.5'; it is TOKEN=WEIGHT"),
         ({"token_weights": "1=0.5", "objective": "dpo"}, "the loss of objective=dpo is no mean of tokens; leave it"),
         ({"span_corruption": 0.5, "objective": "chat"}, "data.span_corruption is 0.5 and objective is chat; it takes"),

@@ -37,7 +37,7 @@ MORE = (
     "link",
     "fill_in_middle",
     "corrupt_spans",
-    "thin_targets",
+    "weigh_targets",
     "open_tokens",
     "read_meta",
     "verify",

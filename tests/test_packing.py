@@ -69,7 +69,7 @@ def test_batches_are_by_the_definition(kind):
     for tokens, seq_len, _ in corpora(2, 20):
         stream = data.TokenStream(tokens, seq_len, 1, 3, kind)
         numbers = np.arange(stream.samples_per_epoch)
-        batch = data.stream.assemble(tokens, stream.rows.positions(numbers))
+        batch = data.assemble.assemble(tokens, stream.rows.positions(numbers))
         for r, row in enumerate(stream.rows.positions(numbers).tolist()):
             number, last = -1, None
             for t, place in enumerate(row):
@@ -174,9 +174,9 @@ def test_what_rows_read_is_compared_with_its_checksums(tmp_path, monkeypatch):
         held = {i for place in positions[positions >= 0].tolist() for i in (place, place + 1)}
         if any(16 <= i < 24 for i in held):
             with pytest.raises(ValueError, match="the bytes 16 to 23 do not match"):
-                data.stream.assemble(tokens, positions)
+                data.assemble.assemble(tokens, positions)
         else:
-            data.stream.assemble(tokens, positions)
+            data.assemble.assemble(tokens, positions)
 
 
 def test_refusals():

@@ -227,6 +227,28 @@ def test_a_tokenizer_that_has_changed_is_one_line(tmp_path, whole, small):
         prepare(folder, tmp_path / "out", tokenizer=path)
 
 
+def test_what_a_kill_leaves_beside_a_whole_corpus_is_removed(tmp_path, whole):
+    folder, expected = whole
+    out, work = tmp_path / "out", work_folder.path_of(tmp_path / "out")
+    with mock.patch("shutil.rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        prepare(folder, out)
+    assert content(out) == expected and (work / "settings.json").exists()
+    settings = (work / "settings.json").read_text()
+    for name, text in (("settings.json", settings.replace('"sources": "', '"sources": "0')), ("mine.txt", "mine")):
+        (work / name).write_text(text)  # of other sources, and of another origin
+        with pytest.raises(ValueError, match="out: already exists"):
+            prepare(folder, out)
+        assert (work / name).read_text() == text
+        (work / name).unlink()
+    (work / "settings.json").write_text(settings)
+    with (work / "lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert not work_folder.clear(out) and work.exists()
+    with pytest.raises(ValueError, match="out: already exists"):
+        prepare(folder, out)
+    assert content(out) == expected and not work.exists()
+
+
 def test_the_folder_is_one_process_s(tmp_path, whole, monkeypatch):
     folder, _ = whole
     monkeypatch.setattr(work_folder, "ENDING_S", 0.1)

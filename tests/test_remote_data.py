@@ -20,7 +20,7 @@ from test_data_law import home as law  # noqa: F401
 from fzero import data
 from fzero.core import object_store
 from fzero.core.object_store import Objects
-from fzero.data import remote, stream
+from fzero.data import piece_cache, remote, stream
 from fzero.data.piece_cache import PieceCache
 from fzero.data.remote import LEAST, Reading
 from fzero.run import corpus, run_folder
@@ -71,6 +71,13 @@ def quick(monkeypatch):
 def linked(home, store, tmp_path, quick):
     """A folder whose corpus is read from the store, and how: by small pieces."""
     return home / "linked", Reading(tmp_path / "cache", LEAST, 60.0, SMALL)
+
+
+def read(cache, name, start, size):
+    """The bytes of a piece, None if there is no such piece."""
+    out = bytearray(size)
+    count = cache.read_into(name, start, memoryview(out))
+    return None if count is None else bytes(out[:count])
 
 
 def used(folder):
@@ -134,11 +141,11 @@ def test_a_slow_store_with_errors_and_a_small_cache_change_nothing(
 @EXHAUSTIVE
 def test_what_the_cache_has_is_not_fetched_again(linked, store):
     folder, reading = linked
-    read = lambda: data.TokenStream(data.open_tokens(folder, "train", reading), 64, 4).batch_at(0)  # noqa: E731
-    first = read()
+    rows = lambda: data.TokenStream(data.open_tokens(folder, "train", reading), 64, 4).batch_at(0)  # noqa: E731
+    first = rows()
     fetched = len(store.asked)
     assert fetched and len(set(store.asked)) == fetched
-    expect_equal(read(), first)
+    expect_equal(rows(), first)
     assert len(store.asked) == fetched
 
 
@@ -270,11 +277,11 @@ def test_a_kill_before_the_rename_leaves_no_piece(tmp_path):
         cache.write("a/1", b"y" * 400)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert (tmp_path / "pieces" / "partial").exists() and not cache.has("a/1") and cache.read("a/1", 0, 9) is None
-    assert cache.read("a/0", 0, 200) == b"x" * 100
+    assert (tmp_path / "pieces" / "partial").exists() and not cache.has("a/1") and read(cache, "a/1", 0, 9) is None
+    assert read(cache, "a/0", 0, 200) == b"x" * 100
     for i in range(2, 9):  # the lock is free, and the bytes that were left count
         cache.write(f"a/{i}", bytes([i]) * 300)
-        assert used(tmp_path) <= 1000 and cache.read(f"a/{i}", 0, 300) == bytes([i]) * 300
+        assert used(tmp_path) <= 1000 and read(cache, f"a/{i}", 0, 300) == bytes([i]) * 300
     assert not (tmp_path / "pieces" / "partial").exists()
 
 
@@ -283,7 +290,7 @@ def test_the_piece_read_longest_ago_goes_first(tmp_path):
     for i in range(3):
         cache.write(f"a/{i}", b"x" * 100)
         os.utime(tmp_path / "pieces" / f"a/{i}", ns=(i, i))
-    assert cache.read("a/0", 50, 10) == b"x" * 10
+    assert read(cache, "a/0", 50, 10) == b"x" * 10
     cache.write("a/3", b"x" * 100)
     assert [cache.has(f"a/{i}") for i in range(4)] == [True, False, True, True] or not cache.has("a/2")
     assert cache.has("a/0") and not cache.has("a/1")
@@ -291,12 +298,43 @@ def test_the_piece_read_longest_ago_goes_first(tmp_path):
     assert not cache.has("a/4") and cache.has("a/0")
 
 
+def test_a_piece_that_another_process_removes_takes_no_room_and_is_looked_for_anew(tmp_path):
+    ours, theirs = PieceCache(tmp_path, 350), PieceCache(tmp_path, 350)
+    theirs.write("a/0", b"x" * 100)
+    assert read(ours, "a/0", 0, 100) == b"x" * 100
+    held = os.dup(ours.open["a/0"])
+    theirs.write("a/0", b"y" * 100, anew=True)
+    assert read(ours, "a/0", 0, 100) == b"y" * 100
+    for i in range(1, 5):
+        theirs.write(f"a/{i}", b"x" * 100)
+        os.utime(tmp_path / "pieces" / f"a/{i}", ns=(i, i))
+    os.utime(tmp_path / "pieces" / "a/0", ns=(0, 0))
+    theirs.write("a/5", b"x" * 100)
+    assert read(ours, "a/0", 0, 100) is None and not ours.has("a/0") and "a/0" not in ours.open
+    assert os.fstat(held).st_size == 0
+    os.close(held)
+
+
+def test_so_many_files_are_open_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(piece_cache, "MOST_OPEN", 3)
+    cache = PieceCache(tmp_path, 10_000)
+    for i in range(6):
+        cache.write(f"a/{i}", bytes([i]) * 10)
+    for i in (0, 1, 2, 0, 3, 4, 5, 0, 1):
+        assert read(cache, f"a/{i}", 2, 8) == bytes([i]) * 8 and len(cache.open) <= 3
+    fds = [*cache.open.values()]
+    del cache
+    for fd in fds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
 def write_pieces(folder, number, monkeypatch):
     cache, sizes = PieceCache(folder, 5000), watched(folder, monkeypatch)
     for i in range(60):
         cache.write(f"{number}/{i % 40}", bytes([i % 40]) * (100 + 37 * (i % 7)), anew=i % 3 == 0)
         for j in range(40):
-            found = cache.read(f"{1 - number}/{j}", 0, 1000)
+            found = read(cache, f"{1 - number}/{j}", 0, 1000)
             assert found is None or set(found) == {j}
     assert 2500 < max(sizes) <= 5000
 

@@ -14,7 +14,7 @@ from fzero.data.remote_corpus import link_url
 from fzero.data.stream import TokenStream, eval_batches, prefetch
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.data.tokens import Tokens, open_tokens, read_meta, verify
-from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, thin_targets
+from fzero.data.transforms import Sentinels, corrupt_spans, fill_in_middle, weigh_targets
 
 __all__ = [
     "BucketStream",
@@ -42,6 +42,6 @@ __all__ = [
     "prefetch",
     "prepare",
     "read_meta",
-    "thin_targets",
     "verify",
+    "weigh_targets",
 ]

@@ -23,9 +23,10 @@ from fzero.core.arguments import checked
 from fzero.core.foreign import expect_entries, read_json
 from fzero.core.pytree import nearest
 from fzero.core.storage import naming, write_text
+from fzero.data.assemble import Batch, assemble
 from fzero.data.mixed_corpus import digest
 from fzero.data.packing import FILL, PACKINGS, Packing, whole
-from fzero.data.stream import Batch, assemble, expect_rows
+from fzero.data.stream import expect_rows
 from fzero.data.tokens import Tokens, open_tokens, read_meta
 
 AT_ONCE = 1 << 20  # tokens in memory, but for the batches of a model

@@ -22,8 +22,9 @@ import torch
 
 from fzero.core import prng
 from fzero.core.kinds import expect_fields
+from fzero.data.assemble import Batch, assemble, fetch, sparse
 from fzero.data.packing import FILL, cut, within_documents
-from fzero.data.stream import DRAWN, Batch, assemble, fetch, shuffled
+from fzero.data.stream import DRAWN, shuffled
 from fzero.data.tokens import Tokens
 
 
@@ -150,10 +151,11 @@ class BucketStream:
             out[first - low : last - low] = drawn[first - block * DRAWN : last - block * DRAWN]
         return length, out
 
-    def positions_at(self, first: int, count: int) -> np.ndarray:
-        """The positions, int64 [count T / L, L], of the rows of these samples; see fzero/data/packing.py."""
+    def positions_at(self, first: int, count: int, few: bool = False) -> np.ndarray:
+        """The positions, int64 [count T / L, L], of the rows of these samples; see fzero/data/packing.py. few: those at
+        `sparse` places alone."""
         length, ranges = self.ranges_at(first, count)
-        found = ranges[:, :1] + np.arange(length)
+        found = ranges[:, :1] + (sparse(length) if few else np.arange(length))
         return np.where(found < ranges[:, 1:], found, FILL)
 
     def samples_at(self, first: int, count: int) -> Batch:
@@ -178,7 +180,7 @@ class BucketStream:
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
         its way."""
-        return fetch(self.tokens, lambda: self.positions_at(first, count))
+        return fetch(self.tokens, lambda: self.positions_at(first, count, few=True))
 
     @property
     def filled(self) -> float:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fzero.core.kinds import expect_fields
+from fzero.data.assemble import Batch, assemble
 from fzero.data.interleave import Stretch, source_of, stretches_of
 from fzero.data.mixture import Mixture
 from fzero.data.remote import RemoteTokens
-from fzero.data.stream import Batch, Rest, TokenStream, assemble, even_batches
+from fzero.data.stream import Rest, TokenStream, even_batches
 
 SOURCES = "sources"  # the entry of a batch: bool [B, sources], True for the source of a row
 

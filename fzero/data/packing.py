@@ -33,8 +33,9 @@ class Packing(Protocol):
         """The number of rows."""
         ...
 
-    def positions(self, rows: np.ndarray) -> np.ndarray:
-        """The positions, int64 [n, T], of the rows of these numbers [n]."""
+    def positions(self, rows: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+        """The positions, int64 [n, T], of the rows of these numbers [n]; with `places` [m], those of a row that are
+        wanted, [n, m]."""
         ...
 
     def unread(self, read: np.ndarray) -> np.ndarray:
@@ -130,9 +131,9 @@ class Stream:
     def __len__(self) -> int:
         return self.total // self.seq_len
 
-    def positions(self, rows: np.ndarray) -> np.ndarray:
-        """The positions [n, T] of these rows."""
-        at = rows[:, None] * self.seq_len + np.arange(self.seq_len)
+    def positions(self, rows: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+        """The positions [n, T], or [n, m], of these rows."""
+        at = rows[:, None] * self.seq_len + (np.arange(self.seq_len) if places is None else places)
         if len(self.ranges) == 1:
             return at + self.ranges[0, 0]
         which = np.searchsorted(self.ends, at, side="right")
@@ -181,8 +182,8 @@ class BestFit:
     def __len__(self) -> int:
         return len(self._packed[1]) - 1
 
-    def positions(self, rows: np.ndarray) -> np.ndarray:
-        """The positions [n, T] of these rows."""
+    def positions(self, rows: np.ndarray, places: np.ndarray | None = None) -> np.ndarray:
+        """The positions [n, T], or [n, m], of these rows."""
         pieces, begins = self._packed
         out = np.full((len(rows), self.seq_len), FILL, np.int64)
         for r, row in enumerate(rows.tolist()):
@@ -190,7 +191,7 @@ class BestFit:
             for first, end in pieces[begins[row] : begins[row + 1]].tolist():
                 out[r, at : at + end - first] = np.arange(first, end)
                 at += end - first
-        return out
+        return out if places is None else out[:, places]
 
     def unread(self, read: np.ndarray) -> np.ndarray:
         """The ranges that no row of `read` has: pieces of one document that follow one another are one again."""

@@ -8,6 +8,10 @@ The number in `lock` is raised before a piece is written and lowered after piece
 is too high at most, until the pieces are counted again. The pieces read longest ago are removed first; the time of a
 file's last change is that of its last reading, within TOUCH_S. Nothing here says whether a piece is sound: who reads it
 has checksums.
+
+A process keeps the files open that it read last, as opening one takes longer than reading a row of it. So that a piece
+that is removed takes no room on the disk while others have it open, it is emptied then; who finds less than it asked
+for, in a file that has no name any more, looks for the piece anew.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,10 +32,11 @@ KEPT = 0.9  # the share of the bytes that is kept where room is made
 OWN = 32  # bytes of the lock's own text
 TOUCH_S = 5.0  # between notes of a piece's readings, which take longer than the readings
 MOST_TOUCHED = 100_000
+MOST_OPEN = 128  # files
 
 
 class PieceCache:
-    """The pieces in the folder `pieces` below `folder`, of at most `most` bytes together.
+    """The pieces in the folder `pieces` below `folder`, of at most `most` bytes together; thread-safe.
 
     Raises OSError, naming the folder, if it cannot be written to.
 
@@ -37,7 +44,7 @@ class PieceCache:
     >>> cache = PieceCache(Path(tempfile.mkdtemp()), most=200)
     >>> cache.write("a/0", bytes(40))
     >>> cache.write("a/1", bytes(40))
-    >>> len(cache.read("a/0", 8, 16)), cache.has("a/1"), cache.has("a/2")
+    >>> cache.read_into("a/0", 8, memoryview(bytearray(16))), cache.has("a/1"), cache.has("a/2")
     (16, True, False)
     """
 
@@ -45,29 +52,57 @@ class PieceCache:
         self.folder, self.most = folder / "pieces", most - OWN
         self.touched: dict[str, float] = {}  # when this process last noted that a piece was read
         self.root = str(self.folder)  # joined faster than a Path
+        self.open = OrderedDict[str, int]()  # the files that this process has open, those read last at the end
+        self.lock = threading.Lock()  # of them
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             pass
 
     def has(self, name: str) -> bool:
-        """Whether there is a piece of this name."""
-        return os.path.exists(f"{self.root}/{name}")
+        """Whether there is a piece of this name, or was TOUCH_S ago."""
+        recent = time.monotonic() - self.touched.get(name, -TOUCH_S) < TOUCH_S
+        return recent or os.path.exists(f"{self.root}/{name}")
 
-    def read(self, name: str, start: int, size: int) -> bytes | None:
-        """The bytes [start, start + size) of a piece, fewer if it is shorter; None if there is no such piece."""
-        try:
-            fd = os.open(f"{self.root}/{name}", os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        try:
-            if (now := time.monotonic()) - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
-                os.utime(fd)
-                if len(self.touched) >= MOST_TOUCHED:
-                    self.touched.clear()
-                self.touched[name] = now
-            return os.pread(fd, size, start)
-        finally:
+    def read_into(self, name: str, start: int, out: memoryview) -> int | None:
+        """Fill `out`, of bytes, with those of a piece from `start` on; returns how many it has, None if there is no
+        such piece."""
+        with self.lock:
+            while (fd := self._opened(name)) is not None:
+                count = os.preadv(fd, [out], start)
+                if count == len(out) or os.fstat(fd).st_nlink:
+                    return count
+                self._forget(name)  # it was removed, and perhaps put back
+        return None
+
+    def _opened(self, name: str) -> int | None:
+        """The file of a piece, open; None if there is no such piece. Notes that it is read."""
+        fd = self.open.get(name)
+        if fd is None:
+            try:
+                fd = os.open(f"{self.root}/{name}", os.O_RDONLY)
+            except FileNotFoundError:
+                return None
+            self.open[name] = fd
+            if len(self.open) > MOST_OPEN:
+                os.close(self.open.popitem(last=False)[1])
+        else:
+            self.open.move_to_end(name)
+        if (now := time.monotonic()) - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
+            os.utime(fd)
+            if len(self.touched) >= MOST_TOUCHED:
+                self.touched.clear()
+            self.touched[name] = now
+        return fd
+
+    def _forget(self, name: str) -> None:
+        """Close the file of a piece, which is not there any more."""
+        self.touched.pop(name, None)
+        if (fd := self.open.pop(name, None)) is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        for fd in getattr(self, "open", {}).values():
             os.close(fd)
 
     def write(self, name: str, data: bytes, *, anew: bool = False) -> None:
@@ -83,7 +118,7 @@ class PieceCache:
             total = _number(lock)
             if there:
                 total -= path.stat().st_size
-                path.unlink()
+                self._remove(name)
             if total < 0 or total + len(data) > self.most:
                 total = self._make_room(len(data))
             os.pwrite(lock, f"{total + len(data):<{OWN - 1}}\n".encode(), 0)
@@ -114,14 +149,25 @@ class PieceCache:
                 if folder != str(self.folder):
                     path = os.path.join(folder, name)
                     its = os.stat(path)
-                    found.append((its.st_mtime_ns, its.st_size, path))
+                    found.append((its.st_mtime_ns, its.st_size, os.path.relpath(path, self.root)))
                     total += its.st_size
-        for _, its_size, path in sorted(found):
+        for _, its_size, name in sorted(found):
             if total + size <= KEPT * self.most or not total:
                 break
-            os.unlink(path)
+            self._remove(name)
             total -= its_size
         return total
+
+    def _remove(self, name: str) -> None:
+        """Remove a piece, and what it takes on the disk where a process has it open."""
+        with self.lock:
+            self._forget(name)
+        fd = os.open(f"{self.root}/{name}", os.O_WRONLY)
+        try:
+            os.unlink(f"{self.root}/{name}")
+            os.ftruncate(fd, 0)
+        finally:
+            os.close(fd)
 
 
 def _number(fd: int) -> int:

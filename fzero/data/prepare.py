@@ -59,7 +59,8 @@ def prepare(
     large document in memory at a time, or some small ones (a .txt file is one document).
 
     The work is in the folder OUT.partial, and stays there after an interrupt, a kill or an OSError: the same call then
-    encodes what is missing. The corpus is the same, byte for byte, whatever happened on the way.
+    encodes what is missing. The corpus is the same, byte for byte, whatever happened on the way. Where a kill came when
+    the corpus was whole already, the same call removes OUT.partial, and raises as `out` exists.
 
     Files found in folders that are empty, binary (contain NUL) or not UTF-8 are left out and counted in
     meta["source"]["skipped"]. Raises ValueError when `out` exists, for any problem of a file named by the user, a
@@ -71,6 +72,7 @@ def prepare(
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
     preparing.expect_sound()
+    work_folder.clear(Path(out))
     out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:

@@ -12,14 +12,15 @@ corpus in a folder are.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 from crc32c import crc32c
@@ -56,10 +57,16 @@ class Reading(NamedTuple):
         """The cache; raises ValueError if it is too small."""
         if self.cache_bytes < LEAST:
             raise ValueError(f"the cache has {self.cache_bytes:,} bytes; give it {LEAST:,} or more (data.cache_gb)")
-        return PieceCache(self.cache or user_folder("XDG_CACHE_HOME"), self.cache_bytes)
+        folder = self.cache or user_folder("XDG_CACHE_HOME")
+        found = OPENED.get((folder, self.cache_bytes))
+        if found is None:
+            found = OPENED[folder, self.cache_bytes] = PieceCache(folder, self.cache_bytes)
+        return found
 
 
 READING = Reading()
+# The caches that this process uses, each once, so that all corpora together have so many files open at most.
+OPENED = WeakValueDictionary[tuple[Path, int], PieceCache]()
 
 
 class TokenFile(NamedTuple):
@@ -86,11 +93,13 @@ class RemoteTokens:
         self.file, self.retry_s, self.cache = file, reading.retry_s, reading.opened()
         self.objects = Objects(file.url)
         self.piece, self.nbytes = reading.piece_of(corpus_bytes), file.count * file.dtype.itemsize
+        self.folder = f"{file.key[:32]}/{file.name}-{self.piece // 1024}"
         self.dtype, self.itemsize, self.shape = file.dtype, file.dtype.itemsize, (file.count,)
         # Less than the cache holds, so that what is read ahead is still there when it is asked for.
         self.most = max(1, min(MOST_COMING, COMING // self.piece, reading.cache_bytes // (4 * self.piece)))
         self.coming: dict[int, Any] = {}  # piece -> its request
         self.left = bytearray(b"\1") * len(file.sums)  # 1 for each chunk that was not compared so far
+        self.chunk = memoryview(bytearray(CHUNK))  # one that is compared
         self.broken = set[int]()  # pieces that are damaged in the cache
         self.lock = threading.RLock()
 
@@ -101,65 +110,87 @@ class RemoteTokens:
         if isinstance(at, slice):
             at = np.arange(*at.indices(len(self)))
         flat, out = at.ravel(), np.empty(at.size, self.dtype)
-        if flat.size and not 0 <= flat.min() <= flat.max() < len(self):
-            raise IndexError(f"tokens {flat.min():,} to {flat.max():,} of the {len(self):,} of {self.file.name}")
-        missing = dict[int, list[tuple[int, int, int]]]()  # the runs of each piece
-        with self.lock:
-            for run in self._runs(flat):
-                begin, end, first = run
-                found = self._kept(first, end - begin)
-                if found is None:
-                    missing.setdefault(first * self.itemsize // self.piece, []).append(run)
-                else:
-                    out[begin:end] = found
-            for i, (piece, runs) in enumerate(missing.items()):
-                for later in islice(missing, i, i + self.most):
-                    self._begin(later)
-                tokens, before = np.frombuffer(self._fetch(piece), self.dtype), piece * (self.piece // self.itemsize)
-                for begin, end, first in runs:
-                    out[begin:end] = tokens[first - before :][: end - begin]
+        apart = np.ones(flat.size, bool)
+        apart[1:] = flat[1:] != flat[:-1] + 1
+        begins = np.flatnonzero(apart)
+        self.read(out, begins, flat[begins], np.diff(begins, append=flat.size))
         return out.reshape(at.shape)
 
-    def _runs(self, flat: np.ndarray) -> Iterator[tuple[int, int, int]]:
-        """(begin, end, the first token) of each part of `flat` whose tokens follow one another in one chunk."""
-        apart, chunk = np.ones(flat.size, bool), flat >> ((CHUNK // self.itemsize).bit_length() - 1)
-        apart[1:] = (flat[1:] != flat[:-1] + 1) | (chunk[1:] != chunk[:-1])
-        begins = np.flatnonzero(apart)
-        return zip(begins.tolist(), [*begins[1:].tolist(), flat.size], flat[begins].tolist())
+    def read(self, out: np.ndarray, places: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> None:
+        """Fill parts of `out`, of one dimension and this dtype: from each of `places` on, as many tokens as `counts`
+        says, from the token of `firsts` on; all int64 [n]."""
+        if len(firsts) and not 0 <= firsts.min() <= (firsts + counts).max() <= len(self):
+            raise IndexError(
+                f"tokens {firsts.min():,} to {(firsts + counts).max() - 1:,} of the {len(self):,} of {self.file.name}"
+            )
+        into, size, missing = memoryview(out.view(np.uint8)), self.itemsize, dict[int, list[tuple[int, memoryview]]]()
+        with self.lock:
+            for at, begin, left in zip((places * size).tolist(), (firsts * size).tolist(), (counts * size).tolist()):
+                while left:
+                    piece, before = divmod(begin, self.piece)
+                    part = into[at : at + min(left, self.piece - before)]
+                    if not self._kept(piece, before, part):
+                        missing.setdefault(piece, []).append((before, part))
+                    at, begin, left = at + len(part), begin + len(part), left - len(part)
+            for i, (piece, parts) in enumerate(missing.items()):
+                for later in itertools.islice(missing, i, i + self.most):
+                    self._begin(later)
+                data = memoryview(self._fetch(piece))
+                for before, part in parts:
+                    part[:] = data[before : before + len(part)]
 
-    def begin(self, at: np.ndarray) -> bool:
+    def begin(self, *at: np.ndarray) -> bool:
         """Begin to fetch the pieces that hold these tokens and are not in the cache, as many as may be on their way;
         returns whether that is all of them."""
         with self.lock:
             self._settle()
-            for piece in dict.fromkeys((at * self.itemsize // self.piece).tolist()):
+            pieces = dict.fromkeys(itertools.chain(*((part * self.itemsize // self.piece).tolist() for part in at)))
+            for piece in pieces:
                 if piece not in self.coming and not self.cache.has(self._name(piece)):
                     if len(self.coming) >= self.most:
                         return False
                     self._begin(piece)
         return True
 
-    def _kept(self, first: int, count: int) -> np.ndarray | None:
-        """Tokens that follow one another in one chunk, if the cache has its piece, sound: all of the chunk is compared
-        the first time."""
-        begin, size = first * self.itemsize, count * self.itemsize
-        chunk, piece = begin // CHUNK, begin // self.piece
-        skip = begin % CHUNK if self.left[chunk] else 0
-        asked = min(CHUNK, self.nbytes - chunk * CHUNK) if self.left[chunk] else size
-        data = self.cache.read(self._name(piece), begin - skip - piece * self.piece, asked)
-        if data is None:
-            return None
-        if len(data) != asked or (self.left[chunk] and crc32c(data) != self.file.sums[chunk]):
-            self.left[chunk] = 1
-            self.broken.add(piece)
-            return None
+    def _kept(self, piece: int, before: int, part: memoryview) -> bool:
+        """Fill `part` with the bytes from `before` on of a piece, if the cache has it, sound: a chunk is compared the
+        first time, whole."""
+        first = piece * self.piece + before
+        begin, end = first // CHUNK, (first + len(part) - 1) // CHUNK + 1
+        if 1 in self.left[begin:end]:
+            for chunk in range(begin, end):
+                if self.left[chunk] and not self._compare(piece, chunk):
+                    return False
+            if end == begin + 1:  # what was compared is still here
+                part[:] = self.chunk[first - begin * CHUNK :][: len(part)]
+                return True
+        count = self.cache.read_into(self._name(piece), before, part)
+        if count is not None and count < len(part):
+            self._note_damage(piece)
+        return count == len(part)
+
+    def _compare(self, piece: int, chunk: int) -> bool:
+        """Compare a chunk in the cache for the first time; returns whether it is there, sound."""
+        begin = chunk * CHUNK
+        data = self.chunk[: self.nbytes - begin]
+        count = self.cache.read_into(self._name(piece), begin - piece * self.piece, data)
+        if count is None:
+            return False
+        if count < len(data) or crc32c(data) != self.file.sums[chunk]:
+            self._note_damage(piece)
+            return False
         self.left[chunk] = 0
-        return np.frombuffer(data, self.dtype, count, skip)
+        return True
+
+    def _note_damage(self, piece: int) -> None:
+        """Note that the cache has a piece that is not sound: it is written anew, and compared again."""
+        self.broken.add(piece)
+        chunks = range(piece * self.piece // CHUNK, -(-(piece * self.piece + self._size(piece)) // CHUNK))
+        self.left[chunks.start : chunks.stop] = b"\1" * len(chunks)
 
     def _name(self, piece: int) -> str:
         """The name of a piece in the cache: of its content, whatever the URL."""
-        folder = f"{self.file.key[:32]}/{self.file.name}-{self.piece // 1024}"
-        return f"{folder}/{piece // 1000:06}/{piece % 1000:03}"
+        return f"{self.folder}/{piece // 1000:06}/{piece % 1000:03}"
 
     def _size(self, piece: int) -> int:
         return min(self.piece, self.nbytes - piece * self.piece)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fzero.data.assemble import Batch
 from fzero.data.packing import pack
-from fzero.data.stream import Batch, even_batches, shuffled
+from fzero.data.stream import even_batches, shuffled
 from fzero.data.tokens import Tokens
 
 PAIRED = ("pairs", "ranked")  # the kinds of corpora in which two documents belong together

@@ -16,13 +16,12 @@ from fzero.core import prng
 from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
 from fzero.core.pytree import nearest
+from fzero.data.assemble import Batch, assemble, fetch, sparse
 from fzero.data.curriculum import Curriculum
-from fzero.data.packing import FILL, PACKINGS, Packing, whole
-from fzero.data.remote import ASKED_FOR, RemoteTokens
+from fzero.data.packing import PACKINGS, Packing, whole
+from fzero.data.remote import ASKED_FOR
 from fzero.data.tokens import Tokens
 
-Batch = dict[str, Tensor]
-SPARSE = 64  # positions of a row, of which one is looked at to find the pieces that it needs
 DRAWN = 4096  # samples drawn together, which takes no longer than drawing one
 
 
@@ -114,20 +113,20 @@ class TokenStream:
         """
         return assemble(self.tokens, self.positions_at(first, count))
 
-    def positions_at(self, first: int, count: int) -> np.ndarray:
+    def positions_at(self, first: int, count: int, places: np.ndarray | None = None) -> np.ndarray:
         """The positions, int64 [count, T], that the rows of these samples have in the corpus, as fzero/data/packing.py
-        numbers them."""
+        numbers them; with `places` [m], those of a row that are wanted, [count, m]."""
         _expect_samples(first, count)
         few, positions = len(self.first_rows), []
         if self.rest is not None and first < few:
             begin = self.rest.epoch * few + first
             numbers = shuffled(self.seed, few, begin, min(count, few - first))
-            positions.append(self.first_rows.positions(numbers))
+            positions.append(self.first_rows.positions(numbers, places))
         if first + count > few:
             size = self.samples_per_epoch
             begin = max(first - few, 0) + (0 if self.rest is None else (self.rest.epoch + 1) * size)
             numbers = self.numbers_of(begin, first + count - max(first, few))
-            positions.append(self.rows.positions(numbers))
+            positions.append(self.rows.positions(numbers, places))
         return np.concatenate(positions) if len(positions) > 1 else positions[0]
 
     def numbers_of(self, first: int, count: int) -> np.ndarray:
@@ -146,7 +145,7 @@ class TokenStream:
     def begin(self, first: int, count: int) -> bool:
         """Begin to fetch what these samples read, if the tokens are in an object store; returns whether all of it is on
         its way."""
-        return fetch(self.tokens, lambda: self.positions_at(first, count))
+        return fetch(self.tokens, lambda: self.positions_at(first, count, sparse(self.seq_len)))
 
     def rest_after(self, samples: int) -> Rest:
         """What is left to read of the epoch after so many samples: the `rest` of a stream that goes on from there.
@@ -178,17 +177,6 @@ class TokenStream:
         return even_rows(self.tokens, self.rows, self.batch, most, share)
 
 
-def fetch(tokens: Tokens, positions: Callable[[], np.ndarray]) -> bool:
-    """Begin to fetch the tokens at positions [n, T], if they are in an object store; returns whether all of them are on
-    their way."""
-    of = tokens.tokens
-    if not isinstance(of, RemoteTokens):
-        return True
-    at = positions()
-    some = np.concatenate([at[:, ::SPARSE].ravel(), at[:, -1] + 1])  # what they miss is fetched when it is read
-    return of.begin(np.minimum(some[some != FILL], len(of) - 1))
-
-
 def _expect_samples(first: int, count: int) -> None:
     if first < 0 or count < 1:
         raise ValueError(f"samples_at({first}, {count}): wanted first >= 0 and count >= 1")
@@ -198,13 +186,22 @@ def shuffled(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
     """Which of `per_epoch` things the samples `first` .. first + count - 1 are, int64 [count]: all of them once in an
     epoch, in an order drawn from (seed, epoch)."""
     _expect_samples(first, count)
+    return _shuffled(seed, per_epoch, first, count) if count <= DRAWN else _draw(seed, per_epoch, first, count)
+
+
+def _draw(seed: int, per_epoch: int, first: int, count: int) -> np.ndarray:
     found = []
     for epoch in range(first // per_epoch, (first + count - 1) // per_epoch + 1):
         begin, end = max(first - epoch * per_epoch, 0), min(first + count - epoch * per_epoch, per_epoch)
         for block in range(begin // DRAWN, (end - 1) // DRAWN + 1):
             drawn = _drawn(seed, epoch, per_epoch, block)
             found.append(drawn[max(begin - block * DRAWN, 0) : end - block * DRAWN])
-    return torch.cat(found).numpy()
+    out = torch.cat(found).numpy()
+    out.flags.writeable = False
+    return out
+
+
+_shuffled = functools.lru_cache(maxsize=64)(_draw)  # asked for twice: when its tokens are fetched, and when it is read
 
 
 @checked()
@@ -337,47 +334,3 @@ def _drawn(seed: int, epoch: int, windows: int, block: int) -> Tensor:
     """The windows of the samples from block * DRAWN on, of an epoch with `windows` of them; cached."""
     index = torch.arange(block * DRAWN, min((block + 1) * DRAWN, windows))
     return prng.permutation(prng.fold_in(prng.key(seed), epoch), windows, index)
-
-
-def assemble(tokens: Tokens, positions: np.ndarray) -> Batch:
-    """The batch of rows of positions [B, T]."""
-    filled = positions == FILL
-    fills, first = bool(filled.any()), np.ones(positions.shape, bool)
-    first[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) & ~(filled[:, 1:] & filled[:, :-1])
-    if tokens.sums is not None:
-        _expect_sound(tokens, positions, first, filled)
-    at = np.where(filled, 0, positions) if fills else positions
-    document = np.searchsorted(tokens.docs, at, side="right")  # numbered from 1
-    ids, targets = pairs(tokens.tokens, at, first)
-    mask = at + 1 != tokens.docs[document]
-    first[:, 1:] |= document[:, 1:] != document[:, :-1]
-    if fills:
-        ids, targets, mask = np.where(filled, tokens.eos, ids), np.where(filled, tokens.eos, targets), mask & ~filled
-    return {
-        "tokens": torch.from_numpy(ids.astype(np.int64)),
-        "targets": torch.from_numpy(targets.astype(np.int64)),
-        "documents": torch.from_numpy(np.cumsum(first, 1, dtype=np.int32) - 1),
-        "mask": torch.from_numpy(mask),
-    }
-
-
-def pairs(tokens: np.ndarray | RemoteTokens, at: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens[at], tokens[at + 1]) of positions [B, T]; those of an object store are read once. first: where a run of
-    positions begins."""
-    if isinstance(tokens, np.ndarray):
-        return tokens[at], tokens[at + 1]
-    both = tokens[np.concatenate([at, at[:, -1:] + 1], 1)]
-    targets, breaks = both[:, 1:].copy(), first[:, 1:].nonzero()
-    if len(breaks[0]):
-        targets[breaks] = tokens[at[breaks] + 1]
-    return both[:, :-1], targets
-
-
-def _expect_sound(tokens: Tokens, positions: np.ndarray, first: np.ndarray, filled: np.ndarray) -> None:
-    """Compare what rows read with its checksums. first: where a run of positions begins."""
-    assert tokens.sums is not None
-    begins = np.flatnonzero(first)
-    sizes, starts = np.diff(np.append(begins, first.size)), positions.ravel()[begins]
-    kept, size = ~filled.ravel()[begins], tokens.tokens.itemsize
-    for length in np.unique(sizes[kept]).tolist():
-        tokens.sums.expect(starts[kept & (sizes == length)] * size, (length + 1) * size)

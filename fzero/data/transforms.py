@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.core import prng
 from fzero.core.arguments import checked
 from fzero.core.kinds import WrongKind
-from fzero.data.stream import Batch
+from fzero.data.assemble import Batch
 
 SHORTEST = 6  # tokens of a document's part that is rearranged: three that are added, one for each part
 
@@ -129,27 +129,25 @@ def corrupt_spans(
 
 
 @checked()
-def thin_targets(batch: Batch, first: int, seed: int, *, weights: Tensor) -> Batch:
-    """Return the batch in which a target counts with the probability that is its token's weight.
+def weigh_targets(batch: Batch, weights: Tensor) -> Batch:
+    """Return the batch whose mask, float32 [B, T], has the weight of each target by its token, 0 where the mask of
+    `batch` is False: by which a model multiplies the target's loss, and whose sum it divides by.
 
-    batch, first: as of `fill_in_middle`. weights: [V], from 0 to 1, one for each id. In the mean over seeds the sum of
-    the losses is that of losses times the weights of their targets.
-
-    Raises ValueError for a weight outside of 0 to 1, and for a target that has none.
+    weights: [V], 0 or more, one for each id. Raises ValueError for a weight that is below 0 or not finite, and for a
+    target that has none.
 
     >>> tokens = torch.tensor([[0, 1, 2, 1]])
-    >>> batch = {"tokens": tokens, "targets": tokens, "mask": tokens >= 0}
-    >>> thin_targets(batch, 0, 0, weights=torch.tensor([1.0, 0.0, 1.0]))["mask"].tolist()
-    [[True, False, True, False]]
+    >>> batch = {"tokens": tokens, "targets": tokens, "mask": tokens < 2}
+    >>> weigh_targets(batch, torch.tensor([1.0, 0.25, 3.0]))["mask"]
+    tensor([[1.0000, 0.2500, 0.0000, 0.2500]])
     """
-    if weights.dim() != 1 or not bool(((weights >= 0) & (weights <= 1)).all()):
-        raise ValueError("thin_targets: weights must be a vector of numbers from 0 to 1, one for each token")
+    if weights.dim() != 1 or not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise ValueError("weigh_targets: weights must be a vector of finite numbers, 0 or more, one for each token")
     targets = batch["targets"]
     if int(targets.max()) >= len(weights):
-        raise ValueError(f"thin_targets: a target is {int(targets.max())}, and there are {len(weights)} weights")
-    root = prng.fold_in(prng.key(seed), "thin targets")
-    rows = [prng.uniform(prng.fold_in(root, first + row), (targets.shape[1],)) for row in range(len(targets))]
-    return {**batch, "mask": batch["mask"] & (torch.stack(rows) < weights[targets.clamp(min=0)])}
+        raise ValueError(f"weigh_targets: a target is {int(targets.max())}, and there are {len(weights)} weights")
+    own = weights.to(torch.float32)[targets.clamp(min=0)]
+    return {**batch, "mask": torch.where(batch["mask"], own, 0.0)}
 
 
 def expect_rates(what: str, batch: Batch, **rates: float) -> None:

@@ -8,7 +8,8 @@
     encoded/         the pieces that are encoded (fzero/data/encoding.py)
     corpus/          the corpus, while the pieces are joined
 
-The same preparation goes on from there after a kill. After an error of the user's in the first attempt it is removed.
+The same preparation goes on from there after a kill. After an error of the user's in the first attempt it is removed,
+as it is once the corpus is whole; what a kill leaves then, the next one that meets it removes (`clear`).
 """
 
 from __future__ import annotations
@@ -75,6 +76,27 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     shutil.rmtree(folder)
+
+
+def clear(out: Path) -> bool:
+    """Remove what a kill left of the work folder of a corpus that was whole by then; returns whether there was that.
+
+    A folder stays in which a process works, that has anything of another origin, or that is of another preparation.
+    """
+    folder, meta = path_of(out), out / "meta.json"
+    if not (folder.is_dir() and meta.is_file()):
+        return False
+    if {path.name for path in folder.iterdir()} - BEFORE - {SETTINGS, TOKENIZER}:
+        return False
+    with contextlib.ExitStack() as stack:
+        if (folder / "lock").exists() and not taken(stack.enter_context((folder / "lock").open("r+"))):
+            return False
+        if (folder / SETTINGS).exists():  # else it was removed already, or the sources were being read
+            begun, made = (parse_json(read_text_file(path), str(path)) for path in (folder / SETTINGS, meta))
+            if begun.get("sources") != made.get("source", {}).get("sha256"):
+                return False
+        shutil.rmtree(folder)
+    return True
 
 
 def taken(lock: Any) -> bool:

@@ -1,16 +1,18 @@
 """Cross entropy of given logits: the loss, and its gradient from the same softmax.
 
-    loss = sum over the tokens that count of  (1 - s) (lse - y[t]) + s (lse - mean_v y[v]) + z lse^2,
+    loss = sum over the tokens that count of  m ((1 - s) (lse - y[t]) + s (lse - mean_v y[v]) + z lse^2),
     y = logits, or c tanh(logits / c),   lse = log sum_v exp(y[v])
 
-with t a token's target, s the smoothing, z the weight of the z-loss and c the cap. The forward pass computes the
+with t a token's target, m its weight (1, or what a mask of numbers says), s the smoothing, z the weight of the z-loss
+and c the cap. The forward pass computes the
 gradient together with the loss, and the backward pass only scales it. The arithmetic of a row of logits is in
 cross_entropy_rows.
 Ref: Szegedy et al. 2016, "Rethinking the Inception architecture", arXiv:1512.00567, section 7
 (smoothing); Chowdhery et al. 2022, "PaLM", arXiv:2204.02311, section 5 (z-loss); Gemma Team 2024, "Gemma 2",
 arXiv:2408.00118, section 2.1 (cap).
 
-Shapes: logits [N, V], targets int64 [N], mask bool [N] or None; the loss is a scalar in float32 or wider.
+Shapes: logits [N, V], targets int64 [N], mask [N], bool or the weights of the tokens (float, 0 or more), or None; the
+loss is a scalar in float32 or wider.
 """
 
 from __future__ import annotations
@@ -36,23 +38,47 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def counted_tokens(targets: Tensor, mask: Tensor | None = None, ignore_index: int = IGNORE) -> Tensor:
     """Whether each token counts, bool of the targets' shape: its mask is True, and its target neither negative nor
-    `ignore_index`.
+    `ignore_index`. Of a mask of weights, how much it counts, in the mask's dtype.
+
+    >>> counted_tokens(torch.tensor([3, -100, 5]), torch.tensor([0.5, 0.5, 0.0]))
+    tensor([0.5000, 0.0000, 0.0000])
     """
     counts = targets >= 0
     counts = counts if ignore_index < 0 else counts & (targets != ignore_index)
-    return counts if mask is None else mask & counts
+    return counts if mask is None else weighed(mask, counts) if mask.is_floating_point() else mask & counts
+
+
+def number_of(counts: Tensor) -> Tensor:
+    """The number of tokens that count, int64, or the sum of their weights, from `counted_tokens`: rounded once, so that
+    it hardly depends on how the tokens are cut."""
+    return counts.sum(dtype=torch.float64).to(counts.dtype) if counts.is_floating_point() else counts.sum()
+
+
+def weighed(values: Tensor, counts: Tensor) -> Tensor:
+    """The values of the tokens that count, times their weights if they have some; 0 of the others, whatever they are.
+
+    counts: as from `counted_tokens`.
+    """
+    if counts.is_floating_point():
+        return torch.where(counts != 0, values * counts, 0.0)
+    return torch.where(counts, values, 0.0)
+
+
+def weights_of(mask: Tensor | None) -> Tensor | None:
+    """The weights of tokens that a mask has; None for one that says which count."""
+    return mask if mask is not None and mask.is_floating_point() else None
 
 
 def check_targets(targets: Tensor, columns: int, mask: Tensor | None = None, ignore_index: int = IGNORE) -> None:
     """Raise ValueError, naming the first position, if a target that counts is not in [0, columns).
 
-    targets: int of any shape; mask: bool of that shape, or None. Waits for the device.
+    targets: int of any shape; mask: of that shape, or None. Waits for the device.
 
     >>> check_targets(torch.tensor([[3, -100], [1, 8]]), columns=8)
     Traceback (most recent call last):
     ValueError: targets[1, 1] is 8; a target is in 0..7, or negative for a token that does not count
     """
-    wrong = counted_tokens(targets, mask, ignore_index) & (targets >= columns)
+    wrong = counted_tokens(targets, mask, ignore_index).bool() & (targets >= columns)
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise ValueError(
@@ -66,7 +92,7 @@ def mark_targets(targets: Tensor, mask: Tensor | None, ignore_index: int, column
     columns).
     """
     at = torch.where((targets >= 0) & (targets < columns), targets, WRONG)
-    return torch.where(counted_tokens(targets, mask, ignore_index), at, NONE).to(torch.int64)
+    return torch.where(counted_tokens(targets, mask, ignore_index).bool(), at, NONE).to(torch.int64)
 
 
 def reference(
@@ -82,7 +108,7 @@ def reference(
     compiled: bool = True,
 ) -> Tensor:
     """The loss, summed over the tokens that count: those whose mask is True and whose target is neither negative nor
-    `ignore_index`.
+    `ignore_index`. A mask of numbers has the weight of each, by which its loss is multiplied; one of 0 does not count.
 
     z_loss, smoothing, cap: z, s and c of the formula; 0 leaves each out. overwrite: the logits are given up, and may
     hold the gradient afterwards; there is then one backward pass. compiled: whether the form by blocks runs compiled. A
@@ -97,17 +123,22 @@ def reference(
         losses = (1.0 - smoothing) * losses + smoothing * (lse - y.mean(-1))
     if z_loss:
         losses = losses + z_loss * lse.square()
-    return torch.where(targets == NONE, 0.0, torch.where(targets == WRONG, math.nan, losses)).sum()
+    losses = torch.where(targets == WRONG, math.nan, losses)
+    if (weights := weights_of(mask)) is not None:
+        losses = losses * weights.to(losses.dtype)
+    return torch.where(targets == NONE, 0.0, losses).sum()
 
 
-def total_loss(statistics: Tensor, targets: Tensor, terms: Terms) -> Tensor:
-    """The loss from the statistics [N, 3] of whole rows, and targets as from `mark_targets`."""
+def total_loss(statistics: Tensor, targets: Tensor, terms: Terms, weights: Tensor | None = None) -> Tensor:
+    """The loss from the statistics [N, 3] of whole rows, targets as from `mark_targets`, and tokens' weights [N]."""
     lse, at_target, sums = statistics.unbind(-1)
     losses = lse - at_target
     if terms.smoothing:
         losses = losses + (terms.smoothing * at_target - terms.uniform * sums)
     if terms.z_loss:
         losses = losses + terms.z_loss * lse.square()
+    if weights is not None:
+        losses = losses * weights.to(losses.dtype)
     return torch.where(targets != NONE, losses, 0.0).sum()
 
 
@@ -177,14 +208,17 @@ def _by_rows(
     terms = Terms(z_loss, smoothing, cap, 0, logits.shape[-1])
     how = form if form == "triton" else "compiled" if compiled else "eager"
 
-    def make(logits: Tensor, targets: Tensor, write: bool = True) -> tuple[Tensor, tuple[Tensor]]:
+    def make(logits: Tensor, targets: Tensor, *weights: Tensor, write: bool = True) -> tuple[Tensor, tuple[Tensor]]:
         statistics, gradient = rows_of(logits, targets, None, terms, write, how, overwrite)
-        return total_loss(statistics, targets, terms), (gradient,)
+        if weights and write:
+            gradient.mul_(weights[0][:, None])
+        return total_loss(statistics, targets, terms, *weights), (gradient,)
 
-    targets = mark_targets(targets, mask, ignore_index, terms.columns)
+    targets, weights = mark_targets(targets, mask, ignore_index, terms.columns), weights_of(mask)
+    tensors = (logits, targets) if weights is None else (logits, targets, weights)
     if not needs_grad(logits):
-        return make(logits, targets, write=False)[0]
-    return ValueAndGradients("cross_entropy", make, again=not overwrite)(logits, targets)
+        return make(*tensors, write=False)[0]
+    return ValueAndGradients("cross_entropy", make, again=not overwrite)(*tensors)
 
 
 def _supports(logits: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:

@@ -8,7 +8,8 @@ in float32. Terms and targets are those of cross_entropy.
 Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
 language models", arXiv:2411.09009, section 3; the chunks by tokens.
 
-Shapes: x [N, D], w [V, D], targets int64 [N], mask bool [N]; the loss is a float32 (or float64) scalar.
+Shapes: x [N, D], w [V, D], targets int64 [N], mask [N], bool or the tokens' weights; the loss is a float32 (or float64)
+scalar.
 
 Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is
 the loss, dw is of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM",
@@ -29,7 +30,7 @@ from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad, remat
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.torch_private import disable_current_modes
-from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss
+from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss, weights_of
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
 from fzero.kernels.op_function import on_cuda, triton_runs
@@ -82,7 +83,7 @@ def reference(
     here = y.shape[-1]
     terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
-    return total_loss(_statistics(y, targets, terms, axis), targets, terms)
+    return total_loss(_statistics(y, targets, terms, axis), targets, terms, weights_of(mask))
 
 
 def _statistics(y: Tensor, targets: Tensor, terms: Terms, axis: Axis) -> Tensor:
@@ -110,7 +111,8 @@ def token_losses(
     cap: float = 0.0,
     ignore_index: int = IGNORE,
 ) -> Tensor:
-    """Return the cross entropy of each token by itself, [N] in float32 or wider: 0 for one that does not count.
+    """Return the cross entropy of each token by itself, times its weight if the mask has weights, [N] in float32 or
+    wider: 0 for one that does not count.
 
     Their sum is `linear_cross_entropy`. The logits of a chunk of tokens are made at a time, and again in the backward
     pass. Communicates as the reference does, for each chunk.
@@ -125,14 +127,16 @@ def token_losses(
         return of_tokens(_statistics(cap_logits(widen(x @ w.to(x.dtype).T), cap), targets, terms, axis), targets)
 
     rows = chunk_rows(x.shape[0], w.shape[0], x.dtype, kind_of(x))
-    losses = [remat(losses_of)(some, w, its) for some, its in zip(x.split(rows), targets.split(rows))]
-    return torch.cat(losses) if losses else x.new_zeros(0)
+    parts = [remat(losses_of)(some, w, its) for some, its in zip(x.split(rows), targets.split(rows))]
+    losses, weights = torch.cat(parts) if parts else x.new_zeros(0), weights_of(mask)
+    return losses if weights is None else losses * weights.to(losses.dtype)
 
 
-def of_tokens(statistics: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy [n] of each token from the statistics [n, 3] of whole rows."""
+def of_tokens(statistics: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The cross entropy [n] of each token, times its weight, from the statistics [n, 3] of whole rows."""
     lse, at_target, _ = statistics.unbind(-1)
-    return torch.where(targets != NONE, lse - at_target, 0.0)
+    losses = lse - at_target if weights is None else (lse - at_target) * weights.to(lse.dtype)
+    return torch.where(targets != NONE, losses, 0.0)
 
 
 def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
@@ -181,7 +185,14 @@ def chunk_rows(n: int, columns: int, dtype: torch.dtype, kind: str) -> int:
 
 
 def _run(
-    how: str, terms: Terms, axis: Axis, wants: tuple[bool, bool, bool], x: Tensor, w: Tensor, targets: Tensor
+    how: str,
+    terms: Terms,
+    axis: Axis,
+    wants: tuple[bool, bool, bool],
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
 ) -> tuple[Any, tuple[Tensor | None, Tensor | None]]:
     """Return (loss, gradients of x and w; None for one that is not needed); for the loss a pair of it and those of each
     token if the last of `wants` says so."""
@@ -206,16 +217,21 @@ def _run(
             )
             g = rows_of(logits, its, statistics, terms, True, how, overwrite=True)[1] if wanted else None
         made.append(statistics)
+        # A token's weight scales its row of g, which has V numbers; so it scales those of dx and x, which have D.
+        its_weights = None if weights is None else weights[start : start + rows, None]
         if g is not None and dx is not None:
             torch.mm(g, weight, out=dx[start : start + rows])
+            if its_weights is not None:
+                dx[start : start + rows].mul_(its_weights)
         if g is not None and wants[1]:
+            some = some if its_weights is None else (some * its_weights).to(x.dtype)
             # Several parts are summed in float32 or wider.
             dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some)
     if wants[1]:
         dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
     statistics = torch.cat(made)
-    loss = total_loss(statistics, targets, terms)
-    return (loss, of_tokens(statistics, targets)) if each else loss, (dx, dw)
+    loss = total_loss(statistics, targets, terms, weights)
+    return (loss, of_tokens(statistics, targets, weights)) if each else loss, (dx, dw)
 
 
 def _chunked(
@@ -239,7 +255,9 @@ def _chunked(
     make = functools.partial(
         _run, form if form == "triton" else "compiled" if compiled else "eager", terms, axis, (*wants, each)
     )
-    return ValueAndGradients("linear_cross_entropy", make)(x, w, targets) if any(wants) else make(x, w, targets)[0]
+    weights = weights_of(mask)
+    tensors = (x, w, targets) if weights is None else (x, w, targets, weights)
+    return ValueAndGradients("linear_cross_entropy", make)(*tensors) if any(wants) else make(*tensors)[0]
 
 
 def _supports(x: Tensor, w: Tensor, targets: Tensor, mask: Tensor | None = None, **options: Any) -> str:

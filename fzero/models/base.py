@@ -88,7 +88,8 @@ class Ctx(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """The loss of a batch as sums over the tokens that count. The step divides once, by the global num_tokens.
+    """The loss of a batch as sums over the tokens that count. The step divides once, by the global num_tokens; where
+    tokens have weights, that is the sum of these.
 
     >>> loss = Loss(total=torch.tensor(12.0), num_tokens=torch.tensor(4))
     >>> loss.total / loss.num_tokens  # nats a token

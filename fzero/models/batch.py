@@ -11,8 +11,8 @@ from torch import Tensor
 from fzero.core.arguments import checked, expect_kind
 from fzero.kernels.cross_entropy import check_targets
 
-# tokens, targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 []. A token counts if its
-# mask is True and its target is not negative.
+# tokens, targets int64 [B, T]; optional mask [B, T], documents int [B, T], first int64 []. A token counts if its target
+# is not negative and its mask, bool, is True; or as much as its mask, float, says: that multiplies its loss.
 Batch = dict[str, Tensor]
 
 
@@ -28,6 +28,7 @@ OTHER_NAMES = {
 
 EMPTY = torch.empty(0)
 SOURCES = "sources"  # bool [B, S]: of which source of a mixture each row is
+MASKS = (torch.bool, torch.float32, torch.float64)
 BY_TOKEN = ("tokens", "targets", "mask")  # the entries [B, T] that embedding and head read
 
 
@@ -68,8 +69,11 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
         raise ValueError(
             f"batch['documents'] is {batch['documents'].dtype}; it must be int: a number for each document"
         )
-    if "mask" in batch and batch["mask"].dtype != torch.bool:
-        raise ValueError(f"batch['mask'] is {batch['mask'].dtype}; it must be bool: give batch['mask'].bool()")
+    if "mask" in batch and batch["mask"].dtype not in MASKS:
+        raise ValueError(
+            f"batch['mask'] is {batch['mask'].dtype}; it must be bool, of the targets that count, or float32, their "
+            "weights: give batch['mask'].bool() or batch['mask'].float()"
+        )
     if shape[-1] > config.max_len:
         raise ValueError(f"the sequences have {shape[-1]} tokens and the model takes {config.max_len} (max_len)")
     if shape[-1] % parts:
@@ -81,11 +85,12 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
 
 @checked()
 def check_tokens(batch: Batch, vocab_size: int) -> None:
-    """Raise ValueError, naming the first position, if a token, or a target that counts, is not in the vocabulary.
+    """Raise ValueError, naming the first position, if a token, or a target that counts, is not in the vocabulary, or
+    the weight of one is below 0 or not finite.
 
-    batch: tokens and targets int64 [B, T]; optional mask bool [B, T]. Negative targets, such as the -100 of Hugging
-    Face's collators, do not count. The first call of a train or evaluation step checks its batch so; later ones do not,
-    because it waits for the device: call it on the batches of a data loader that is in doubt.
+    batch: tokens and targets int64 [B, T]; optional mask [B, T], bool or weights. Negative targets, such as the -100 of
+    Hugging Face's collators, do not count. The first call of a train or evaluation step checks its batch so; later ones
+    do not, because it waits for the device: call it on the batches of a data loader that is in doubt.
 
     >>> tokens = torch.tensor([[3, 5], [1, 8]])
     >>> check_tokens({"tokens": tokens, "targets": tokens - 100}, vocab_size=8)
@@ -97,4 +102,8 @@ def check_tokens(batch: Batch, vocab_size: int) -> None:
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise ValueError(f"tokens{at} is {int(tokens[tuple(at)])}; a token is in 0..{vocab_size - 1}")
-    check_targets(batch["targets"], vocab_size, batch.get("mask"))
+    mask = batch.get("mask")
+    if mask is not None and mask.is_floating_point() and bool((wrong := ~((mask >= 0) & mask.isfinite())).any()):
+        at = wrong.nonzero()[0].tolist()
+        raise ValueError(f"mask{at} is {float(mask[tuple(at)])}; the weight of a target is 0 or more, and finite")
+    check_targets(batch["targets"], vocab_size, mask)

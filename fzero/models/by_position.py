@@ -8,7 +8,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.kernels.cross_entropy import counted_tokens
+from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import token_losses
 from fzero.models.base import Batch, Ctx, Loss, Model
 from fzero.models.by_source import sums_by_source
@@ -54,8 +54,8 @@ def by_position(model: Model) -> Model:
         for i, end in enumerate(ends):
             here = which == i
             extra[f"loss/{end}"] = torch.where(here, losses, 0.0).sum()
-            extra[f"tokens/{end}"] = (here & counts).sum().double()
-        return Loss(losses.sum(), counts.sum(), extra | sums_by_source(batch, losses, counts))
+            extra[f"tokens/{end}"] = torch.where(here, counts.double(), 0.0).sum()
+        return Loss(losses.sum(), number_of(counts), extra | sums_by_source(batch, losses, counts))
 
     return model._replace(head=head)
 

@@ -14,7 +14,8 @@ def sums_by_source(batch: Batch, losses: Tensor, counts: Tensor) -> dict[str, Te
     """{source_loss/I: the sum in nats, source_tokens/I: the tokens that count} of each source I, float64; {} for a
     batch without `sources`, bool [B, S].
 
-    losses: of the tokens of the rows here, [B T], without a gradient. counts: bool [B T], whether a token counts.
+    losses: of the tokens of the rows here, [B T], without a gradient. counts: [B T], whether a token counts, bool, or
+    its weight, by which its loss is multiplied.
 
     >>> batch = {"targets": torch.ones(2, 1), "sources": torch.tensor([[True, False], [False, True]])}
     >>> found = sums_by_source(batch, torch.tensor([3.0, 5.0]), torch.tensor([True, True]))

@@ -12,7 +12,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.core.stack import Block, depth, in_turn, stack
-from fzero.kernels.cross_entropy import counted_tokens
+from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.models.base import Ctx, Loss, Model, stacks_of
 from fzero.models.batch import BY_TOKEN, SOURCES, Batch, check_batch, has_tokens
@@ -106,10 +106,11 @@ def unshard_part(model: Model, part: str, params: Tree, plan: Plan | None, ctx: 
 def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Loss:
     """Return the loss of a batch, as sums: embed, the stack of blocks, head.
 
-    batch: tokens and targets int64 [B, T]; optional mask bool [B, T], documents int [B, T], first int64 scalar. total
-    is in nats. plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are
-    then this rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect
-    to `params` are complete and in their layout. Composes with torch.func.
+    batch: tokens and targets int64 [B, T]; optional mask [B, T] (bool, or float: the weight of each target, by which
+    its loss is multiplied, and whose sum num_tokens is), documents int [B, T], first int64 scalar. total is in nats.
+    plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are then this
+    rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect to `params`
+    are complete and in their layout. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
     parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see
@@ -154,8 +155,9 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
 def token_loss(
     x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return (cross entropy summed over the tokens that count, their number, further sums to report) for normalised
-    activations x [B, T, D] and w [V, D]; cap: of the logits, 0 for none.
+    """Return (cross entropy summed over the tokens that count, times their weights if the mask has some, their number
+    or the sum of their weights, further sums to report) for normalised activations x [B, T, D] and w [V, D]; cap: of
+    the logits, 0 for none.
 
     The further sums are those of `sums_by_source`, for a batch that has sources.
 
@@ -167,8 +169,8 @@ def token_loss(
     options |= {"cap": cap} if cap else {}
     flat = x.reshape(-1, x.shape[-1])
     if SOURCES not in batch:
-        num_tokens = counted_tokens(targets, mask).sum()  # which ones count is not kept beside the products
+        num_tokens = number_of(counted_tokens(targets, mask))  # which ones count is not kept beside the products
         return linear_cross_entropy(flat, w, targets, mask, **options), num_tokens, {}
     counts = counted_tokens(targets, mask)
     total, losses = linear_cross_entropy(flat, w, targets, mask, each=True, **options)
-    return total, counts.sum(), sums_by_source(batch, losses, counts)
+    return total, number_of(counts), sums_by_source(batch, losses, counts)

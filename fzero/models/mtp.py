@@ -4,8 +4,9 @@
     loss = sum_i CE(t_{i+1}) + lambda sum_i CE'(t_{i+2})
 
 Both sums are divided by the number of tokens of the first, as all losses are. A position counts in the second sum if
-the next one counts in the first, and lies in the same document. The layer is a stack of its own, `blocks_mtp`, and what
-comes before it a join (see models.base.Model), so that it is sharded, recomputed and cut into stages like any other.
+the next one counts in the first, as much as that one does, and lies in the same document. The layer is a stack of its
+own, `blocks_mtp`, and what comes before it a join (see models.base.Model), so that it is sharded, recomputed and cut
+into stages like any other.
 
 Ref: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv:2412.19437, section 2.2, of depth 1.
 Shapes: x [B, T, D], targets [B, T].
@@ -59,10 +60,10 @@ def second(batch: Batch) -> Batch:
     targets = batch["targets"]
     counts = counted_tokens(targets, batch.get("mask"))[:, 1:]
     if "documents" in batch:
-        counts = counts & (batch["documents"][:, 1:] == batch["documents"][:, :-1])
+        counts = counts * (batch["documents"][:, 1:] == batch["documents"][:, :-1])
     last = targets.new_zeros(len(targets), 1)
     return {
         **batch,
         "targets": torch.cat((targets[:, 1:], last), 1),
-        "mask": torch.cat((counts, last.bool()), 1),
+        "mask": torch.cat((counts, last.to(counts.dtype)), 1),
     }

@@ -59,6 +59,7 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
         raise ValueError(f"dpo: smoothing is {smoothing!r}; it must be in [0, 0.5)")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
+        expect_no_weights("dpo", batch)
         for name in ("documents", "reference"):
             if name not in batch:
                 raise ValueError(f"dpo: the batch has no {name!r}; it has {', '.join(sorted(batch))}")
@@ -87,6 +88,15 @@ def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype,
 
     sums = {"accuracy": z > 0, "margin": z, "reward_chosen": chosen, "reward_rejected": rejected}
     return Loss(total(losses), pair.sum(), {name: total(value) for name, value in sums.items()})
+
+
+def expect_no_weights(what: str, batch: Batch) -> None:
+    """Raise ValueError for a batch whose mask has weights."""
+    if "mask" in batch and batch["mask"].is_floating_point():
+        raise ValueError(
+            f"{what}: batch['mask'] is {batch['mask'].dtype}, the weights of targets, and its loss is of pairs; give "
+            "batch['mask'].bool()"
+        )
 
 
 def expect_own_head(what: str, model: Model) -> None:

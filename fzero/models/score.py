@@ -22,10 +22,17 @@ from fzero.comm.collectives import psum
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
-from fzero.kernels.cross_entropy import counted_tokens
+from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
 from fzero.models.layers import Split, enter, expect_divisible
-from fzero.models.preference import expect_own_head, over_cp, own_positions, preference_loss, sum_by_document
+from fzero.models.preference import (
+    expect_no_weights,
+    expect_own_head,
+    over_cp,
+    own_positions,
+    preference_loss,
+    sum_by_document,
+)
 from fzero.models.weights import ConfigOver
 from fzero.sharding import Mesh, Rules
 from fzero.sharding.slices import narrow_part
@@ -165,16 +172,17 @@ def scored(model: Model, config: ScoreConfig) -> Model:
 def class_loss(scores: Tensor, batch: Batch) -> Loss:
     """Return the loss of `classify` from scores [B, T, C]."""
     counted = counted_tokens(batch["targets"], batch.get("mask"))
-    targets = torch.where(counted, batch["targets"], 0).long()
+    targets = torch.where(counted.bool(), batch["targets"], 0).long()
     losses = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
-    right = (scores.argmax(-1) == targets) & counted
-    return Loss(torch.where(counted, losses, 0.0).sum(), counted.sum(), {"accuracy": right.sum().to(scores.dtype)})
+    right = weighed((scores.argmax(-1) == targets).to(scores.dtype), counted)
+    return Loss(weighed(losses, counted).sum(), number_of(counted), {"accuracy": right.sum().to(scores.dtype)})
 
 
 def reward_loss(scores: Tensor, batch: Batch, ctx: Ctx) -> Loss:
     """Return the loss of `reward` from scores [B, T], or those of this rank's tokens."""
     if "documents" not in batch:
         raise ValueError(f"reward: the batch has no 'documents'; it has {', '.join(sorted(batch))}")
+    expect_no_weights("reward", batch)
     counted = counted_tokens(batch["targets"], batch.get("mask"))
     rewards = sum_by_document(torch.where(counted, scores, 0.0), batch, own_positions(ctx))
     return preference_loss(over_cp(rewards, ctx), batch, ctx, scores.dtype)

@@ -53,7 +53,7 @@ class Data:
     noise_density: float = 0.15
     mean_noise_span_length: float = 3.0
     sentinel_tokens: str = ""  # that stand for spans, such as "<a>,<b>,<c>" or ids "32000-32099"; "": <extra_id_0>, ...
-    # how much targets count: "<tool>=0,10=0.25" by tokens or ids, of 0 to 1, others 1; or weights.npy, one for each id,
+    # how much targets count: "<tool>=0,10=0.25" by tokens or ids, others 1; or weights.npy, one for each id,
     # whose digest is recorded at the start of a run
     token_weights: str = ""
     cache: str = ""  # of corpora at URLs: the folder of their pieces, of this machine; "": in the user's caches

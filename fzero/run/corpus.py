@@ -20,6 +20,7 @@ from fzero import data
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
+from fzero.data.assemble import Batch
 from fzero.data.buckets import BucketStream
 from fzero.data.mixed import MixedStream
 from fzero.data.mixed_corpus import digest, open_sources, sources_of, write_mixture
@@ -28,9 +29,8 @@ from fzero.data.reference import read_reference
 from fzero.data.remote import Reading
 from fzero.data.remote_corpus import expect_unchanged
 from fzero.data.rows import RowStream
-from fzero.data.stream import Batch
 from fzero.data.tokens import VERSION, read_meta, token_dtype
-from fzero.data.work_folder import Busy
+from fzero.data.work_folder import Busy, clear
 from fzero.run import conversations, run_folder
 from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig
@@ -87,6 +87,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         except (OSError, ValueError):
             if not target.is_dir():  # else another run has made it
                 raise
+    clear(target)
     return target
 
 

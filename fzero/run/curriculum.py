@@ -15,8 +15,8 @@ import torch
 
 from fzero.core.storage import is_url
 from fzero.data.analysis import open_analysis
+from fzero.data.assemble import Batch
 from fzero.data.curriculum import Curriculum, Growth, Piece, rank
-from fzero.data.stream import Batch
 from fzero.models.layer_drop import expect_layers_apart
 from fzero.models.random_ltd import expect_droppable
 from fzero.run.batch_ramp import Ramp

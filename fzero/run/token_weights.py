@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.data.stream import Batch
+from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
-from fzero.data.transforms import thin_targets
+from fzero.data.transforms import weigh_targets
 from fzero.run.token_names import token_ids
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one by its checks
 
-FORM = "TOKEN=WEIGHT,..., tokens or their ids with weights from 0 to 1, or a .npy file with a weight for each id"
+FORM = "TOKEN=WEIGHT,..., tokens or their ids with weights of 0 or more, or a .npy file with a weight for each id"
 OBJECTIVES = ("text", "chat")  # whose loss is the mean of tokens
 
 
@@ -38,21 +38,18 @@ def validate_weights(c: RunConfig) -> None:
 
 
 def make_weights(c: RunConfig, corpus: Path) -> Callable[[Batch, int], Batch]:
-    """The function from (a batch, the number of its first sample in the run) to the batch in which a target counts with
-    the probability that is its token's weight.
-
-    The row of sample n is changed by (the run's seed, n) alone. Raises ValueError as `weights_of`.
-    """
+    """The function from (a batch, the number of its first sample in the run) to the batch whose mask has the weight of
+    each target. Raises ValueError as `weights_of`."""
     if not c.data.token_weights:
         return lambda batch, first: batch
-    weights, seed = weights_of(c.data.token_weights, corpus), c.train.seed
-    return lambda batch, first: thin_targets(batch, first, seed, weights=weights)
+    weights = weights_of(c.data.token_weights, corpus)
+    return lambda batch, first: weigh_targets(batch, weights)
 
 
 def weights_of(text: str, corpus: Path) -> Tensor:
     """The weight of each id of a corpus, float64 [V], as data.token_weights says; a token that it does not name has 1.
 
-    Raises ValueError as `token_ids`; for a file that is missing, has not a number from 0 to 1 for each id, or is not
+    Raises ValueError as `token_ids`; for a file that is missing, has not a number of 0 or more for each id, or is not
     the one that the run began with.
     """
     size, file = read_meta(corpus)["vocab_size"], split_file(text)
@@ -73,7 +70,7 @@ def read_pairs(text: str) -> list[tuple[str, float]]:
     found = list[tuple[str, float]]()
     for part in text.split(","):
         token, equals, weight = part.rpartition("=")
-        if not token or not equals or not re.fullmatch(r"0|1|[01]?\.\d+", weight) or float(weight) > 1:
+        if not token or not equals or not re.fullmatch(r"\d{1,9}|\d{0,9}\.\d+", weight):
             raise ValueError(f"data.token_weights is {text!r} and has {part!r}; it is {FORM}")
         found.append((token, float(weight)))
     return found
@@ -102,10 +99,10 @@ def read_weights(path: Path, digest: str, size: int) -> Tensor:
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{path}: cannot be read as a .npy file of numbers ({error})") from None
     fits = isinstance(found, np.ndarray) and found.shape == (size,) and found.dtype.kind in "fiub"
-    if not fits or not bool(((found >= 0) & (found <= 1)).all()):
+    if not fits or not bool((np.isfinite(found) & (found >= 0)).all()):
         what = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else "several arrays"
         raise ValueError(
-            f"{path}: is {what}; data.token_weights of this corpus is a vector of {size} numbers from 0 to 1"
+            f"{path}: is {what}; data.token_weights of this corpus is a vector of {size} numbers of 0 or more"
         )
     return torch.from_numpy(found.astype(np.float64))
 

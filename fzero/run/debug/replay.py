@@ -22,7 +22,7 @@ import torch
 from fzero import checkpoint
 from fzero.comm.mesh_text import mesh_text
 from fzero.core.tables import Table, flat
-from fzero.data.stream import Batch
+from fzero.data.assemble import Batch
 from fzero.run import corpus, machine, run_folder, weights
 from fzero.run.build import Job, build, first_state, restore, save_store, specs_of
 from fzero.run.config import RunConfig

@@ -70,7 +70,9 @@ def metrics_row(job: Job, metrics: Metrics, step: int) -> dict[str, Any]:
 
 def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
     """`metrics_row` of numbers that are in the host's memory, by name."""
-    skipped, num_tokens, scale = bool(read.pop("skipped")), int(read.pop("num_tokens")), read.pop("loss_scale")
+    skipped, num_tokens, scale = bool(read.pop("skipped")), read.pop("num_tokens"), read.pop("loss_scale")
+    if not job.config.data.token_weights:  # else it is the sum of the weights
+        num_tokens = int(num_tokens)
     layers = {name: int(read.pop(name)) for name in ("speculated", "put_right") if name in read}
     by_source = losses_by_source(job.config, read)
     rate = float(job.schedule(step)) * read.get(LR_SCALE, 1.0)
