@@ -104,7 +104,7 @@ def supports(dtype: torch.dtype, kind: str, block: int, key: Tensor | None, *ten
     if dtype not in TYPES:
         return f"the dtype is {dtype}; it takes float32 or bfloat16"
     if kind not in ("int8", "int4") or not codes_a_byte(kind) <= block <= LARGEST_BLOCK or block % codes_a_byte(kind):
-        return f"kind is {kind!r} and block {block}; it takes int8 or int4, in blocks of up to {LARGEST_BLOCK}, even of int4"
+        return f"kind is {kind!r} and block {block}; it takes int8 or int4, even blocks of up to {LARGEST_BLOCK}"
     if key is not None:
         return "rounding is stochastic; it rounds to nearest"
     return "" if have_compiler() else "there is no C++ compiler"

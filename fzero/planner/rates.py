@@ -52,13 +52,11 @@ def op_costs(
     """Return a function from an Op to its Cost, for one of `processes` processes of a machine with `threads` threads
     each.
 
-    If these are more threads than cores, times grow in proportion.
+    If these are more threads than cores, times grow in proportion; what was measured had a core for each thread.
     """
     found: dict[tuple, Cost] = {}
     rates = device.rates_of(threads, processes)
-    slower = 1.0
-    if rates is not None:
-        slower = max(1.0, threads * processes / device.cores) / max(1.0, rates.threads * rates.processes / device.cores)
+    slower = 1.0 if rates is None else max(1.0, threads * processes / device.cores)
 
     def cost(op: Op) -> Cost:
         key = op[2:]  # all facts of an op except its place in the step
