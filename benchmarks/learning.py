@@ -53,9 +53,16 @@ def signs(name: str, beside: str = "plain", **more: Any) -> Form:
 def members(method: str, **more: Any) -> Form:
     """A form of two members that agree once in 20 steps."""
     given = {f"local.{key}": value for key, value in more.items()}
-    return Form({"dp": 1, "rp": 2}, {"local.method": method, "local.every": 20, **given}, goal=0.01)
+    return Form({"dp": 1, "rp": 2}, {"local.method": method, "local.every": 20} | given, goal=0.01)
 
 
+def local_signs(**more: Any) -> Form:
+    """A form of two ranks with 0/1 Adam's local steps."""
+    given = {"optim.name": "zero_one_adam", "optim.sum_every": 16} | {f"optim.{key}": x for key, x in more.items()}
+    return Form({"dp": 1, "rp": 2}, {"zero": 1, **given})
+
+
+STREAMING = {"fragments": 2, "overlap": 1, "mix": 0.5}
 SHORT = {"lr": 0.5, "momentum": 0.3}  # of DiLoCo's outer optimizer: 0.7 and 0.9 are for more than 20 rounds
 LAMB = {"lr": 1e-2, "weight_decay": 0.0}
 FORMS = {
@@ -68,17 +75,19 @@ FORMS = {
     "onebit_adam": signs("onebit_adam"),
     "zero_one_adam": signs("zero_one_adam"),
     "onebit_adam, rp": Form({"dp": 1, "rp": 2}, {"zero": 1, "optim.name": "onebit_adam"}),
-    "zero_one_adam, sum_every=16": Form(
-        {"dp": 1, "rp": 2}, {"zero": 1, "optim.name": "zero_one_adam", "optim.sum_every": 16}
-    ),
+    "zero_one_adam, sum_every=16": local_signs(),
+    "zero_one_adam, sum_every=16, sum_double=64": local_signs(sum_double=64),
     "lamb": Form({"dp": 2}, {"optim.name": "lamb"} | {f"optim.{key}": value for key, value in LAMB.items()}),
     "onebit_lamb": signs("onebit_lamb", "lamb", **LAMB),
     "diloco": members("diloco"),
     "diloco, codec=int4": members("diloco", codec="int4"),
     "diloco, lr=0.5, momentum=0.3": members("diloco", **SHORT),
     "diloco, lr=0.5, momentum=0.3, codec=int4": members("diloco", codec="int4", **SHORT),
+    "diloco, streaming": members("diloco", every=100, fragments=5, overlap=5, mix=0.5, codec="int4"),
+    "diloco, lr=0.5, momentum=0.3, streaming": members("diloco", **STREAMING, codec="int4", **SHORT),
     "slowmo": members("slowmo"),
     "localsgd": members("localsgd"),
+    "localsgd, every=5": members("localsgd", every=5),
 }
 
 
@@ -122,8 +131,8 @@ def train(name: str, seed: int) -> dict[str, Any]:
     import fzero
     from fzero.planner.plan import config_for, device_for, resolve_for
     from fzero.run import build, corpus
+    from fzero.run.agreed import agreed
     from fzero.run.evaluate import evaluate_all
-    from fzero.run.members import agreed
 
     form, begin = FORMS[name], time.perf_counter()
     mesh = fzero.make_mesh(form.mesh, device="cpu")
@@ -135,7 +144,7 @@ def train(name: str, seed: int) -> dict[str, Any]:
     for step in range(1, STEPS + 1):
         state, _ = job.train_step(state, batch_at((step - 1) * job.config.train.batch))
         if step % EVERY == 0:
-            state = agreed(job.train_step, state) if step == STEPS else state
+            state = agreed(job, state, STEPS) if step == STEPS else state
             losses[str(step)] = evaluate_all(job, state, validation, 1.0)["val_loss"]
     return {"form": name, "seed": seed, "val_loss": losses, "seconds": time.perf_counter() - begin}
 

@@ -146,8 +146,8 @@ def measure(form: str, rates: list[float], repeats: int) -> list[dict[str, Any]]
 
 
 def planned(form: str, rates: list[float]) -> tuple[dict[str, float], dict[str, float]]:
-    """({rate: the seconds of a step}, {link: the bytes that a rank sends over it in a step}); the cores of this machine
-    are those of both nodes."""
+    """({rate: the seconds of a step}, {link: the bytes that a rank sends over it in a step}). All ranks share the cores
+    of this machine, and the ranks of a node half of what it moves between processes."""
     import fzero
     from fzero.planner.devices import between_nodes, device
     from fzero.planner.plan import config_for, plan
@@ -155,11 +155,13 @@ def planned(form: str, rates: list[float]) -> tuple[dict[str, float], dict[str, 
 
     sizes, codec = FORMS[form]
     here = device("here")
-    node = replace(here, ranks_on_node=2, processors=max(1, here.processors // 2))
+    inside = here.links[0]
+    inside = inside._replace(total_bytes_s=(inside.total_bytes_s or inside.bytes_s) / len(NODES))
+    node = replace(here, links=(inside,), ranks_on_node=RANKS // len(NODES))
     config = config_for("llama-tiny", settings_of(codec))
     job = build.build(replace(config, mesh=sizes), fzero.fake_mesh(sizes))
     sent = {link: part + once for link, (part, once) in job.plan.sent_by_link().items()}
-    links = {rate: between_nodes(node, f"{rate or UNLIMITED}") for rate in rates}
+    links = {rate: replace(between_nodes(node, f"{rate or UNLIMITED}"), ranks_on_node=RANKS) for rate in rates}
     return {str(rate): plan(config, sizes, gpu=on).step_s or 0.0 for rate, on in links.items()}, sent
 
 

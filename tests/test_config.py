@@ -17,6 +17,7 @@ from fzero.run.config_ranks import of_its_mesh, refuse_without_axis
 from fzero.run.config_table import from_json, from_table, to_json, to_table
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop
+from fzero.run.members import members_of
 from fzero.run.recipes import recipe
 from fzero.sharding import fake_mesh
 
@@ -33,6 +34,36 @@ def test_every_preset_goes_to_json_and_back(name):
 def test_every_optimizer_goes_to_json_and_back(name):
     run = recipe("llama-tiny", optimizer=name)
     assert run.optim.name == name and from_json(to_json(run)) == run
+
+
+FROM_ZERO = [
+    (name, key)
+    for name, keys in config_checks.OPTIMIZERS.items()
+    for key in keys
+    if type(getattr(config.Optim(), key)) is float and config_checks.BOUNDS[f"optim.{key}"][:2] == (0, True)
+]
+
+
+def after_steps(tx):
+    """Two matrices after three steps."""
+    params = {name: torch.tensor([[[1.0, -2.0], [0.5, 3.0]]]).double() for name in ("blocks/w_a", "embed")}
+    state = tx.init(params)
+    for scale in (1.0, -0.5, 2.0):
+        updates, state = tx.update({name: scale * x.cos() for name, x in params.items()}, state, params)
+        params = {name: x + updates[name] for name, x in params.items()}
+    return torch.stack(list(params.values()))
+
+
+@pytest.mark.parametrize("name, key", [*FROM_ZERO, ("slowmo", "momentum"), ("diloco", "momentum")])
+def test_a_number_of_0_is_the_limit_of_small_ones_and_no_word_for_another(name, key):
+    def outcome(value):
+        if name in config_checks.OPTIMIZERS:
+            optim = dataclasses.replace(recipe("llama-tiny", optimizer=name).optim, nesterov=False, **{key: value})
+            return after_steps(build_optim.make_optimizer(optim, 400))
+        settings = config.LocalSteps(name, 5, **{key: value})
+        return after_steps(members_of(settings, fake_mesh({"rp": 2})).outer)
+
+    assert torch.allclose(outcome(0.0), outcome(1e-9), rtol=0, atol=1e-6)
 
 
 def test_floats_keep_every_bit():
@@ -334,6 +365,10 @@ def test_what_is_parallel_is_kept_and_older_configs_lack_it(tmp_path):
     written = {**older, "zero": 2, "accumulate": "full"}
     assert from_json(json.dumps(written)) == dataclasses.replace(recipe("mlp-tiny"), zero=2, reduce="once")
     assert from_json(json.dumps({**written, "accumulate": "shards"})).reduce == "fast"
+    # A rate of 0 of the outer optimizer was the method's own, and so was a momentum of 0 beside it.
+    local = {"method": "slowmo", "lr": 0.0, "momentum": 0.0, "every": 5}
+    members = {**older, "mesh": {"rp": 2}, "local": local}
+    assert from_json(json.dumps(members)).local == config.LocalSteps("slowmo", 5)
     (tmp_path / run_folder.ATTEMPTS).write_text(json.dumps({"config": written}) + "\n")
     assert run_folder.read_attempts(tmp_path)[0]["config"]["reduce"] == "once"
     assert not differing_values({**to_table(recipe("mlp-tiny")), "accumulate": "shards"}).keys() - {"preset"}

@@ -25,6 +25,7 @@ from fzero.planner.devices import between_nodes, device
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing
 from fzero.run import build
+from fzero.run.members import Members, take_over
 from fzero.train.batch import local_batch
 from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
 from fzero.train.state import state_specs
@@ -417,6 +418,28 @@ def test_a_plan_that_sums_over_members_is_refused():
         make_local_step(lambda state, batch: (state, None), plan, OUTER["DiLoCo"], mesh["rp"])
 
 
+def test_what_is_on_its_way_between_members_goes_on_in_the_next_stage():
+    local, mesh = Local(every=2, overlap=1, mix=0.25), fzero.one_process()
+    members, params = Members(local, OUTER["DiLoCo"], mesh), {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)}
+    plan, tx = fzero.zero_plan(0, params, mesh, policy=FP64), optim.sgd(0.1)
+
+    def steps(taken):
+        """Of a run whose third step is of another stage."""
+        state = members.first_state(fzero.init_state(params, tx, plan, seed=0), plan)
+        made = [members.step(fzero.make_train_step(lambda p, x: (p["w"] * x["x"]).sum(), tx, plan), plan) for _ in "ab"]
+        for i, step in enumerate((made[0], made[0], made[1] if taken is not None else made[0])):
+            if i == 2 and taken:
+                take_over(made[1], made[0])
+            state, _ = step(state, {"x": torch.ones(1, 2, dtype=torch.float64)})
+        return state
+
+    assert_same(steps(True).params["w"], steps(None).params["w"])
+    x0, gone = params["w"], 0.2  # two steps of 0.1, whose Nesterov update is 0.7 x 1.9 of them
+    agreed = x0 - 0.7 * 1.9 * gone
+    assert_close(steps(True).params["w"], 0.75 * agreed + 0.25 * (x0 - 0.3), rtol=1e-12)
+    assert_close(steps(False).params["w"], x0 - 0.3, rtol=1e-12)  # without it: lost
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 STREAMING = ("local.fragments=2", "local.overlap=1", "local.mix=0.5", "local.codec=int4")
@@ -474,6 +497,7 @@ def test_a_command_with_plain_members_is_the_command_without(tmp_path):
         ({"mesh": {"dp": 2}}, "local.method is diloco, and its members are the ranks of rp, which is 1"),
         ({"train_checkpoint_every": 30}, "checkpoints are of steps after which members agree; make it a multiple"),
         ({"local": {"every": 5}}, "local says how members agree and local.method is empty"),
+        ({"local": {"method": "slowmo", "lr": 0}}, "local.lr is 0.0; it must be above 0"),
         ({"local": {"method": "localsgd", "lr": 0.5}}, "local.method is localsgd, which takes the mean of the members"),
         ({"local": {"method": "diloko"}}, "local.method is 'diloko' .did you mean diloco"),
         ({"local": {"method": "diloco", "fragments": 21}}, "local: fragments is 21; it must be in .1, every = 20"),

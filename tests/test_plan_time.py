@@ -336,11 +336,31 @@ def test_gloo_sends_other_nodes_what_is_theirs():
     assert collective_s(way(4, links), "ppermute", GB).busy == pytest.approx({"memory": 0.1, "cable": 2.0})
 
 
-def test_links_between_nodes_hide_what_was_measured_on_one():
-    """How much of a message computation hides is the transport's."""
-    for hidden in (None, 0.27):
-        outer = between_nodes(gpu(links=(level("memory", "gloo", hidden=hidden),), ranks_on_node=2), "1").links[-1]
-        assert (outer.ranks, outer.bytes_s, outer.hidden) == (None, 1e9 / 8 / 2, hidden)
+def test_links_between_nodes_have_the_transport_that_was_measured_on_one():
+    """What computation cannot hide is the transport's part of a message, which no wire makes shorter."""
+    near = level("memory", "gloo", bytes_s=1e9, latency_s=0.002, total_bytes_s=8e8)
+
+    def outer(text, hidden):
+        return between_nodes(gpu(links=(near._replace(hidden=hidden),), ranks_on_node=2), text).links[-1]
+
+    slow = outer("1:5", 0.25)  # 1e9 / 8 / 2 bytes a second of a rank, where the transport has 4e8
+    assert (slow.ranks, slow.bytes_s, slow.latency_s) == (None, 6.25e7, 0.005)
+    seconds, size = 1.0 / slow.bytes_s, 1.0 / 4e8
+    assert (1 - slow.hidden) * seconds == pytest.approx(0.75 * size)
+    fast = outer("1000", 0.25)
+    assert (fast.bytes_s, fast.latency_s, fast.hidden) == (4e8, 0.002, 0.25)
+    listed = outer("1000", None)  # of a data sheet
+    assert (listed.bytes_s, listed.latency_s, listed.hidden) == (1e12 / 8 / 2, 0.0, None)
+
+
+def test_four_ranks_on_a_core_each_take_four_times_as_long():
+    """Whatever number of ranks was measured: they had a core each."""
+    device = cpu()
+    two = device.rates[0]._replace(processes=2)
+    for cores, slower in ((2, 2.0), (1, 4.0), (8, 1.0)):
+        cost = op_costs(dataclasses.replace(device, rates=(two,), processors=cores), processes=4)
+        alone = op_costs(dataclasses.replace(device, rates=(two,), processors=8))
+        assert cost(op(0.5, name="aten.mul")).host_s == pytest.approx(slower * alone(op(0.5, name="aten.mul")).host_s)
 
 
 def test_a_measured_collective_has_its_measured_time():

@@ -8,6 +8,7 @@ from close import assert_close, assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.core import prng
+from fzero.core.compile import have_compiler
 from fzero.kernels import quantize as file
 from fzero.kernels.quantize import dequantize, dequantize_sum_requantize, quantize
 from fzero.kernels.quantize_codes import KINDS, Quantized, empty_codes
@@ -275,3 +276,45 @@ def test_what_it_refuses():
             dequantize(q, "int8", 32, impl=impl)
         with pytest.raises(ValueError, match=r"size 19 in blocks of 16 makes the last dims 19 and 2"):
             dequantize_sum_requantize(q.data[None], q.scale[None], "int8", 16, 19, impl=impl)
+
+
+# ---- in C++, on a CPU ------------------------------------------------------------------------------------------------
+
+CPP = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler")
+
+
+@CPP
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "block"), [((5, 37), 16), ((2, 3, 128), 128), ((1, 70001), 64), ((3, 0), 32)])
+def test_the_c_plus_plus_gives_the_bits_of_the_reference(kind, dtype, shape, block):
+    def both(op, *args):
+        return (op(*args, impl=impl) for impl in ("cpp", "reference"))
+
+    x = draw(*shape, dtype=dtype).cpu()
+    x.view(-1)[: 4 * block : block // 2] = 0.0
+    if x.numel() > 3 * block:
+        x.view(-1)[0], x.view(-1)[block], x.view(-1)[2 * block + 1] = torch.inf, torch.nan, 2.0**-149
+    got, expected = both(quantize, x, kind, block)
+    assert_same(bits(got), bits(expected))
+    found, wanted = both(dequantize, got, kind, block, dtype, shape[-1])
+    assert found.dtype == dtype
+    assert_same(found.nan_to_num(nan=-1.0), wanted.nan_to_num(nan=-1.0))
+    assert_same(found.isnan(), wanted.isnan())
+    data, scale = (torch.stack(parts) for parts in zip(got, got, quantize(x.flip(0), kind, block)))
+    got, expected = both(dequantize_sum_requantize, data, scale, kind, block, shape[-1])
+    assert_same(bits(got), bits(expected))
+
+
+@CPP
+def test_the_c_plus_plus_serves_many_numbers_on_a_cpu():
+    assert explain("quantize", torch.ones(1 << 14), "int4", 128).chosen == "cpp"
+    few = explain("quantize", torch.ones(128), "int4", 128)
+    assert few.chosen == "reference" and "of 128 numbers" in few.reasons["cpp"]
+    for x, options, words in (
+        (torch.ones(4), {"kind": "fp8_e4m3", "block": 16}, "it takes int8 or int4"),
+        (torch.ones(4), {"kind": "int8", "block": 16, "key": KEY.cpu()}, "rounding is stochastic"),
+        (torch.ones(4, dtype=torch.float16), {"kind": "int8", "block": 16}, "the dtype is torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            quantize(x, **options, impl="cpp")

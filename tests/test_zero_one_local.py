@@ -23,13 +23,15 @@ from fzero.checkpoint.restore_errors import error_lines
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.optim import zero_one_local
-from fzero.optim.zero_one_local import Intervals, Rule
+from fzero.optim.zero_one_local import Rule
 from fzero.planner import fewer_bytes
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.plan import reports_of, resolve_for
 from fzero.run import build
 from fzero.sharding.describe import once_in_full, traffic
+from fzero.train import step as train_step_file
 from fzero.train.batch import local_batch
+from fzero.train.moved import sum_moved
 from fzero.train.state import meta_state, state_specs
 
 exhaustive = pytest.mark.exhaustive
@@ -80,7 +82,7 @@ def expected_sum(step, double=4, every=4):
 # ---- the paper's update, written out ---------------------------------------------------------------------------------
 
 
-def by_steps(mesh, stage, micro_batches, policy, skipped, clip):
+def by_steps(mesh, stage, micro_batches, policy, skipped, clip, meet):
     """(whole parameters, errors, errors of servers and what each has of its own; the bytes of each step by kind)."""
     plan, tx = plan_of(mesh, stage, policy), method(clip)
     state = fzero.init_state(first_params(), tx, plan, seed=0)
@@ -96,6 +98,7 @@ def by_steps(mesh, stage, micro_batches, policy, skipped, clip):
         sent.append(
             [sum(row.bytes for row in rows if row.axis == axis) for axis in (link, "dp" if link == "rp" else "")]
         )
+        state = sum_moved(tx, plan, state) if i == meet else state
     shards = optim.sharded(plan.params, mesh, like=plan.like)
     whole = {name: shards.gather(name, leaf) for name, leaf in pytree.named_leaves(state.params).items()}
     gathered = sum(one.once for name in plan.leaves for one in traffic(plan, name) if "where ranks are" in one.words)
@@ -110,7 +113,7 @@ def clipped(m, clip):
     return {k: by * x for k, x in m.items()}
 
 
-def by_hand(n, inside, stage, micro_batches, skipped, clip):
+def by_hand(n, inside, stage, micro_batches, skipped, clip, meet):
     """The same of n workers, each of so many ranks `inside`: (parameters, e, f, m_i, u_i)."""
     x0 = {name: leaf.clone() for name, leaf in pytree.named_leaves(first_params()).items()}
     x, m, u = [dict(x0) for _ in range(n)], [{k: 0 * p for k, p in x0.items()} for _ in range(n)], None
@@ -153,7 +156,7 @@ def by_hand(n, inside, stage, micro_batches, skipped, clip):
                 u[r][k] = keep[k] * u[r][k] + rho * m[r][k]
                 x[r][k] = keep[k] * x[r][k] - torch.where(v[k] > 0, rho * m[r][k] / root[k], 0.0)
         span, x0 = {k: keep[k] * s + rho for k, s in span.items()}, {k: keep[k] * p for k, p in x0.items()}
-        if expected_sum(t):
+        if expected_sum(t) or i == meet:
             for k in x0:
                 mean = sum(one[k] for one in u) / n
                 if k != "b":
@@ -173,12 +176,12 @@ def part_of(x, name, cut, rank):
     return x.chunk(cut, 1)[rank]
 
 
-def expect_law(sizes, stage, micro_batches=1, policy=FP64, skipped=(), clip=0.0, mistake=None):
+def expect_law(sizes, stage, micro_batches=1, policy=FP64, skipped=(), clip=0.0, meet=None, mistake=None):
     n, inside = sizes.get("rp", sizes["dp"]), sizes["dp"] if "rp" in sizes else 1
     found = ranks.run(
-        math.prod(sizes.values()), with_mistake, mistake, stage, micro_batches, policy, skipped, clip, mesh=sizes
+        math.prod(sizes.values()), with_mistake, mistake, stage, micro_batches, policy, skipped, clip, meet, mesh=sizes
     )
-    params, e, f, m, u = by_hand(n, inside, stage, micro_batches, skipped, clip)
+    params, e, f, m, u = by_hand(n, inside, stage, micro_batches, skipped, clip, meet)
     seen = set()
     for whole, (worker, server, extra), sent, said in found:
         assert_close({k: whole[k] for k in params}, params, rtol=1e-11, atol=1e-11)
@@ -220,7 +223,8 @@ def expect_bytes(sent, said, skipped):
 
 
 CASES = {
-    "dp2, fp16's scale": ({"dp": 2}, 0, 2, {"policy": SCALED, "skipped": SKIPPED}),
+    # A sum more behind the second local step of four, so that the next sum is of the other two.
+    "dp2, fp16's scale": ({"dp": 2}, 0, 2, {"policy": SCALED, "skipped": SKIPPED, "meet": 18}),
     "dp4, clipped": ({"dp": 4}, 0, 1, {"clip": 0.25}),
     "rp2 x dp2, stage 0": ({"rp": 2, "dp": 2}, 0, 1, {}),
     "rp2 x dp2, stage 1": ({"rp": 2, "dp": 2}, 1, 2, {"clip": 0.25}),
@@ -240,7 +244,7 @@ def test_steps_are_the_paper_written_out(case):
 
 # ---- planted mistakes ------------------------------------------------------------------------------------------------
 
-MADE, RATE, MOVE = Intervals.made, Rule.rate, zero_one_local.move
+RATE, MOVE, ADD_UP = Rule.rate, zero_one_local.move, zero_one_local.add_up
 
 
 def keeps_units(rule, shards, g, params, state, decays):
@@ -252,11 +256,20 @@ def keeps_units(rule, shards, g, params, state, decays):
     return updates
 
 
+def keeps_steps(most):
+    def add_up(rule, shards, params, state, *rest):
+        state.extra["since"].copy_(torch.clamp(state.extra["since"], *most))
+        ADD_UP(rule, shards, params, state, *rest)
+
+    return add_up
+
+
 MISTAKES = {
-    "gradients at what all have": (Intervals, "together", lambda self, count: torch.ones((), dtype=torch.bool)),
+    "gradients at what all have": (train_step_file, "moved_apart", lambda tx, plan, state: state),
     "errors of u in the units of m": (zero_one_local, "move", keeps_units),
     "the rate of another step": (Rule, "rate", lambda self, count: RATE(self, count - 1)),
-    "momentum by the last rate alone": (Intervals, "made", lambda self, count: (MADE(self, count)[0].clamp(max=1), 1)),
+    "momentum by the last rate alone": (zero_one_local, "add_up", keeps_steps((None, 1))),
+    "momentum by the rates before the last sum": (zero_one_local, "add_up", keeps_steps((4, None))),
     "no decay of what was moved": (Rule, "decay", lambda self, count, decays: 0.0 * RATE(self, count)),
 }
 
@@ -299,8 +312,8 @@ def own_of(mesh, plan, state):
     """{(kind, leaf): what a rank has of its own [layers or 1, 1, ...], whole over dp}; copies."""
     shards = optim.sharded(plan.opt, mesh, like=plan.like)
     found = {}
-    for kind, leaves in state.opt_state.inner.extra.items():
-        for name, x in leaves.items():
+    for kind in ("own", "moved"):
+        for name, x in state.opt_state.inner.extra[kind].items():
             mine = x.view(pytree.named_leaves(state.opt_state.inner.v)[name].shape)
             found[kind, name] = (shards.gather(name, mine) if mesh["rp"].size > 1 else mine).clone()
     return found
@@ -343,6 +356,12 @@ def test_a_command_resumes_between_two_sums(tmp_path):
         "codec grads=1bit,local: the optimizer sends signs of " in said
         and "local steps send none of it over dp" in said
     )
+    since = {}  # step of a checkpoint -> the steps since its last sum; the sum of the run's last step is one more
+    for step in (8, 10):
+        path = checkpoint.step_folder(tmp_path / "whole/checkpoints", step)
+        with contextlib.closing(checkpoint.open_checkpoint(path)) as held:
+            since[step] = int(held.read("opt_state/extra/since"))
+    assert since == {8: 1, 10: 0}
 
 
 def not_donated(mesh):
@@ -384,6 +403,24 @@ def test_one_process_alone_sums_what_it_moved():
     assert_close(x[2]["w"], (1 - 0.1 - moved[0]) * one, rtol=1e-7, atol=0)
     assert_close(params["w"], (1 - 0.1 - moved[1]) * one, rtol=1e-7, atol=0)
     assert_close(state.extra["own"]["w"], moved[1] / (rates[1] + rates[2]) * one, rtol=1e-12, atol=0)
+
+
+def test_a_sum_behind_the_last_step_is_that_of_a_step_that_sums():
+    def steps(every, meet):
+        inner = optim.zero_one_adam(lr_of, 0.5, 0.9, freeze=1, sum_every=every, weight_decay=0.1)
+        tx, params = optim.with_average(inner, 0.9), {"w": torch.tensor([1.0, -3.0], dtype=torch.float64)}
+        plan = fzero.zero_plan(0, params, fzero.one_process(), policy=FP64, codec="grads=1bit,local")
+        step, state = fzero.make_train_step(quadratic, tx, plan), fzero.init_state(params, tx, plan, seed=0)
+        for i in range(4):
+            state, _ = step(state, {name: torch.full((2, 2), i + 1.0).double() for name in ("w", "b")})
+        return sum_moved(tx, plan, state) if meet else state
+
+    lr_of = lambda count: lr(count.to(torch.float64))  # noqa: E731
+    summed, apart, met = steps(3, False), steps(7, False), steps(7, True)
+    assert_close(met.params, summed.params, rtol=1e-14, atol=0)
+    assert_close(met.opt_state, summed.opt_state, rtol=1e-14, atol=0)
+    assert float((apart.params["w"] - summed.params["w"]).abs().max()) > 0.05
+    assert summed.opt_state.inner.extra["since"] == 0 and apart.opt_state.inner.extra["since"] == 3
 
 
 def test_a_config_has_its_codec_and_first_local_step():

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.kernels import tuning
+from fzero.kernels import quantize_cpu, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import on_cuda, operator, triton_runs
 from fzero.kernels.optional_triton import tl, triton
@@ -252,6 +252,12 @@ quantize = Op(
         lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, x, key),
         on_cuda,
     ),
+    Form(
+        "cpp",
+        quantize_cpu.quantize,
+        lambda x, kind, block, key=None, first=0: quantize_cpu.supports(x.dtype, kind, block, key, x),
+        lambda x, *_, **__: quantize_cpu.prefers(x.numel()),
+    ),
     flops=lambda x, *_, **__: 6 * x.numel(),
     bytes=lambda x, kind, block, **_: sum(t.nbytes for t in (x, *empty_codes(x.shape, kind, block, "meta"))),
 )
@@ -263,6 +269,12 @@ dequantize = Op(
         _dequantize_triton,
         supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, *q),
         prefers=lambda q, *_, **__: on_cuda(*q),
+    ),
+    Form(
+        "cpp",
+        quantize_cpu.dequantize,
+        lambda q, kind, block, dtype=torch.float32, size=None: quantize_cpu.supports(dtype, kind, block, None, *q),
+        lambda q, kind, *_, **__: quantize_cpu.prefers(_elements(q[0], kind)),
     ),
     flops=lambda q, kind, *_, **__: _elements(q[0], kind),
     bytes=lambda q, kind, block, dtype=torch.float32, size=None: (
@@ -279,6 +291,14 @@ dequantize_sum_requantize = Op(
             torch.float32, kind, block, data, scale, key
         ),
         prefers=on_cuda,
+    ),
+    Form(
+        "cpp",
+        quantize_cpu.add,
+        lambda data, scale, kind, block, size=None, key=None, first=0: quantize_cpu.supports(
+            torch.float32, kind, block, key, data, scale
+        ),
+        lambda data, scale, kind, *_, **__: quantize_cpu.prefers(_elements(data, kind)),
     ),
     flops=lambda data, scale, kind, *_, **__: 2 * _elements(data, kind) + 6 * _elements(data[0], kind),
     bytes=lambda data, scale, *_, **__: sum(t.nbytes for t in (data, scale, data[0], scale[0])),

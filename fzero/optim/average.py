@@ -70,6 +70,17 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
 
         return params, AverageState(inner, pytree.map(move, state.average, params))
 
+    @torch.no_grad()
+    def meet(state: AverageState, params: Tree) -> tuple[Tree, AverageState] | None:
+        found = tx.meet(state.inner, params) if tx.meet is not None else None
+        if found is None:
+            return None
+
+        def move(average: Tensor, update: Tensor) -> Tensor:  # the last step's params are these
+            return average.add_(update.to(average.dtype), alpha=1 - decay)
+
+        return found[0], AverageState(found[1], pytree.map(move, state.average, found[0]))
+
     def split() -> SplitChain:
         inner = split_chain(tx)
         return SplitChain(
@@ -92,6 +103,7 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
         unit=tx.unit,
         sums=tx.sums,
         local=None if (inner := tx.local) is None else lambda state, params: inner(state.inner, params),
+        meet=None if tx.meet is None else meet,
         on=on if tx.on is not None else None,
         split=split,
     )

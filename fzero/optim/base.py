@@ -73,6 +73,8 @@ class GradientTransformation(NamedTuple):
     sums: whether it makes the sums over data ranks itself, as a plan with codec "grads=1bit" leaves them to it.
     local: `local(state, params) -> params` is where this rank's next gradient is taken, for one whose ranks move apart
         between two sums; None in place of params where they are. `params` of a state are the same on all ranks.
+    meet: of such a one, `meet(state, params) -> (updates, state)`: what ranks moved since their last sum is summed, in
+        the state's buffers; None in place of both where they are together.
     on: `on(shards) -> GradientTransformation` is the same transformation on leaves that are cut as `shards` says (a
         ShardedLeaves); None if it is elementwise. A train step binds its optimizer to its plan this
         way, and `bind` does it by hand.
@@ -103,6 +105,7 @@ class GradientTransformation(NamedTuple):
     unit: str = "layer"
     sums: bool = False
     local: Callable[[Tree, Tree], Tree | None] | None = None
+    meet: Callable[[Tree, Tree], tuple[Tree, Tree] | None] | None = None
     on: Callable[[Any], GradientTransformation] | None = None
 
 

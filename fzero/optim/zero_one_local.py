@@ -9,7 +9,8 @@ and its gradient was taken at p - u_r / (√v̂ + eps): where a rank is. In a st
 u = mean of u_r over the ranks, by signs;   m_r <- u / s;   p <- p - u / (√v̂ + eps);   u_r <- 0
 
 where s is what ρ in place of ρ m_r makes of u_r: without decay the sum of the ρ since the last sum. So `params` of a
-state are those that all ranks had after their last sum, the same on all of them, and m_r and u_r are a rank's own.
+state are those that all ranks had after their last sum, the same on all of them, and m_r and u_r are a rank's own. A
+run that ends between two sums makes one more, by `meet`.
 
 Ref: Lu et al. 2022, arXiv:2202.06009, algorithm 1, whose x is p - u_r / √v̂ and whose λ is 0. As in `zero_one_adam` a
 step uses the momentum that it has just moved.
@@ -32,6 +33,7 @@ from fzero.optim.onebit import Method, Numbers, OneBitState, clip_factor, expect
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 
 OWN, MOVED = "own", "moved"  # of `extra`: m_r and u_r, [layers or 1, ranks, *layer] where ranks share the sums
+SINCE = "since"  # of `extra`: int64 0-dim, the steps since the last sum
 
 
 class Intervals(NamedTuple):
@@ -58,22 +60,13 @@ class Intervals(NamedTuple):
             )
         return self
 
-    def made(self, count: Tensor) -> tuple[Tensor, Tensor | int]:
-        """(the steps since the last sum, this one with them; how many of them end with a sum)."""
-        step = count - self.freeze
-        if not self.double:
-            return step % self.every + 1, self.every
-        length = (2 ** (step // self.double).clamp(0, 30)).clamp(max=self.every)
-        return step % self.double % length + 1, length
-
     def sums(self, count: Tensor) -> Tensor:
         """Whether the step after `count` others sums."""
-        made, length = self.made(count)
-        return made == length
-
-    def together(self, count: Tensor) -> Tensor:
-        """Whether all ranks are at the same parameters before it."""
-        return (count <= self.freeze) | self.sums(count - 1)
+        step = count - self.freeze
+        if not self.double:
+            return (step + 1) % self.every == 0
+        length = (2 ** (step // self.double).clamp(0, 30)).clamp(max=self.every)
+        return (step % self.double + 1) % length == 0
 
 
 class Rule(NamedTuple):
@@ -112,12 +105,14 @@ def with_local_steps(
         def init(params: Tree) -> OneBitState:
             named = pytree.named_leaves(params)
             own, moved = ({name: own_zeros(shards, name, p) for name, p in named.items()} for _ in range(2))
-            return first.init(params)._replace(m={}, extra={OWN: own, MOVED: moved})
+            state = first.init(params)
+            return state._replace(m={}, extra={OWN: own, MOVED: moved, SINCE: torch.zeros_like(state.count)})
 
         def spec(specs: Tree) -> OneBitState:
             named = {name: without_partial(one) for name, one in pytree.named_leaves(specs).items()}
             own = named if signs is None else {name: signs.specs[name].worker.spec for name in named}
-            return first.spec(specs)._replace(m={}, extra={OWN: own, MOVED: dict(own)})
+            state = first.spec(specs)
+            return state._replace(m={}, extra={OWN: own, MOVED: dict(own), SINCE: state.count})
 
         def update(grads: Tree, state: OneBitState, params: Tree) -> tuple[Tree, OneBitState]:
             return donate(grads, pytree.map(lambda x: x.clone(), state), params)
@@ -135,23 +130,33 @@ def with_local_steps(
             else:
                 decayed = {name: decays(name, x) for name, x in p.items()}
                 named = move(rule, shards, g, p, state, decayed)
+                state.extra[SINCE].add_(1)
                 if bool(intervals.sums(state.count)):
-                    add_up(rule, shards, p, state, decayed, named)
+                    add_up(rule, shards, p, state, decayed, named, state.count)
                 updates = pytree.from_named(named, params)
             return updates, state._replace(count=state.count + 1)
 
         @torch.no_grad()
         def local(state: OneBitState, params: Tree) -> Tree | None:
-            if bool(intervals.together(state.count)):
+            if bool(state.extra[SINCE] == 0):
                 return None
             p, v = pytree.named_leaves(params), pytree.named_leaves(state.v)
             moved = like_params(state.extra[MOVED], p)
             at = {name: x - rule.step(state.count, moved[name], v[name]) for name, x in p.items()}
             return pytree.from_named(at, params)
 
+        @torch.no_grad()
+        def meet(state: OneBitState, params: Tree) -> tuple[Tree, OneBitState] | None:
+            if bool(state.extra[SINCE] == 0):
+                return None
+            p = pytree.named_leaves(params)
+            named = {name: torch.zeros_like(x, dtype=wide(x)) for name, x in p.items()}
+            add_up(rule, shards, p, state, {name: decays(name, x) for name, x in p.items()}, named, state.count - 1)
+            return pytree.from_named(named, params), state
+
         needs = "tree" if shards is WHOLE else "elementwise"
-        made = GradientTransformation(init, update, spec, needs, donate, unit="tree", sums=True, local=local)
-        return made._replace(on=on)
+        made = GradientTransformation(init, update, spec, needs, donate, unit="tree", sums=True)
+        return made._replace(local=local, meet=meet, on=on)
 
     return on(WHOLE)
 
@@ -200,19 +205,22 @@ def add_up(
     state: OneBitState,
     decays: dict[str, bool],
     updates: dict[str, Tensor],
+    last: Tensor,
 ) -> None:
-    """Sum how far the ranks moved, and add it to the updates; m_r and the errors follow, and u_r is 0 again."""
+    """Sum how far the ranks moved up to the step after `last` others, and add it to the updates; m_r and the errors
+    follow, and u_r is 0 again."""
     own, moved = (like_params(state.extra[key], params) for key in (OWN, MOVED))
-    v, made = pytree.named_leaves(state.v), int(rule.intervals.made(state.count)[0])
+    v, made = pytree.named_leaves(state.v), int(state.extra[SINCE])
     means = mean_of(shards, rule.numbers.scale, moved, v, state)
     for name, u in means.items():
         span = torch.zeros_like(rule.rate(state.count))
         for back in reversed(range(made)):
-            count = state.count - back
+            count = last - back
             span = span * (1 - rule.decay(count, decays[name])) + rule.rate(count)
         own[name].copy_(u / span.to(u.dtype))
-        updates[name].sub_(rule.step(state.count, u, v[name]))
+        updates[name].sub_(rule.step(last, u, v[name]))
         moved[name].zero_()
+    state.extra[SINCE].zero_()
 
 
 def mean_of(

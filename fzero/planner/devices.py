@@ -148,6 +148,8 @@ def between_nodes(device: Device, text: str) -> Device:
     """The device with other links between its nodes, as of several data centres. text: "GBIT" or "GBIT:MS", the gigabit
     per second of a node each way, which its ranks share, and the milliseconds of an empty message.
 
+    A message takes no less time than one inside a node where that was measured: its transport is the same.
+
     Raises ValueError for another text.
 
     >>> level = between_nodes(device("h100"), "10:5").links[-1]
@@ -164,9 +166,14 @@ def between_nodes(device: Device, text: str) -> Device:
     ranks = device.ranks_on_node
     inner = [level for level in device.links if level.ranks is not None] or [device.links[0]._replace(ranks=ranks or 1)]
     inner = [level if ranks is None else level._replace(ranks=min(level.ranks or ranks, ranks)) for level in inner]
-    share = gigabit * 1e9 / 8 / (inner[0].ranks or 1)
-    # How much of a message computation hides is the transport's, as it was measured inside a node.
-    outer = Level(f"{gigabit:g} Gbit/s", inner[-1].kind, None, share, milliseconds / 1e3, hidden=inner[-1].hidden)
+    near, sharing = inner[-1], inner[0].ranks or 1
+    share, late, hidden = gigabit * 1e9 / 8 / sharing, milliseconds / 1e3, near.hidden
+    if hidden is not None:  # measured
+        most = min(near.bytes_s, (near.total_bytes_s or math.inf) / sharing)
+        share, late = min(share, most), max(late, near.latency_s)
+        # What computation cannot hide of a message is the transport's part of its time, and not the wire's.
+        hidden = 1 - (1 - hidden) * share / most
+    outer = Level(f"{gigabit:g} Gbit/s", near.kind, None, share, late, hidden=hidden)
     return dataclasses.replace(device, links=(*inner, outer))
 
 

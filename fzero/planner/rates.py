@@ -52,13 +52,11 @@ def op_costs(
     """Return a function from an Op to its Cost, for one of `processes` processes of a machine with `threads` threads
     each.
 
-    If these are more threads than cores, times grow in proportion.
+    If these are more threads than cores, times grow in proportion; what was measured had a core for each thread.
     """
     found: dict[tuple, Cost] = {}
     rates = device.rates_of(threads, processes)
-    slower = 1.0
-    if rates is not None:
-        slower = max(1.0, threads * processes / device.cores) / max(1.0, rates.threads * rates.processes / device.cores)
+    slower = 1.0 if rates is None else max(1.0, threads * processes / device.cores)
 
     def cost(op: Op) -> Cost:
         key = op[2:]  # all facts of an op except its place in the step
@@ -210,13 +208,15 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
     """The Way of each axis of a mesh that has more than one rank, and of several of dp, ep and cp as one link.
 
     Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units in order: so a group whose
-    ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks.
+    ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks. Messages between processes need the
+    cores: where more ranks of a run share one than of those that were measured, they take as much longer.
     """
     world, found, strides, stride = math.prod(sizes.values()), {}, {}, 1
     for name in reversed(ORDER):
         strides[name] = stride
         stride *= sizes.get(name, 1)
     joined = joined_links({name: sizes.get(name, 1) for name in ORDER})
+    crowd = {size: crowded(device, world, size) for size in range(2, world + 1)}
     for names in (*((name,) for name in strides), *joined):
         name, size = "+".join(names), math.prod(sizes.get(axis, 1) for axis in names)
         if size > 1:
@@ -224,18 +224,26 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
             for level in device.links:
                 reach = size if level.ranks is None else reached(level.ranks, [(sizes[a], strides[a]) for a in names])
                 if reach > inside:
-                    hops.append((_reached(device, level), -(-reach // inside)))
+                    hops.append((_reached(device, level, crowd[2]), -(-reach // inside)))
                     inside = reach
             if inside < size:  # beyond the outermost listed level, its links are assumed
-                hops.append((_reached(device, device.links[-1]), -(-size // inside)))
+                hops.append((_reached(device, device.links[-1], crowd[2]), -(-size // inside)))
             measured = [hop.name for hop, _ in hops] == [device.links[0].name]  # curves are of the innermost links
             curves = {
-                key.partition("/")[0]: curve
+                key.partition("/")[0]: tuple((moved, seconds * crowd[size]) for moved, seconds in curve)
                 for key, curve in device.collectives.items()
                 if key.endswith(f"/{size}") and (measured or key.startswith("late/"))
             }
             found[name] = Way(size, hops[0][0].kind, tuple(hops), min(world, device.links[0].ranks or world), curves)
     return found
+
+
+def crowded(device: Device, world: int, measured: int) -> float:
+    """How many times as many ranks of a run of `world` ranks share a core as of `measured` processes; 1 for GPUs, and
+    where each has a core."""
+    if device.kind != "cpu":
+        return 1.0
+    return max(1.0, device.on_node(world) / device.cores) / max(1.0, measured / device.cores)
 
 
 def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
@@ -254,11 +262,13 @@ def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
     return found
 
 
-def _reached(device: Device, level: Level) -> Level:
-    """A level with the reachable fraction of its listed bandwidth; if it was not measured, a transfer may be hidden
-    entirely."""
+def _reached(device: Device, level: Level, crowd: float) -> Level:
+    """A level with the reachable fraction of its listed bandwidth, and what the cores do for a message `crowd` times as
+    long; if it was not measured, a transfer may be hidden entirely."""
     hidden = 1.0 if level.hidden is None else level.hidden
-    return level._replace(bytes_s=level.bytes_s * device.efficiency.get("links", 1.0), hidden=hidden)
+    reached = level.bytes_s * device.efficiency.get("links", 1.0)
+    late, call = level.latency_s * crowd, level.call_s * crowd
+    return level._replace(bytes_s=reached, latency_s=late, call_s=call, hidden=hidden)
 
 
 class Message(NamedTuple):
@@ -270,6 +280,7 @@ class Message(NamedTuple):
     busy: dict[str, float]
     hidden: float = 1.0  # the fraction of `seconds` that computation can hide
     late_s: float = 0.0  # until the last rank has reached the collective
+    behind_s: float = 0.0  # of `seconds`, those at the end in which the links are free for the next message
 
 
 def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
@@ -350,6 +361,11 @@ def _by_messages(way: Way, what: str, sent_bytes: int, whole: float) -> Message:
             seconds = max(seconds, over * way.sharing / level.total_bytes_s)
         busy[level.name] = busy.get(level.name, 0.0) + seconds
     count, call_s = 1 if what == "ppermute" else n - 1, way.hops[0][0].call_s
-    latency_s = max(level.latency_s for level, _ in way.hops)
-    hidden = min(1.0 if level.hidden is None else level.hidden for level, _ in way.hops)
-    return Message(call_s * count * rounds, rounds * latency_s + max(busy.values()), busy, hidden)
+    slowest = max((level for level, _ in way.hops), key=lambda level: level.latency_s)
+    late_s = rounds * slowest.latency_s
+    seconds = late_s + max(busy.values())
+    # The cores send over all levels, and what they do for one adds to what they do for another.
+    spent = [(busy[level.name], level) for level, _ in way.hops] + [(late_s, slowest)]
+    own = sum(part * (1.0 - (1.0 if level.hidden is None else level.hidden)) for part, level in spent)
+    hidden = 1.0 - min(1.0, own / seconds) if seconds else 1.0
+    return Message(call_s * count * rounds, seconds, busy, hidden, behind_s=late_s)

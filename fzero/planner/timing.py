@@ -12,8 +12,8 @@ waited for immediately and overlaps with nothing.
 
 A compiled block is one call for the host, however many kernels it runs.
 
-Messages of gloo need the cores that compute: computation hides only the measured fraction of a transfer (Level.hidden),
-and the rest is spent when it is waited for.
+Messages of gloo need the cores that compute: computation hides only the measured fraction of a transfer (Level.hidden).
+The rest is spent when it is waited for, and is a part of the time that the device waits anyway.
 """
 
 from __future__ import annotations
@@ -193,10 +193,11 @@ class Play:
         more = 0.0
         for name, busy in message.busy.items():
             # Messages of several axes share a level evenly: each of two has half of it, until the shorter one ends.
-            more = max(more, min(busy * part, self.clock.get(name, 0.0) - begin))
-            self.clock[name] = max(begin, self.clock.get(name, 0.0)) + busy * part
-        self.clock[own] = begin + message.seconds * part + more
-        self.done[t.number] = self.clock[own], message.seconds, message.seconds * (1.0 - part)
+            more = max(more, min(busy, self.clock.get(name, 0.0) - begin))
+            self.clock[name] = max(begin, self.clock.get(name, 0.0)) + busy
+        over = begin + message.seconds + more
+        self.clock[own] = over - message.behind_s * part
+        self.done[t.number] = over, message.seconds, message.seconds * (1.0 - part)
 
     def moved(self, t: Transfer) -> tuple[float, float, float]:
         """Return (end, seconds, 0) of a read or write of a disk, which a node's processes share evenly, or of the
@@ -231,7 +232,7 @@ class Play:
         if t.axis == "host" and t.what == "write" and not self.one_clock:
             clock["host"] = max(clock["host"], over)  # the host waits for what it computes with, and not the device
             return
-        exposed = max(0.0, over - now) + own
+        exposed = max(over - now, own)
         clock["device"] = now + exposed
         if self.one_clock or t.axis == "nvme":  # the host waits for a disk; for a link the device does
             clock["host"] = max(clock["host"], clock["device"])

@@ -218,8 +218,9 @@ class LocalSteps:
 
     method: str = ""  # localsgd, slowmo or diloco; "": the replicas sum their gradients in each step
     every: int = 20  # steps
-    lr: float = 0.0  # of the outer optimizer; 0: the method's own
-    momentum: float = 0.0  # of the outer optimizer; 0: the method's own
+    # of the outer optimizer; left out: the method's own
+    lr: float | None = None
+    momentum: float | None = None
     codec: str = ""  # in which differences travel: int8, int4 or fp8_e4m3; "": as they are
     fragments: int = 1  # parts of the layers, which agree one after the other
     overlap: int = 0  # steps that what is sent has to arrive

@@ -93,7 +93,7 @@ BOUNDS: dict[str, Bounds] = {
         "guard.rollback_steps": COUNT,
         "guard.check_every": COUNT,
     },
-    **{"local.every": SIZE, "local.fragments": SIZE, "local.overlap": COUNT, "local.lr": RATE},
+    **{"local.every": SIZE, "local.fragments": SIZE, "local.overlap": COUNT, "local.lr": POSITIVE},
     **{"local.momentum": FRACTION, "local.mix": FRACTION},
     "dpo.beta": POSITIVE,
     "dpo.smoothing": (0.0, True, 0.5),
@@ -145,7 +145,7 @@ def check_leaf(name: str, value: Any) -> None:
         Experts.parse(value)
     if name == "codec" and value:
         Codec.parse(value)
-    if name in BOUNDS:
+    if name in BOUNDS and value is not None:  # None: left out
         check_bounds(name, value, BOUNDS[name])
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be a finite number")

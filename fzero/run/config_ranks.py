@@ -86,7 +86,7 @@ def validate_local(c: RunConfig) -> None:
             f"{said}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
             "steps after which members agree; make it a multiple"
         )
-    if local.method == "localsgd" and (local.lr or local.momentum):
+    if local.method == "localsgd" and (local.lr, local.momentum) != (None, None):
         raise ValueError(f"{said}, which takes the mean of the members; leave local.lr and local.momentum out")
     for wrong, what in (
         (t.capture != "off", f"train.capture is {t.capture}: a recorded step has no agreement in it; use off"),

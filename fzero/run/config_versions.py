@@ -19,6 +19,10 @@ def current_keys(table: Table) -> Table:
     # `accumulate` was shards or full; full went with no other `reduce` than fast.
     if table.get("accumulate") in ("shards", "full") and table.pop("accumulate") == "full":
         table["reduce"] = "once"
+    # `local.lr` and `local.momentum` of 0 were the method's own. A rate of 0 is none today, so it tells such a table.
+    local = table.get("local")
+    if isinstance(local, dict) and local.get("lr") == 0:
+        table["local"] = {key: value for key, value in local.items() if key not in ("lr", "momentum") or value}
     # `mlp_tiles` was a field of `train`.
     train = table.get("train")
     if isinstance(train, dict) and (tiles := train.pop("mlp_tiles", 1)) != 1:

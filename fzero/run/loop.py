@@ -27,6 +27,7 @@ from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
 from fzero.optim import AverageState
 from fzero.run import buckets, config_table, conversations, corpus, curriculum, machine, run_folder
+from fzero.run.agreed import agreed
 from fzero.run.attempt import Attempt
 from fzero.run.build import Job, all_on_disk, num_params, specs_of
 from fzero.run.config import RunConfig
@@ -38,7 +39,7 @@ from fzero.run.measure.log import Meter, metrics_writer
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import Chosen, chosen, recording
-from fzero.run.members import agreed, forget
+from fzero.run.members import forget, take_over
 from fzero.run.memory_check import snapshot_room
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
@@ -89,6 +90,7 @@ def begin_stage(attempt: Attempt, step: int) -> Attempt:
     """The attempt in the stage that follows `step` steps, which is told if it is another one; see run/stages.py."""
     there = attempt.in_stage(step)
     if there is not attempt:
+        take_over(there.job.train_step, attempt.job.train_step)
         expect_memory(there.job, there.coordinator)
         c = there.job.config
         where = "" if stage_at(attempt.config, step).reads_on else " in another stage"
@@ -130,7 +132,8 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
     batch_at, validation = corpus.open_data(config, path, mesh, skips)
     taken = corpus.open_counts(config, path, skips)
     bytes_per_token, specs = corpus.bytes_per_token(path), specs_of(job)
-    first, cursor, checked = int(state.step), int(state.data_cursor), int(state.step)
+    first, cursor = int(state.step), int(state.data_cursor)
+    checked = met = first
     open_parts = functools.cache(lambda: corpus.open_micro_batches(config, path, skips))
 
     def sample(step: int) -> int:
@@ -168,6 +171,8 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
             with mesh.ledger.phase("checkpoint"):
                 fields = disk_row(job, traffic) | saver.poll() | taken(sample(step - 1))
             traffic = job.nvme.moved() if job.nvme else traffic
+            if due.save or step == attempt.last_step:  # what is evaluated there is what is saved
+                state, met = agreed(job, state, attempt.config.train.steps), step
             if due.evaluate:
                 with mesh.ledger.phase("evaluate"):
                     fields |= evaluate_all(job, state, validation, bytes_per_token)
@@ -180,7 +185,6 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
                 checked = compare(state, step)
             if due.save:
                 with mesh.ledger.phase("checkpoint"):
-                    state = agreed(job.train_step, state)
                     saver.save(state, step)
         if fault := fault or rows.settle():
             saver.close(None, step)
@@ -189,7 +193,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         if config.guard.check_every and checked != step:
             compare(state, step)
         ended = bool(signal) or step >= attempt.last_step
-        state = agreed(job.train_step, state) if ended and saver.saved != step else state
+        state = agreed(job, state, attempt.config.train.steps) if ended and met != step else state
         saver.close(state if ended else None, step)  # the next stage goes on from here
         if job.nvme is not None and job.nvme.store is not None:
             job.nvme.store.trim()

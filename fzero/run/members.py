@@ -106,18 +106,20 @@ def members_of(config: LocalSteps, mesh: Mesh) -> Members | None:
     if not config.method:
         return None
     lr, momentum = OUTER[config.method]
-    rate, weight = config.lr or lr, config.momentum or momentum
-    outer = optim.sgd(rate, weight, nesterov=config.method == "diloco")
+    lr = lr if config.lr is None else config.lr
+    momentum = momentum if config.momentum is None else config.momentum
+    outer = optim.sgd(lr, momentum, nesterov=config.method == "diloco" and momentum > 0)
     local = Local(config.every, config.codec, config.fragments, config.overlap, config.mix)
     return Members(local, outer, mesh)
+
+
+def take_over(step: Any, before: Any) -> None:
+    """Give a step of members what is on its way between them since steps of another one, that of the stage before."""
+    if isinstance(step, MemberStep) and step is not before:
+        step.local.flying.extend(before.local.flying)
 
 
 def forget(step: Any) -> None:
     """Drop what is on its way between members, before a run goes back to a checkpoint."""
     if isinstance(step, MemberStep):
-        step.local.forget()
-
-
-def agreed(step: Any, state: TrainState) -> TrainState:
-    """The state that a run saves: that of all members, or of a run without as it is."""
-    return step.agree(state) if isinstance(step, MemberStep) else state
+        step.local.flying.clear()

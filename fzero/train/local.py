@@ -177,8 +177,7 @@ def make_local_step(
 
     step, plan: of the member, by make_train_step on `mesh.member()`, with donate=True. outer: an elementwise
     transformation, such as optim.sgd(0.7, momentum=0.9, nesterov=True). members: `mesh["rp"]`. The state is one of
-    `init_local`; metrics are of the member. `finish(state)` of the function uses what is under way, `forget()` drops
-    it.
+    `init_local`; metrics are of the member. `flying` of the function is what is under way, `finish(state)` uses it.
     Communicates over rp: d once in H steps, 2 (R-1)/R of what this rank updates; in codes half, an eighth of it.
     Raises ValueError for a plan on a mesh with rp, and for a disk.
 
@@ -215,7 +214,7 @@ def make_local_step(
     def finish(state: TrainState) -> TrainState:
         return use(state, flying[-1].step) if flying else state
 
-    train_step.finish, train_step.forget = finish, flying.clear
+    train_step.finish, train_step.flying = finish, flying
     return train_step
 
 

@@ -34,6 +34,7 @@ from fzero.train.checks import check_values, expect_arguments, expect_options, e
 from fzero.train.execution import Execution
 from fzero.train.gradient import Found, StepGradient
 from fzero.train.loss import LossFn, context_of, draws_of
+from fzero.train.moved import moved_apart
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.split_check import check_split
@@ -41,7 +42,7 @@ from fzero.train.state import TrainState, hand_over
 from fzero.train.state_on_disk import commit
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
-from fzero.train.update.in_memory import Gradients, moved_apart, update_donated, update_pure
+from fzero.train.update.in_memory import Gradients, update_donated, update_pure
 from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
 from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
 

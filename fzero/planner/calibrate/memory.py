@@ -4,16 +4,20 @@ memory."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.core.compile import have_compiler
+from fzero.kernels.quantize_codes import empty_codes
+from fzero.kernels.quantize_cpu import dequantize_rows, quantize_rows
 from fzero.planner.calibrate.timed import Case, Figure, time_cases
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a tensor
 FEW = (4 << 10, 64 << 10, 1 << 20, 12 << 20)  # fewer, for operations with many variants
+BLOCK = 128  # numbers that share a scale, as a codec has them
 Unary = Callable[[Tensor], Any]
 # Bytes that a call reads and writes, for each byte of its input.
 UNARY: dict[str, tuple[Unary, float]] = {
@@ -45,6 +49,8 @@ def measure_memory(
             # Curves of casts are looked up by the dtype of the result.
             key = f"aten._to_copy/{str(other).removeprefix('torch.')}"
             cases.append(Case((key, total), _unary(lambda x, other=other: x.to(other), size, dtype, device)))
+    if device == "cpu" and have_compiler() and not quick:
+        cases += [case for kind in ("int8", "int4") for size in FEW for case in _codes(kind, size)]
     if device == "cpu":
         cases += [Case(("fresh", float(size)), _fresh(size)) for size in FEW[2:] + SIZES[-1:]]
     cases.sort(key=lambda case: case.key[1])
@@ -68,6 +74,24 @@ def _unary(f: Unary, size: int, dtype: torch.dtype, device: str) -> Callable[[],
         return lambda: f(x)
 
     return make
+
+
+def _codes(kind: str, size: int) -> Iterator[Case]:
+    """The cases of making codes of so many bytes of float32, and of reading them."""
+    data, scale = empty_codes((size // 4 // 512, 512), kind, BLOCK, "cpu")
+    total, dtype = float(size + data.nbytes + scale.nbytes), str(data.dtype).removeprefix("torch.")
+
+    def make() -> Callable[[], Any]:
+        x = torch.full((size // 4 // 512, 512), 0.5)
+        return lambda: quantize_rows(x, kind, BLOCK)
+
+    def read() -> Callable[[], Any]:
+        codes = quantize_rows(torch.full((size // 4 // 512, 512), 0.5), kind, BLOCK)
+        return lambda: dequantize_rows(*codes, kind, BLOCK, torch.float32, 512)
+
+    yield Case((f"fzero.quantize_cpu/{dtype}", total), make)
+    if kind == "int8":  # by the dtype of the result, and nearly as many bytes
+        yield Case(("fzero.dequantize_cpu/float32", total), read)
 
 
 def _fresh(size: int) -> Callable[[], Callable[[], Any]]:

@@ -175,12 +175,3 @@ def at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
 
     with plan.mesh.ledger.phase("update"):
         return plan.whole(pytree.map_named(rest, target), params)
-
-
-def moved_apart(tx: GradientTransformation, plan: Plan, state: Tree) -> Tree:
-    """The state with the parameters at which this rank's gradient is taken: its own, where ranks move apart between two
-    sums of an optimizer."""
-    if tx.local is None:
-        return state
-    at = tx.local(state.opt_state, state.master if plan.policy.has_master else own(plan, state.params))
-    return state if at is None else state._replace(params=at_rest(plan, at, state.params))

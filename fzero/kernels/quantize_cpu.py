@@ -1,0 +1,115 @@
+"""The operations of `quantize` on a CPU, in C++ (quantize_cpu.cpp), compiled when first used: int8 and int4, rounded to
+nearest.
+
+One pass over memory, with the bits of the reference, which makes ten tensors of the size of x on the way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.core import cpp
+from fzero.core.compile import have_compiler
+from fzero.core.device import kind_of
+from fzero.kernels.op_function import operator
+from fzero.kernels.quantize_codes import Quantized, codes_a_byte, empty_codes, size_of
+
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+LARGEST_BLOCK = 8192
+MANY = 1 << 14  # numbers from which "auto" takes these forms: fewer are quick by any, and need no compiler
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "n", "block", "threads", "parts")]
+
+
+def _call(name: str, tensors: tuple[Tensor, ...], shape: torch.Size, block: int, parts: int = 1) -> None:
+    """Call a function of the library on all blocks of a tensor of `shape`."""
+    if not math.prod(shape):
+        return
+    sizes = _Shape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
+    getattr(cpp.library(__file__, cpp.EXACT), name)(*pointers, ctypes.byref(sizes))
+
+
+@operator(
+    "quantize_cpu(Tensor x, str kind, int block) -> (Tensor, Tensor)",
+    lambda x, kind, block: empty_codes(x.shape, kind, block, x.device),
+)
+def quantize_rows(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
+    """(data, scale) of x [.., n]."""
+    made = empty_codes(x.shape, kind, block, x.device)
+    _call(f"quantize_{kind}_{TYPES[x.dtype]}", (x.contiguous(), *made), x.shape, block)
+    return made
+
+
+@operator(
+    "dequantize_cpu(Tensor data, Tensor scale, str kind, int block, ScalarType dtype, int size) -> Tensor",
+    lambda data, scale, kind, block, dtype, size: scale.new_empty((*data.shape[:-1], size), dtype=dtype),
+)
+def dequantize_rows(data: Tensor, scale: Tensor, kind: str, block: int, dtype: torch.dtype, size: int) -> Tensor:
+    """The tensor [.., size] that data and scale stand for."""
+    out = torch.empty((*data.shape[:-1], size), dtype=dtype)
+    _call(f"dequantize_{kind}_{TYPES[dtype]}", (data.contiguous(), scale.contiguous(), out), out.shape, block)
+    return out
+
+
+@operator(
+    "add_codes_cpu(Tensor data, Tensor scale, str kind, int block, int size) -> (Tensor, Tensor)",
+    lambda data, scale, kind, block, size: empty_codes((*data.shape[1:-1], size), kind, block, data.device),
+)
+def add_rows(data: Tensor, scale: Tensor, kind: str, block: int, size: int) -> tuple[Tensor, Tensor]:
+    """(data, scale) of the sum over the first dim."""
+    shape = torch.Size((*data.shape[1:-1], size))
+    made = empty_codes(shape, kind, block, data.device)
+    _call(f"add_{kind}", (data.contiguous(), scale.contiguous(), *made), shape, block, data.shape[0])
+    return made
+
+
+# ---- as forms --------------------------------------------------------------------------------------------------------
+
+
+def quantize(x: Tensor, kind: str, block: int, **_: Any) -> Quantized:
+    """The form of `quantize`."""
+    return Quantized(*torch.ops.fzero.quantize_cpu(x.detach(), kind, block))
+
+
+def dequantize(
+    q: Quantized | tuple[Tensor, Tensor],
+    kind: str,
+    block: int,
+    dtype: torch.dtype = torch.float32,
+    size: int | None = None,
+) -> Tensor:
+    """The form of `dequantize`."""
+    data, scale = (t.detach() for t in q)
+    return torch.ops.fzero.dequantize_cpu(data, scale, kind, block, dtype, size_of(data, scale, kind, block, size))
+
+
+def add(data: Tensor, scale: Tensor, kind: str, block: int, size: int | None = None, **_: Any) -> Quantized:
+    """The form of `dequantize_sum_requantize`."""
+    n = size_of(data, scale, kind, block, size)
+    return Quantized(*torch.ops.fzero.add_codes_cpu(data.detach(), scale.detach(), kind, block, n))
+
+
+def supports(dtype: torch.dtype, kind: str, block: int, key: Tensor | None, *tensors: Tensor) -> str:
+    """The reason why the C++ cannot serve a call; "" if it can."""
+    if any(kind_of(x) != "cpu" for x in tensors):
+        return "a tensor is not on the CPU"
+    if dtype not in TYPES:
+        return f"the dtype is {dtype}; it takes float32 or bfloat16"
+    if kind not in ("int8", "int4") or not codes_a_byte(kind) <= block <= LARGEST_BLOCK or block % codes_a_byte(kind):
+        return f"kind is {kind!r} and block {block}; it takes int8 or int4, even blocks of up to {LARGEST_BLOCK}"
+    if key is not None:
+        return "rounding is stochastic; it rounds to nearest"
+    return "" if have_compiler() else "there is no C++ compiler"
+
+
+def prefers(numbers: int) -> str:
+    """The reason why "auto" should not take it for so many numbers."""
+    return "" if numbers >= MANY else f"of {numbers} numbers the reference is as quick"
