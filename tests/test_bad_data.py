@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from test_data import write_megatron
+from data_cases import write_megatron
 
 from fzero import data
 
