@@ -41,7 +41,7 @@ from fzero.run.stages import samples_before, stage_at
 from fzero.sharding import one_process
 
 SEQ_LEN, BATCH, EVERY, RATE = 64, 16, 10, 1e-2
-RATES = (RATE, 3e-2)  # of the runs whose rate follows the batch
+RATES = (3e-3, RATE)  # of the runs whose rate follows the batch
 ORDER = {"curriculum_schedule": "root:2", "curriculum_start": 0.1}
 SIZES = {"vocab_size": 256, "d_model": 32, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "d_ff": 96, "max_len": SEQ_LEN}
 Own = dict[str, dict[str, Any]]  # the values of a config that are a way's own, by section
