@@ -3,7 +3,7 @@ validation loss that a plain run ends with.
 
     python benchmarks/curricula.py --out benchmarks/results/curricula.json
     python benchmarks/curricula.py --ways layer_drop --out benchmarks/results/curricula-layers.json
-    python benchmarks/curricula.py --corpus lines --out benchmarks/results/curricula-lines.json
+    python benchmarks/curricula.py --corpus lines --every 30 --out benchmarks/results/curricula-lines.json
 
 A Llama of some 50,000 parameters learns the modules at the top of Python's standard library, byte by byte, plainly and
 by each way of docs/data.md, with each of some seeds, which draw its parameters and its order. Every run has the same
@@ -40,15 +40,15 @@ from fzero.run.config_table import from_table
 from fzero.run.stages import samples_before, stage_at
 from fzero.sharding import one_process
 
-SEQ_LEN, BATCH, EVERY, RATE = 64, 16, 10, 1e-2
-RATES = (RATE, 3e-2)  # of the runs whose rate follows the batch
+SEQ_LEN, BATCH, RATE = 64, 16, 1e-2
+RATES = (1e-3, 3e-3, RATE)  # of the runs whose rate follows the batch
 ORDER = {"curriculum_schedule": "root:2", "curriculum_start": 0.1}
 SIZES = {"vocab_size": 256, "d_model": 32, "n_layers": 4, "n_heads": 2, "n_kv_heads": 2, "d_ff": 96, "max_len": SEQ_LEN}
 Own = dict[str, dict[str, Any]]  # the values of a config that are a way's own, by section
 
 
 class Run(NamedTuple):
-    """What a run gave after each EVERY steps."""
+    """What a run gave after each so many steps."""
 
     losses: list[float]  # of the validation split
     cpu_s: list[float]  # processor time of the train steps so far
@@ -101,8 +101,8 @@ def config_of(folder: Path, steps: int, seed: int, own: Own) -> RunConfig:
     )
 
 
-def trained(config: RunConfig, folder: Path) -> tuple[Run, Any]:
-    """(what a run gave, its last state)."""
+def trained(config: RunConfig, folder: Path, every: int) -> tuple[Run, Any]:
+    """(what a run gave, evaluated after each `every` steps, its last state)."""
     mesh, state, stage, found, used = one_process(), None, None, Run([], []), 0.0
     job: Any = None
     for step in range(config.train.steps):
@@ -113,7 +113,7 @@ def trained(config: RunConfig, folder: Path) -> tuple[Run, Any]:
         batch, begun = batch_at(samples_before(config, step)), time.process_time()
         state, _ = job.train_step(state, batch)
         used += time.process_time() - begun
-        if (step + 1) % EVERY == 0:
+        if (step + 1) % every == 0:
             sums = [job.eval_step(state.params, batch) for batch in validation()]
             found.losses.append(float(sum(s.total for s in sums) / sum(s.num_tokens for s in sums)))
             found.cpu_s.append(used)
@@ -125,11 +125,12 @@ def rounded(values: list[float]) -> list[float]:
     return [round(value, 4) for value in values]
 
 
-def compare(ways: dict[str, Own], plain: Sequence[str], folder: Path, steps: int, seeds: int) -> dict[str, Any]:
+def compare(ways: dict[str, Own], plain: Sequence[str], folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of all ways on a corpus, beside that of `plain` whose runs end best in the mean."""
+    seeds = range(args.seeds)
     runs: dict[str, list[Run]] = {}
     for name, own in ways.items():
-        runs[name] = [trained(config_of(folder, steps, seed, own), folder)[0] for seed in range(seeds)]
+        runs[name] = [trained(config_of(folder, args.steps, seed, own), folder, args.every)[0] for seed in seeds]
         print(f"{name:24} ends with {rounded([run.losses[-1] for run in runs[name]])}", flush=True)
     best = min(plain, key=lambda name: statistics.mean(run.losses[-1] for run in runs[name]))
     out: dict[str, Any] = {}
@@ -141,7 +142,7 @@ def compare(ways: dict[str, Own], plain: Sequence[str], folder: Path, steps: int
         ]
         out[name] = {
             "last": rounded([run.losses[-1] for run in found]),
-            "steps_to_plain": [None if at is None else (at + 1) * EVERY for at in reached],
+            "steps_to_plain": [None if at is None else (at + 1) * args.every for at in reached],
             "cpu_of_plain": shares,
             "cpu_s": rounded([run.cpu_s[-1] for run in found]),
             "losses": [rounded(run.losses) for run in found],
@@ -164,7 +165,7 @@ def prepare_modules(place: Path, steps: int, ways: Container[str]) -> Path:
     if "loss" in ways:
         # The reference is a plain run of another seed.
         config = config_of(folder, steps, 1000, {})
-        _, state = trained(config, folder)
+        _, state = trained(config, folder, steps)
         measure = row_losses.row_loss_of(build(config, one_process()).model, state.params, torch.device("cpu"))
         data.analyze(folder, "loss", seq_len=SEQ_LEN, measure=measure, by="a plain run", rows_at_once=64)
     return folder
@@ -192,6 +193,7 @@ def main() -> None:
     parser.add_argument("--ways", default="", help="some of them, such as plain,layer_drop; by default all")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--every", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -206,7 +208,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         place = Path(home)
         folder = prepare_lines(place) if args.corpus == "lines" else prepare_modules(place, steps, ways)
-        found = compare(ways, plain, folder, steps, args.seeds)
+        found = compare(ways, plain, folder, args)
     if args.out:
         own = {"corpus": args.corpus, "seeds": args.seeds, "steps": steps, "tokens_a_step": BATCH * SEQ_LEN}
         write_run(args.out, before, torch=torch.__version__, **own, **found)

@@ -76,7 +76,7 @@ def linked(home, store, tmp_path, quick):
 def read(cache, name, start, size):
     """The bytes of a piece, None if there is no such piece."""
     out = bytearray(size)
-    count = cache.read_into(name, start, memoryview(out))
+    [count] = cache.read_into([(name, start, memoryview(out))])
     return None if count is None else bytes(out[:count])
 
 

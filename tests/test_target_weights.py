@@ -15,6 +15,7 @@ from fzero.kernels import cross_entropy as ce
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.models import batch as batches
 from fzero.sharding.context import Context
+from fzero.sharding.pipelines import Pipeline
 
 F64, RATE = torch.float64, 2e-3
 SUMS = {"rtol": 1e-10, "atol": 1e-10}
@@ -85,7 +86,7 @@ MESHES = {
     "dp2": ({"dp": 2}, [("llama", 3, {}), ("moe dropless", 0, {})]),
     "tp2": ({"tp": 2}, [("gpt2", 1, {"sequence": True}), ("llama", 3, {})]),
     "cp2": ({"cp": 2}, [("llama", 3, {"sequence": Context(pieces="zigzag")}), ("gpt2", 0, {})]),
-    "pp2": ({"pp": 2}, [("llama", 3, {}), ("deepseek", 1, {})]),
+    "pp2": ({"pp": 2}, [("llama", 3, {}), ("deepseek", 1, {}), ("llama", 1, {"pipeline": Pipeline()})]),
 }
 
 

@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fzero.core.storage import naming
@@ -44,15 +44,15 @@ class PieceCache:
     >>> cache = PieceCache(Path(tempfile.mkdtemp()), most=200)
     >>> cache.write("a/0", bytes(40))
     >>> cache.write("a/1", bytes(40))
-    >>> cache.read_into("a/0", 8, memoryview(bytearray(16))), cache.has("a/1"), cache.has("a/2")
-    (16, True, False)
+    >>> cache.read_into([("a/0", 8, memoryview(bytearray(16)))]), cache.has("a/1"), cache.has("a/2")
+    ([16], True, False)
     """
 
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self.most = folder / "pieces", most - OWN
         self.touched: dict[str, float] = {}  # when this process last noted that a piece was read
         self.root = str(self.folder)  # joined faster than a Path
-        self.open = OrderedDict[str, int]()  # the files that this process has open, those read last at the end
+        self.open = OrderedDict[str, int]()  # the files that this process has open, those touched last at the end
         self.lock = threading.Lock()  # of them
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,36 +64,43 @@ class PieceCache:
         recent = time.monotonic() - self.touched.get(name, -TOUCH_S) < TOUCH_S
         return recent or os.path.exists(f"{self.root}/{name}")
 
-    def read_into(self, name: str, start: int, out: memoryview) -> int | None:
-        """Fill `out`, of bytes, with those of a piece from `start` on; returns how many it has, None if there is no
-        such piece."""
+    def read_into(self, parts: Sequence[tuple[str, int, memoryview]]) -> list[int | None]:
+        """Fill each part (name, start, out), out of bytes, with those of a piece from `start` on; return how many it
+        has, None if there is no such piece."""
+        found = list[int | None]()
         with self.lock:
-            while (fd := self._opened(name)) is not None:
-                count = os.preadv(fd, [out], start)
-                if count == len(out) or os.fstat(fd).st_nlink:
-                    return count
-                self._forget(name)  # it was removed, and perhaps put back
-        return None
+            now = time.monotonic()
+            for name, start, out in parts:
+                fd, count = self.open.get(name), None
+                while fd is not None or (fd := self._opened(name)) is not None:
+                    count = os.preadv(fd, (out,), start)
+                    if count == len(out) or os.fstat(fd).st_nlink:
+                        break
+                    self._forget(name)  # it was removed, and perhaps put back
+                    fd = count = None
+                if fd is not None and now - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
+                    self._touch(name, fd, now)
+                found.append(count)
+        return found
 
     def _opened(self, name: str) -> int | None:
-        """The file of a piece, open; None if there is no such piece. Notes that it is read."""
-        fd = self.open.get(name)
-        if fd is None:
-            try:
-                fd = os.open(f"{self.root}/{name}", os.O_RDONLY)
-            except FileNotFoundError:
-                return None
-            self.open[name] = fd
-            if len(self.open) > MOST_OPEN:
-                os.close(self.open.popitem(last=False)[1])
-        else:
-            self.open.move_to_end(name)
-        if (now := time.monotonic()) - self.touched.get(name, -TOUCH_S) >= TOUCH_S:
-            os.utime(fd)
-            if len(self.touched) >= MOST_TOUCHED:
-                self.touched.clear()
-            self.touched[name] = now
+        """The file of a piece, opened; None if there is no such piece."""
+        try:
+            fd = os.open(f"{self.root}/{name}", os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        self.open[name] = fd
+        if len(self.open) > MOST_OPEN:
+            os.close(self.open.popitem(last=False)[1])
         return fd
+
+    def _touch(self, name: str, fd: int, now: float) -> None:
+        """Note that a piece is read."""
+        os.utime(fd)
+        self.open.move_to_end(name)
+        if len(self.touched) >= MOST_TOUCHED:
+            self.touched.clear()
+        self.touched[name] = now
 
     def _forget(self, name: str) -> None:
         """Close the file of a piece, which is not there any more."""

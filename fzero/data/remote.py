@@ -124,14 +124,24 @@ class RemoteTokens:
                 f"tokens {firsts.min():,} to {(firsts + counts).max() - 1:,} of the {len(self):,} of {self.file.name}"
             )
         into, size, missing = memoryview(out.view(np.uint8)), self.itemsize, dict[int, list[tuple[int, memoryview]]]()
+        wanted = list[tuple[int, int, memoryview]]()
         with self.lock:
             for at, begin, left in zip((places * size).tolist(), (firsts * size).tolist(), (counts * size).tolist()):
                 while left:
                     piece, before = divmod(begin, self.piece)
-                    part = into[at : at + min(left, self.piece - before)]
-                    if not self._kept(piece, before, part):
+                    end = min(begin + left, begin - before + self.piece)
+                    part = into[at : at + end - begin]
+                    if 1 in self.left[begin // CHUNK : -(-end // CHUNK)] and not self._compare(piece, begin, end):
                         missing.setdefault(piece, []).append((before, part))
-                    at, begin, left = at + len(part), begin + len(part), left - len(part)
+                    else:
+                        wanted.append((piece, before, part))
+                    at, begin, left = at + len(part), end, left - len(part)
+            found = self.cache.read_into([(self._name(piece), before, part) for piece, before, part in wanted])
+            for (piece, before, part), count in zip(wanted, found):
+                if count != len(part):
+                    missing.setdefault(piece, []).append((before, part))
+                    if count is not None:
+                        self._note_damage(piece)
             for i, (piece, parts) in enumerate(missing.items()):
                 for later in itertools.islice(missing, i, i + self.most):
                     self._begin(later)
@@ -144,42 +154,27 @@ class RemoteTokens:
         returns whether that is all of them."""
         with self.lock:
             self._settle()
-            pieces = dict.fromkeys(itertools.chain(*((part * self.itemsize // self.piece).tolist() for part in at)))
-            for piece in pieces:
+            for piece in dict.fromkeys((np.concatenate(at) * self.itemsize // self.piece).tolist()):
                 if piece not in self.coming and not self.cache.has(self._name(piece)):
                     if len(self.coming) >= self.most:
                         return False
                     self._begin(piece)
         return True
 
-    def _kept(self, piece: int, before: int, part: memoryview) -> bool:
-        """Fill `part` with the bytes from `before` on of a piece, if the cache has it, sound: a chunk is compared the
-        first time, whole."""
-        first = piece * self.piece + before
-        begin, end = first // CHUNK, (first + len(part) - 1) // CHUNK + 1
-        if 1 in self.left[begin:end]:
-            for chunk in range(begin, end):
-                if self.left[chunk] and not self._compare(piece, chunk):
-                    return False
-            if end == begin + 1:  # what was compared is still here
-                part[:] = self.chunk[first - begin * CHUNK :][: len(part)]
-                return True
-        count = self.cache.read_into(self._name(piece), before, part)
-        if count is not None and count < len(part):
-            self._note_damage(piece)
-        return count == len(part)
-
-    def _compare(self, piece: int, chunk: int) -> bool:
-        """Compare a chunk in the cache for the first time; returns whether it is there, sound."""
-        begin = chunk * CHUNK
-        data = self.chunk[: self.nbytes - begin]
-        count = self.cache.read_into(self._name(piece), begin - piece * self.piece, data)
-        if count is None:
-            return False
-        if count < len(data) or crc32c(data) != self.file.sums[chunk]:
-            self._note_damage(piece)
-            return False
-        self.left[chunk] = 0
+    def _compare(self, piece: int, begin: int, end: int) -> bool:
+        """Compare the chunks of the bytes [begin, end) in a piece of the cache that were not compared before, whole;
+        returns whether they are there, sound."""
+        for chunk in range(begin // CHUNK, -(-end // CHUNK)):
+            data, before = self.chunk[: self.nbytes - chunk * CHUNK], chunk * CHUNK - piece * self.piece
+            if not self.left[chunk]:
+                continue
+            [count] = self.cache.read_into([(self._name(piece), before, data)])
+            if count is None:
+                return False
+            if count < len(data) or crc32c(data) != self.file.sums[chunk]:
+                self._note_damage(piece)
+                return False
+            self.left[chunk] = 0
         return True
 
     def _note_damage(self, piece: int) -> None:
