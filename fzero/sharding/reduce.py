@@ -96,8 +96,10 @@ class GradientReducer:
         return self.long and whole and all(self.rest.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
-        """Wait for the collectives under way, and add their results. What a bucket sends next is started for all buckets
-        before any is waited for."""
+        """Wait for the collectives under way, and add their results.
+
+        What a bucket sends next is started for all buckets before any is waited for.
+        """
         while self.flying:
             self.flying = [job for job in self.flying if next(job, None) is not None]
         self.rest.finish()
