@@ -338,17 +338,17 @@ def test_gloo_sends_other_nodes_what_is_theirs():
 
 def test_links_between_nodes_have_the_transport_that_was_measured_on_one():
     """What computation cannot hide is the transport's part of a message, which no wire makes shorter."""
-    near = level("memory", "gloo", bytes_s=1e9, latency_s=0.002, total_bytes_s=8e8)
+    near = level("memory", "gloo", bytes_s=1e9, latency_s=0.002, total_bytes_s=8e8, call_s=0.001)
 
     def outer(text, hidden):
         return between_nodes(gpu(links=(near._replace(hidden=hidden),), ranks_on_node=2), text).links[-1]
 
     slow = outer("1:5", 0.25)  # 1e9 / 8 / 2 bytes a second of a rank, where the transport has 4e8
-    assert (slow.ranks, slow.bytes_s, slow.latency_s) == (None, 6.25e7, 0.005)
+    assert (slow.ranks, slow.bytes_s, slow.latency_s, slow.call_s) == (None, 6.25e7, 0.005, 0.003)
     seconds, size = 1.0 / slow.bytes_s, 1.0 / 4e8
     assert (1 - slow.hidden) * seconds == pytest.approx(0.75 * size)
     fast = outer("1000", 0.25)
-    assert (fast.bytes_s, fast.latency_s, fast.hidden) == (4e8, 0.002, 0.25)
+    assert (fast.bytes_s, fast.latency_s, fast.hidden) == (4e8, 0.0, 0.25)
     listed = outer("1000", None)  # of a data sheet
     assert (listed.bytes_s, listed.latency_s, listed.hidden) == (1e12 / 8 / 2, 0.0, None)
 

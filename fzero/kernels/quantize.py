@@ -247,16 +247,16 @@ quantize = Op(
     "quantize",
     quantize_reference,
     Form(
-        "triton",
-        _quantize_triton,
-        lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, x, key),
-        on_cuda,
-    ),
-    Form(
         "cpp",
         quantize_cpu.quantize,
         lambda x, kind, block, key=None, first=0: quantize_cpu.supports(x.dtype, kind, block, key, x),
         lambda x, *_, **__: quantize_cpu.prefers(x.numel()),
+    ),
+    Form(
+        "triton",
+        _quantize_triton,
+        lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, x, key),
+        on_cuda,
     ),
     flops=lambda x, *_, **__: 6 * x.numel(),
     bytes=lambda x, kind, block, **_: sum(t.nbytes for t in (x, *empty_codes(x.shape, kind, block, "meta"))),
@@ -265,16 +265,16 @@ dequantize = Op(
     "dequantize",
     dequantize_reference,
     Form(
-        "triton",
-        _dequantize_triton,
-        supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, *q),
-        prefers=lambda q, *_, **__: on_cuda(*q),
-    ),
-    Form(
         "cpp",
         quantize_cpu.dequantize,
         lambda q, kind, block, dtype=torch.float32, size=None: quantize_cpu.supports(dtype, kind, block, None, *q),
         lambda q, kind, *_, **__: quantize_cpu.prefers(_elements(q[0], kind)),
+    ),
+    Form(
+        "triton",
+        _dequantize_triton,
+        supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, *q),
+        prefers=lambda q, *_, **__: on_cuda(*q),
     ),
     flops=lambda q, kind, *_, **__: _elements(q[0], kind),
     bytes=lambda q, kind, block, dtype=torch.float32, size=None: (
@@ -285,20 +285,20 @@ dequantize_sum_requantize = Op(
     "dequantize_sum_requantize",
     dequantize_sum_requantize_reference,
     Form(
-        "triton",
-        _sum_triton,
-        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(
-            torch.float32, kind, block, data, scale, key
-        ),
-        prefers=on_cuda,
-    ),
-    Form(
         "cpp",
         quantize_cpu.add,
         lambda data, scale, kind, block, size=None, key=None, first=0: quantize_cpu.supports(
             torch.float32, kind, block, key, data, scale
         ),
         lambda data, scale, kind, *_, **__: quantize_cpu.prefers(_elements(data, kind)),
+    ),
+    Form(
+        "triton",
+        _sum_triton,
+        supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(
+            torch.float32, kind, block, data, scale, key
+        ),
+        prefers=on_cuda,
     ),
     flops=lambda data, scale, kind, *_, **__: 2 * _elements(data, kind) + 6 * _elements(data[0], kind),
     bytes=lambda data, scale, *_, **__: sum(t.nbytes for t in (data, scale, data[0], scale[0])),

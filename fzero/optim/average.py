@@ -77,7 +77,7 @@ def with_average(tx: GradientTransformation, decay: float | Tensor) -> GradientT
             return None
 
         def move(average: Tensor, update: Tensor) -> Tensor:  # the last step's params are these
-            return average.add_(update.to(average.dtype), alpha=1 - decay)
+            return average.add_(update.to(average.dtype) * (1 - decay))
 
         return found[0], AverageState(found[1], pytree.map(move, state.average, found[0]))
 

@@ -167,13 +167,13 @@ def between_nodes(device: Device, text: str) -> Device:
     inner = [level for level in device.links if level.ranks is not None] or [device.links[0]._replace(ranks=ranks or 1)]
     inner = [level if ranks is None else level._replace(ranks=min(level.ranks or ranks, ranks)) for level in inner]
     near, sharing = inner[-1], inner[0].ranks or 1
-    share, late, hidden = gigabit * 1e9 / 8 / sharing, milliseconds / 1e3, near.hidden
+    share, hidden, call_s = gigabit * 1e9 / 8 / sharing, near.hidden, near.call_s
     if hidden is not None:  # measured
         most = min(near.bytes_s, (near.total_bytes_s or math.inf) / sharing)
-        share, late = min(share, most), max(late, near.latency_s)
+        share = min(share, most)
         # What computation cannot hide of a message is the transport's part of its time, and not the wire's.
-        hidden = 1 - (1 - hidden) * share / most
-    outer = Level(f"{gigabit:g} Gbit/s", near.kind, None, share, late, hidden=hidden)
+        hidden, call_s = 1 - (1 - hidden) * share / most, call_s + near.latency_s
+    outer = Level(f"{gigabit:g} Gbit/s", near.kind, None, share, milliseconds / 1e3, call_s=call_s, hidden=hidden)
     return dataclasses.replace(device, links=(*inner, outer))
 
 

@@ -41,6 +41,7 @@ MEASURED: dict[str, float] = {
     "zero_one_adam, sum_every=16": 0.1016,
     SHORT: 0.0031,
     f"{SHORT}, codec=int4": 0.0089,
+    "diloco, streaming": 0.1264,
 }
 
 

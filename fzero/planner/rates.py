@@ -209,7 +209,7 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
 
     Ranks are numbered with the axes in ORDER, outermost first, and fill a level's units in order: so a group whose
     ranks are `stride` apart has ranks/stride of them in a unit of `ranks` ranks. Messages between processes need the
-    cores: where more ranks of a run share one than of those that were measured, they take as much longer.
+    cores: where more ranks of a run share one than of those that were measured, they start as much later.
     """
     world, found, strides, stride = math.prod(sizes.values()), {}, {}, 1
     for name in reversed(ORDER):
@@ -230,7 +230,7 @@ def ways_of(device: Device, sizes: Mapping[str, int]) -> dict[str, Way]:
                 hops.append((_reached(device, device.links[-1], crowd[2]), -(-size // inside)))
             measured = [hop.name for hop, _ in hops] == [device.links[0].name]  # curves are of the innermost links
             curves = {
-                key.partition("/")[0]: tuple((moved, seconds * crowd[size]) for moved, seconds in curve)
+                key.partition("/")[0]: later(curve, crowd[size])
                 for key, curve in device.collectives.items()
                 if key.endswith(f"/{size}") and (measured or key.startswith("late/"))
             }
@@ -244,6 +244,16 @@ def crowded(device: Device, world: int, measured: int) -> float:
     if device.kind != "cpu":
         return 1.0
     return max(1.0, device.on_node(world) / device.cores) / max(1.0, measured / device.cores)
+
+
+def later(curve: Curve, crowd: float) -> Curve:
+    """A curve of seconds over bytes, of which what the smallest message takes is taken `crowd` times.
+
+    >>> later(((1.0, 2.0), (10.0, 2.5)), 3.0)
+    ((1.0, 6.0), (10.0, 6.5))
+    """
+    least = min(seconds for _, seconds in curve)
+    return tuple((moved, seconds + (crowd - 1.0) * least) for moved, seconds in curve)
 
 
 def reached(ranks: int, axes: Sequence[tuple[int, int]]) -> int:
@@ -302,7 +312,10 @@ def collective_s(way: Way, what: str, sent_bytes: int) -> Message:
     if what in way.curves and len(way.hops) == 1:
         level = way.hops[0][0]
         assert level.hidden is not None  # `_reached` fills it
-        seconds = max(0.0, along(way.curves[what], whole) - level.call_s)
+        seconds = along(way.curves[what], whole)
+        if level.total_bytes_s:  # other ranks may send beside those of the axis
+            seconds = max(seconds, sent_bytes * way.sharing / level.total_bytes_s)
+        seconds = max(0.0, seconds - level.call_s)
         return Message(level.call_s, seconds, {level.name: seconds}, level.hidden, late_s)
     found = _by_messages(way, what, sent_bytes, whole) if way.kind == "gloo" else _by_rings(way, what, sent_bytes)
     return found._replace(late_s=late_s)

@@ -96,11 +96,12 @@ class GradientReducer:
         return self.long and whole and all(self.rest.memory[name] == "device" for name in names)
 
     def finish(self) -> None:
-        """Wait for the collectives under way, and add their results."""
-        for job in self.flying:
-            for _ in job:
-                pass
-        self.flying.clear()
+        """Wait for the collectives under way, and add their results.
+
+        What a bucket sends next is started for all buckets before any is waited for.
+        """
+        while self.flying:
+            self.flying = [job for job in self.flying if next(job, None) is not None]
         self.rest.finish()
 
     def job(
@@ -172,7 +173,10 @@ class GradientReducer:
         self, like: Tree, over_pp: Callable[[dict[tuple[str, str], Any]], dict[str, Tensor]] | None = None
     ) -> Tree:
         """`SumsAtRest.take` of all sums. Call it once, after the last `put`."""
-        self.flying, self.ending = [*self.flying, *self.ending], []
         self.finish()
+        for job in self.ending:  # one after the other: each has memory beside what it sums
+            self.flying = [job]
+            self.finish()
+        self.ending = []
         assert not self.owed, f"sums that were never finished: {sorted(key[1] for key in self.owed)}"
         return self.rest.take(like, over_pp)

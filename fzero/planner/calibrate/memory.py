@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.compile import have_compiler
+from fzero.kernels.quantize import dequantize, quantize
 from fzero.kernels.quantize_codes import empty_codes
-from fzero.kernels.quantize_cpu import dequantize_rows, quantize_rows
 from fzero.planner.calibrate.timed import Case, Figure, time_cases
 
 SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)  # bytes of a tensor
@@ -83,11 +83,11 @@ def _codes(kind: str, size: int) -> Iterator[Case]:
 
     def make() -> Callable[[], Any]:
         x = torch.full((size // 4 // 512, 512), 0.5)
-        return lambda: quantize_rows(x, kind, BLOCK)
+        return lambda: quantize(x, kind, BLOCK, impl="cpp")
 
     def read() -> Callable[[], Any]:
-        codes = quantize_rows(torch.full((size // 4 // 512, 512), 0.5), kind, BLOCK)
-        return lambda: dequantize_rows(*codes, kind, BLOCK, torch.float32, 512)
+        codes = quantize(torch.full((size // 4 // 512, 512), 0.5), kind, BLOCK, impl="cpp")
+        return lambda: dequantize(codes, kind, BLOCK, impl="cpp")
 
     yield Case((f"fzero.quantize_cpu/{dtype}", total), make)
     if kind == "int8":  # by the dtype of the result, and nearly as many bytes
