@@ -360,7 +360,7 @@ def test_a_command_resumes_between_two_sums(tmp_path):
     for step in (8, 10):
         path = checkpoint.step_folder(tmp_path / "whole/checkpoints", step)
         with contextlib.closing(checkpoint.open_checkpoint(path)) as held:
-            since[step] = int(held.read("opt_state/extra/since"))
+            since[step] = int(held.read("opt_state/inner/extra/since"))
     assert since == {8: 1, 10: 0}
 
 
