@@ -362,9 +362,36 @@ def rounds(mesh, folder, local, first, last, saves):
     for i in range(first, last):
         state, metrics = step(state, local_batch(batch(i), mesh, 1))
         if i + 1 in saves:
-            state = agree(step, plan, OUTER["DiLoCo"], mesh["rp"], state, local)
+            state = agree(step, plan, mesh["rp"], state, local)
             save(folder, state, step=i + 1, specs=specs, mesh=mesh)
     return step.finish(state), float(metrics.loss)  # what is under way at the end would stay in its channel
+
+
+def met(mesh, local, steps):
+    """(whole parameters of this rank's member, x_0 and the outer states) after some steps, and once members agree."""
+    step, state, plan, specs = start(mesh, "SGD", "DiLoCo", local)
+    for i in range(steps):
+        state, _ = step(state, local_batch(batch(i), mesh, 1))
+    found = []
+    for then in (step.finish, lambda state: agree(step, plan, mesh["rp"], state, local)):  # in its buffers
+        both = whole(then(state), specs, plan.mesh)
+        found.append(pytree.map(torch.clone, (both.params, both.extra["outer"])))
+    return found
+
+
+@pytest.mark.parametrize(
+    "local, steps", [(Local(every=4, fragments=2), 7), (Local(every=3, mix=0.25), 6)], ids=["streaming", "mixed"]
+)
+def test_members_that_agree_have_their_mean_and_the_outer_optimizer_makes_no_update(local, steps):
+    """Another update would apply the outer momentum once more."""
+    before, after = zip(*ranks.run(2, met, local, steps, mesh={"rp": 2}))
+    (apart, outer), (others, _) = before
+    mean = pytree.map(lambda a, b: (a + b) / 2, apart, others)
+    for params, then in after:
+        torch.testing.assert_close(params, mean, rtol=0, atol=1e-14)
+        assert_same(params, after[0][0])
+        assert_same(then, outer)
+    assert any(not torch.equal(a, b) for a, b in zip(pytree.leaves(apart), pytree.leaves(others)))
 
 
 @pytest.mark.parametrize(

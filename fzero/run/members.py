@@ -72,7 +72,7 @@ class MemberStep:
     def agree(self, state: TrainState) -> TrainState:
         """The state once all members agree on all of it, to be saved."""
         rp = self.members.mesh["rp"]
-        return agree(self.local, self.plan, self.members.outer, rp, state, self.members.local)
+        return agree(self.local, self.plan, rp, state, self.members.local)
 
 
 @torch.no_grad()

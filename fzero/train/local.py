@@ -264,34 +264,42 @@ def begin_again(
     agreed: Outer = state.extra[OUTER][str(fragment)]
     updates, opt_state = outer.update(d, agreed.opt_state, agreed.params)
     x = apply_updates(agreed.params, updates)
-    held = pytree.named_leaves(state.master if plan.policy.has_master else own(plan, state.params))
-    target = dict(held)
-    for name, value in x.items():
-        at = layers_of(name, plan, fragment, local)
-        target[name] = target[name] if plan.policy.has_master else target[name].clone()
-        target[name][at] = value if not local.mix else value.lerp(target[name][at].to(value.dtype), local.mix)
-    with plan.mesh.ledger.phase("outer"):
-        spread(plan, pytree.from_named(target, plan.trained(plan.like)), state.params)
+    theirs = fragment_of(plan, state, fragment, local) if local.mix else {}
+    mixed = {name: x[name].lerp(its.to(x[name].dtype), local.mix) for name, its in theirs.items()}
+    put_fragment(plan, local, state, fragment, x | mixed)
     return state._replace(extra={**state.extra, OUTER: {**state.extra[OUTER], str(fragment): Outer(x, opt_state)}})
 
 
-@torch.no_grad()
-def agree(step: Step, plan: Plan, outer: GradientTransformation, members: Axis, state: TrainState, local: Local) -> Any:
-    """The state after every fragment has agreed, but for one that did so after the last step, and the members'
-    optimizer states are their mean: the same on all members, so that it can be saved, and a run goes on from it with
-    the same bits on as many members, or on others.
+def put_fragment(plan: Plan, local: Local, state: TrainState, fragment: int, x: dict[str, Tensor]) -> None:
+    """Write a fragment's {leaf: x} into the buffers of the state."""
+    held = pytree.named_leaves(state.master if plan.policy.has_master else own(plan, state.params))
+    target = dict(held)
+    for name, value in x.items():
+        target[name] = target[name] if plan.policy.has_master else target[name].clone()
+        target[name][layers_of(name, plan, fragment, local)] = value
+    with plan.mesh.ledger.phase("outer"):
+        spread(plan, pytree.from_named(target, plan.trained(plan.like)), state.params)
 
-    step: of `make_local_step`. Communicates over rp: d of every fragment, and the floating-point leaves of opt_state.
+
+@torch.no_grad()
+def agree(step: Step, plan: Plan, members: Axis, state: TrainState, local: Local) -> Any:
+    """The state with the mean of the members' parameters and optimizer states: the same on all members, so that it can
+    be saved, and a run goes on from it with the same bits on as many members, or on others.
+
+    The outer optimizer makes no update but of what is on its way: between two times a fragment's mean is x_0 - d, and
+    x_0 stays, so that its next update is of H steps. Another one would apply the momentum twice. step: of
+    `make_local_step`. Communicates over rp: d of every fragment, but of one that agreed after the last step, and the
+    floating-point leaves of opt_state.
     """
     state = step.finish(state)
     coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
-    whole = Local(local.every, local.codec, local.fragments)
     for fragment in range(local.fragments):
-        if not local.overlap and local.due(int(state.step)) == fragment:
-            continue  # after this very step
+        if not local.overlap and not local.mix and local.due(int(state.step)) == fragment:
+            continue  # it agreed after this very step
         with plan.mesh.ledger.phase("outer"):
             d = send(plan, state, fragment, members, local, coder)()
-        state = begin_again(plan, outer, whole, state, fragment, d)
+        agreed = state.extra[OUTER][str(fragment)].params
+        put_fragment(plan, local, state, fragment, {name: x - d[name] for name, x in agreed.items()})
 
     def mean(name: str, leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point() or members.size == 1:
