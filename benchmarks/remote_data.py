@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from turns import machine
+from turns import write_run
 
 from fzero import data
 from fzero.core.object_store import Objects
@@ -102,7 +103,6 @@ def measure(args: argparse.Namespace, home: Path) -> dict[str, Any]:
                 assert all(torch.equal(ours[key], theirs[key]) for key in theirs), f"{name}: another batch"
     return {
         "arguments": vars(args),
-        "machine": machine(),
         "piece_bytes": pieces,
         "cache_bytes": size,
         "requests": asked,
@@ -123,12 +123,12 @@ def main() -> None:
     if bool(args.url) != bool(args.local):
         parser.error("--url and --local go together: the same corpus there and here")
     torch.set_num_threads(1)
+    before = os.getloadavg()
     with tempfile.TemporaryDirectory() as home:
         found = measure(args, Path(home))
-    text = json.dumps(found, indent=1)
-    print(text)
+    print(json.dumps(found, indent=1))
     if args.out:
-        Path(args.out).write_text(text + "\n", encoding="utf-8")
+        write_run(Path(args.out), before, **found)
 
 
 if __name__ == "__main__":
