@@ -172,16 +172,15 @@ def rope_frequencies(
     return torch.where(low, frequency / scaling.factor, torch.where(high, frequency, between))
 
 
-def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """x turned by the angles of these cosines and sines, [.., T, 1, K / 2]."""
     if layout not in LAYOUTS:
         raise ValueError(f"rope: layout is {layout!r}{nearest(layout, LAYOUTS)}; it must be {' or '.join(LAYOUTS)}")
-    if x.shape[-1] != 2 * frequencies.shape[-1]:
+    if x.shape[-1] != 2 * cos.shape[-1]:
         raise ValueError(
-            f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {frequencies.shape[-1]} "
-            "frequencies"
+            f"rope: heads of size {x.shape[-1]} have {x.shape[-1] / 2:g} pairs; there are {cos.shape[-1]} frequencies"
         )
-    angle = positions.to(frequencies.dtype)[..., None] * frequencies
-    cos, sin = (t.to(x.dtype)[..., None, :] for t in (angle.cos(), angle.sin()))
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     if layout == "half":
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -189,19 +188,26 @@ def _rotate(x: Tensor, positions: Tensor, frequencies: Tensor, layout: str) -> T
     return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
 
 
+def _turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """(cosines, sines) of the angles of positions, [.., T, 1, K / 2]."""
+    angle = (positions.to(frequencies.dtype)[..., None] * frequencies)[..., None, :]
+    return angle.cos(), angle.sin()
+
+
 def rope_reference(x: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half") -> Tensor:
     """x [B, T, H, K] turned: the definition.
 
     Raises ValueError for a layout that there is not, and unless there are K / 2 frequencies.
     """
-    return _rotate(x, positions, frequencies, layout)
+    return _rotate(x, *_turns(positions, frequencies), layout)
 
 
 def rope_qk_reference(
     q: Tensor, k: Tensor, positions: Tensor, frequencies: Tensor, *, layout: str = "half"
 ) -> tuple[Tensor, Tensor]:
     """q [B, T, H, K] and k [B, T, G, K] turned: the definition."""
-    return _rotate(q, positions, frequencies, layout), _rotate(k, positions, frequencies, layout)
+    turns = _turns(positions, frequencies)
+    return _rotate(q, *turns, layout), _rotate(k, *turns, layout)
 
 
 QUARTER = tl.constexpr(math.pi / 2)
