@@ -116,8 +116,8 @@ def test_the_first_step_and_the_first_evaluation_name_what_no_vocabulary_has(nam
         models.check_tokens(batch, v)
 
 
-def test_a_mask_of_numbers_is_refused():
+def test_a_mask_of_integers_is_refused():
     step, _, state, _ = step_of("gpt2")
     tokens = torch.zeros(4, 8, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"batch\['mask'\] is torch.int64; it must be bool: give batch\['mask'\].bool"):
+    with pytest.raises(ValueError, match=r"mask'\] is torch.int64; it must be bool, of the targets that count, or float32"):
         step(state, {"tokens": tokens, "targets": tokens, "mask": torch.ones_like(tokens)})
