@@ -9,11 +9,12 @@ from close import assert_close
 from zero_cases import FP64, batch_for, expect_one_process, model_of, packed_batch_for, train, trained_whole
 
 import fzero
-from fzero import models
+from fzero import models, random
 from fzero.core import pytree
 from fzero.kernels import cross_entropy as ce
 from fzero.kernels import linear_cross_entropy as linear
 from fzero.models import batch as batches
+from fzero.models.by_position import by_position
 from fzero.sharding.context import Context
 from fzero.sharding.pipelines import Pipeline
 
@@ -154,3 +155,18 @@ def test_weights_that_are_none_are_refused():
         batches.check_batch(model_of("gpt2").config, {**batch, "mask": batch["mask"].long()})
     with pytest.raises(ValueError, match=r"dpo: batch\['mask'\] is torch.float64, the weights of targets"):
         models.dpo(model_of("gpt2")).head({}, torch.zeros(()), batch, models.Ctx())
+
+
+def test_sums_by_position_and_by_source_have_the_weights():
+    model, batch = by_position(model_of("gpt2", dropout=0.0)), weighted_batch(0, 2)
+    batch["sources"] = torch.tensor([[True, False], [False, True]])
+    params = models.init_params(model, random.key(0), F64)
+    log_p = models.logits(model, params, batch, models.Ctx(dtype=F64)).log_softmax(-1)
+    own = -log_p.gather(-1, batch["targets"].clamp(min=0)[..., None])[..., 0] * batch["mask"]
+    found = models.loss(model, params, batch, models.Ctx(dtype=F64)).extra
+    expected = {}
+    for begin, end in ((0, 1), (1, 2), (2, 4), (4, 8)):
+        expected |= {f"loss/{end}": own[:, begin:end].sum(), f"tokens/{end}": batch["mask"][:, begin:end].sum()}
+    for row in range(2):
+        expected |= {f"source_loss/{row}": own[row].sum(), f"source_tokens/{row}": batch["mask"][row].sum()}
+    assert_close({name: found[name] for name in expected}, expected, **SUMS)

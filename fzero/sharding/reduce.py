@@ -28,6 +28,8 @@ from fzero.sharding.prefetch import Group
 from fzero.sharding.sign_sums import link_of, owed_leaves
 from fzero.sharding.sums_at_rest import Key, SumsAtRest
 
+ENDED = object()  # in place of what a job yields
+
 
 class GradientReducer:
     """Sums the gradients of a step, group by group, in the layout of plan.opt, into the sums at rest.
@@ -101,7 +103,7 @@ class GradientReducer:
         What a bucket sends next is started for all buckets before any is waited for.
         """
         while self.flying:
-            self.flying = [job for job in self.flying if next(job, None) is not None]
+            self.flying = [job for job in self.flying if next(job, ENDED) is not ENDED]
         self.rest.finish()
 
     def job(
