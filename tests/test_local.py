@@ -20,10 +20,10 @@ from fzero.checkpoint import restore, save, step_folder
 from fzero.core import pytree
 from fzero.core.device import CPU
 from fzero.planner import fewer_bytes
-from fzero.planner.agreements import trace_agreement, with_agreements
+from fzero.planner.agreements import sent_in_agreements, trace_agreement, with_agreements
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.rates import ways_of
-from fzero.planner.timing import Timing
+from fzero.planner.timing import Timing, weighed
 from fzero.run import build
 from fzero.run.members import Members, take_over
 from fzero.train.batch import local_batch
@@ -114,8 +114,8 @@ BY_HAND = {"LocalSGD": heavy_ball(1.0, 0.0), "SlowMo": heavy_ball(0.8, 0.6), "Di
 
 
 @functools.cache
-def written_out(method, members, every, steps):
-    """The parameters on which members agree, one member after the other in this process."""
+def written_out(method, members, every, steps, after=0):
+    """(the parameters on which members agree, those of each), one member after the other in this process."""
     model = model_of("llama", dropout=0.0)
     plan = fzero.zero_plan(0, model, fzero.one_process(), policy=FP64)
     states = [fzero.init_state(model, INNER["ADAM"], plan, seed=3) for _ in range(members)]
@@ -125,8 +125,11 @@ def written_out(method, members, every, steps):
     for i in range(steps):
         parts = {name: leaf.chunk(members) for name, leaf in batch(i).items()}
         states = [step(s, {name: leaf[r] for name, leaf in parts.items()})[0] for r, s in enumerate(states)]
-        if (i + 1) % every == 0:
-            mean = pytree.map(lambda *x: sum(x) / members, *(s.params for s in states))
+        mean = pytree.map(lambda *x: sum(x) / members, *(s.params for s in states))
+        if i + 1 <= after:
+            agreed = mean
+            states = [s._replace(params=agreed) for s in states]
+        elif (i + 1) % every == 0:
             d = pytree.map(torch.sub, agreed, mean)
             updates = pytree.map(lambda d, b: BY_HAND[method](d, b)[0], d, momentum)
             momentum = pytree.map(lambda d, b: BY_HAND[method](d, b)[1], d, momentum)
@@ -136,19 +139,24 @@ def written_out(method, members, every, steps):
 
 
 @pytest.mark.parametrize(
-    "method, sizes, stage",
+    "method, sizes, stage, after",
     [
-        ("DiLoCo", {"rp": 2}, 0),
-        pytest.param("SlowMo", {"rp": 2, "dp": 2}, 3, marks=slow),
-        pytest.param("LocalSGD", {"rp": 4}, 0, marks=exhaustive),
-        pytest.param("DiLoCo", {"rp": 2, "tp": 2}, 1, marks=exhaustive),
-        pytest.param("DiLoCo", {"rp": 2, "pp": 2}, 2, marks=exhaustive),
-        pytest.param("SlowMo", {"rp": 2, "cp": 2}, 3, marks=exhaustive),
+        ("DiLoCo", {"rp": 2}, 0, 0),
+        ("DiLoCo", {"rp": 2}, 0, 3),
+        pytest.param("SlowMo", {"rp": 2, "dp": 2}, 3, 0, marks=slow),
+        pytest.param("LocalSGD", {"rp": 4}, 0, 0, marks=exhaustive),
+        pytest.param("LocalSGD", {"rp": 4}, 0, 6, marks=exhaustive),
+        pytest.param("DiLoCo", {"rp": 2, "tp": 2}, 1, 0, marks=exhaustive),
+        pytest.param("DiLoCo", {"rp": 2, "pp": 2}, 2, 0, marks=exhaustive),
+        pytest.param("DiLoCo", {"rp": 2, "pp": 2}, 2, 3, marks=exhaustive),
+        pytest.param("SlowMo", {"rp": 2, "cp": 2}, 3, 0, marks=exhaustive),
+        pytest.param("SlowMo", {"rp": 2, "dp": 2}, 3, 3, marks=exhaustive),
     ],
 )
-def test_members_equal_the_written_out_method(method, sizes, stage):
-    results = ranks.run(math.prod(sizes.values()), trained, "ADAM", method, Local(every=3), 7, stage, mesh=sizes)
-    agreed, each = written_out(method, sizes["rp"], 3, 7)
+def test_members_equal_the_written_out_method(method, sizes, stage, after):
+    local = Local(every=3, after=after)
+    results = ranks.run(math.prod(sizes.values()), trained, "ADAM", method, local, 7, stage, mesh=sizes)
+    agreed, each = written_out(method, sizes["rp"], 3, 7, after)
     mine = [params for params, _ in results]
     for _params, outer in results:
         (x,) = (one.params for one in outer.values())
@@ -160,6 +168,93 @@ def test_members_equal_the_written_out_method(method, sizes, stage):
             at = stage_rank * (len(mine) // stages) + r * per
             assert_close(mine[at], expected, rtol=1e-9, atol=1e-10)
     assert any((a != b).any() for a, b in zip(pytree.leaves(each[0]), pytree.leaves(each[1])))
+
+
+def plain_steps(local, steps):
+    """(x, x_0, outer momentum) of both fragments after some steps of one member whose own steps are of -0.1."""
+    mesh, params = fzero.one_process(), {"a": torch.zeros(1, dtype=FP64.state), "b": torch.zeros(1, dtype=FP64.state)}
+    plan, tx = fzero.zero_plan(0, params, mesh, policy=FP64), optim.sgd(0.1)
+    state = init_local(fzero.init_state(params, tx, plan, seed=0), plan, OUTER["DiLoCo"], local)
+    inner = fzero.make_train_step(lambda p, batch: ((p["a"] + p["b"]) * batch["x"]).sum(), tx, plan)
+    step = make_local_step(inner, plan, OUTER["DiLoCo"], mesh["rp"], local)
+    for _ in range(steps):
+        state, _ = step(state, {"x": torch.ones(1, 1, dtype=FP64.state)})
+    outer = [state.extra["outer"][number] for number in sorted(state.extra["outer"])]
+    momentum = {name: x for one in outer for name, x in pytree.named_leaves(one.opt_state).items() if x.ndim}
+    names = [{name for name in one.params} for one in outer]
+    at = {name: outer[i].params[name] for i, of in enumerate(names) for name in of}
+    last = {name[-1]: x for name, x in momentum.items()}
+    return torch.cat([each[name] for each in (state.params, at, last) for name in "ab"])
+
+
+def plain_steps_by_hand(local, steps):
+    """The same: leaf a is of fragment 0, and b of the last one."""
+    due = {"a": local.every // local.fragments % local.every, "b": 0}
+    x, at, momentum, flying = ({name: 0.0 for name in "ab"} for _ in range(4))
+    arrives = dict.fromkeys("ab", 0)
+    for step in range(1, steps + 1):
+        for name in "ab":
+            x[name] -= 0.1
+            if step <= local.after:
+                at[name] = x[name]
+                continue
+            if step % local.every == due[name]:
+                flying[name], arrives[name] = at[name] - x[name], step + local.overlap
+            if step == arrives[name]:
+                momentum[name] = 0.9 * momentum[name] + flying[name]
+                at[name] -= 0.7 * (flying[name] + 0.9 * momentum[name])
+                x[name] = (1 - local.mix) * at[name] + local.mix * x[name]
+    return torch.tensor([each[name] for each in (x, at, momentum) for name in "ab"], dtype=FP64.state)
+
+
+POST_LOCAL = [
+    Local(every=2, after=4),
+    Local(every=4, fragments=2, after=4),
+    Local(every=4, fragments=2, overlap=1, mix=0.25, after=8),
+    Local(every=1, after=3),
+]
+
+
+@pytest.mark.parametrize("local", [*POST_LOCAL, Local(every=4, fragments=2, overlap=1, mix=0.25)], ids=repr)
+def test_members_train_apart_after_so_many_steps(local):
+    for steps in range(1, local.after + 2 * local.every + 2):
+        assert_close(plain_steps(local, steps), plain_steps_by_hand(local, steps), rtol=1e-12, atol=1e-14)
+
+
+def late(meet):
+    """An outer optimizer whose momentum moves with the means."""
+
+    def moved(*args):
+        state = meet(*args)
+        outer = {
+            number: one._replace(opt_state=pytree.map(lambda x: x + 0.1 * (x.ndim > 0), one.opt_state))
+            for number, one in state.extra["outer"].items()
+        }
+        return state._replace(extra={**state.extra, "outer": outer})
+
+    return moved
+
+
+MISTAKES = {
+    "one too few": ("Local", lambda local: lambda self, step: step < self.after),
+    "one too many": ("Local", lambda local: lambda self, step: step <= self.after + 1),
+    "the momentum moves": ("meet", late),
+    "x_0 stays": ("meet", lambda meet: lambda plan, state, *rest: state),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_teeth_of_steps_before_members_train_apart(mistake, monkeypatch):
+    from fzero.train import local as module
+
+    where, wrong = MISTAKES[mistake]
+    if where == "Local":
+        monkeypatch.setattr(Local, "together", wrong(Local))
+    else:
+        monkeypatch.setattr(module, where, wrong(getattr(module, where)))
+    for local in POST_LOCAL[:3]:
+        steps = local.after + 2 * local.every
+        assert (plain_steps(local, steps) - plain_steps_by_hand(local, steps)).abs().max() > 1e-3
 
 
 def test_the_sign_of_the_outer_step_is_that_of_descent(monkeypatch):
@@ -196,12 +291,13 @@ def agreed_at(mesh, local, steps):
     return changed, step.finish(state).params
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_fragments_agree_in_turn(overlap):
-    results = ranks.run(2, agreed_at, Local(every=4, fragments=2, overlap=overlap), 8, mesh={"rp": 2})
+@pytest.mark.parametrize("overlap, after", [(0, 0), (1, 4)])
+def test_fragments_agree_in_turn(overlap, after):
+    local = Local(every=4, fragments=2, overlap=overlap, after=after)
+    results = ranks.run(2, agreed_at, local, after + 8, mesh={"rp": 2})
     turns = [set(), {"0"}, set(), {"1"}, set(), {"0"}, set(), {"1"}]
     for changed, _ in results:
-        assert changed == [set()] * overlap + turns[: 8 - overlap]
+        assert changed == [{"0", "1"}] * after + [set()] * overlap + turns[: 8 - overlap]
 
 
 def mixed(mesh, mix):
@@ -253,9 +349,9 @@ def test_members_send_twice_what_they_update_once_in_h_steps():
 NO_TIME = Timing(0.5, {}, {}, {}, {}, {}, {}, {}, {}, {}, 0, "", 0.0)
 
 
-def config_of(**local):
+def config_of(train_steps=10, **local):
     table = {"train_compiled": False, "precision": {"policy": "fp32"}, "train_checkpoint_every": 40}
-    return made(mesh={"rp": 2}, local={"method": "diloco", **local}, **table)
+    return made(mesh={"rp": 2}, local={"method": "diloco", **local}, train_steps=train_steps, **table)
 
 
 def in_codes(elements):
@@ -279,7 +375,7 @@ def test_a_plan_has_a_members_share_of_its_agreements():
 
     def share(**local):
         config = config_of(**local)
-        found = with_agreements(NO_TIME, config, config.mesh, on, 0)
+        found = weighed(with_agreements(NO_TIME, config, config.mesh, on, 0))
         parts = sum(found.phases.values()) + sum(found.exposed.values()) + sum(found.waiting.values())
         assert_close(torch.tensor(parts + NO_TIME.step_s), torch.tensor(found.step_s), rtol=1e-6)
         return found.step_s - NO_TIME.step_s, found
@@ -290,6 +386,23 @@ def test_a_plan_has_a_members_share_of_its_agreements():
     message = sent * per_byte
     assert found.binds == "communication on rp"
     assert 1.0 < (often - half) / (message / 40) < 1.1 and 1.0 < (often - hidden) / (2 * NO_TIME.step_s / 20) < 1.1
+
+
+def test_a_plan_of_steps_before_members_train_apart_has_both():
+    """A step then takes a whole sum without codes, and the mean over the run is by the steps of each."""
+    on = between_nodes(device("h100", ranks_on_node=1), "0.001:0")
+    streaming = {"every": 20, "fragments": 2, "overlap": 1, "codec": "int4"}
+    both, whole = (config_of(train_steps=80, **streaming, after=after) for after in (20, 0))
+    (apart, most), (first, part) = with_agreements(NO_TIME, both, both.mesh, on, 0)
+    ((same, all_of),) = with_agreements(NO_TIME, whole, whole.mesh, on, 0)
+    assert (part, most, all_of) == (20 / both.train.steps, 1 - part, 1.0) and apart == same
+    sent = trace_agreement(both, both.mesh, 0, on.target, together=True).bytes
+    assert sent == trace_agreement(config_of(), both.mesh, 0, on.target).bytes
+    assert 1.0 < (first.step_s - NO_TIME.step_s) * on.links[-1].bytes_s * on.efficiency.get("links", 1.0) / sent < 1.1
+    coded = trace_agreement(whole, whole.mesh, 0, on.target).bytes
+    assert sent_in_agreements(both, both.mesh, 0, on.target) == pytest.approx(coded * 2 / 20 * most + sent * part)
+    job = build.build(both, fzero.fake_mesh(both.mesh))
+    assert f"in each of the first 20 steps they take their mean, {sent:,} bytes over rp" in job.members.text(job.plan)
 
 
 def test_bytes_are_counted_by_the_links_that_they_pass():
@@ -396,7 +509,12 @@ def test_members_that_agree_have_their_mean_and_the_outer_optimizer_makes_no_upd
 
 @pytest.mark.parametrize(
     "local",
-    [Local(every=3), pytest.param(Local(every=4, fragments=2, overlap=1, codec="int8"), marks=exhaustive)],
+    [
+        Local(every=3),
+        pytest.param(Local(every=4, fragments=2, overlap=1, codec="int8"), marks=exhaustive),
+        pytest.param(Local(every=2, fragments=2, overlap=1, mix=0.25, after=4), marks=exhaustive),
+        pytest.param(Local(every=2, after=6), marks=exhaustive),
+    ],
     ids=repr,
 )
 def test_a_run_resumed_where_members_agreed_has_its_bits(local, tmp_path):
@@ -431,6 +549,8 @@ def test_members_leave_and_come_back_where_they_agree(tmp_path):
         ({"every": 2, "fragments": 3}, r"local: fragments is 3; it must be in \[1, every = 2\]"),
         ({"every": 2, "overlap": 2}, r"local: overlap is 2; it must be in \[0, every = 2\)"),
         ({"mix": 1.0}, r"local: mix is 1.0; it must be in \[0, 1\)"),
+        ({"every": 4, "after": 6}, "local: after is 6; it must be 0 or a multiple of every = 4"),
+        ({"every": 4, "after": -4}, "local: after is -4; it must be 0 or a multiple of every = 4"),
     ],
 )
 def test_bad_options_are_one_line(options, words):
@@ -483,6 +603,8 @@ def set_all(*values):
         ("dp=1,rp=2", ["local.method=diloco"]),
         ("dp=1,rp=2", ["local.method=slowmo", *STREAMING]),
         ("dp=2,rp=2", ["local.method=diloco", "zero=3"]),
+        ("dp=1,rp=2", ["local.method=diloco", "local.after=2"]),
+        ("dp=1,rp=2", ["local.method=slowmo", "local.after=6", *STREAMING]),
     ],
 )
 def test_a_command_with_members_resumes_bit_by_bit(tmp_path, mesh, values):
@@ -527,6 +649,9 @@ def test_a_command_with_plain_members_is_the_command_without(tmp_path):
         ({"local": {"method": "slowmo", "lr": 0}}, "local.lr is 0.0; it must be above 0"),
         ({"local": {"method": "localsgd", "lr": 0.5}}, "local.method is localsgd, which takes the mean of the members"),
         ({"local": {"method": "diloko"}}, "local.method is 'diloko' .did you mean diloco"),
+        ({"local": {"method": "diloco", "after": 30}}, "local: after is 30; it must be 0 or a multiple of every = 20"),
+        ({"local": {"method": "diloco", "after": 1000}}, "so that members would never train apart; use fewer, a mult"),
+        ({"local": {"after": 20}}, "local says how members agree and local.method is empty"),
         ({"local": {"method": "diloco", "fragments": 21}}, "local: fragments is 21; it must be in .1, every = 20"),
         ({"train_capture": "auto"}, "train.capture is auto: a recorded step has no agreement in it"),
         ({"guard": {"check_every": 40}}, "guard.check_every is 40: ranks compute each other's micro-batches"),

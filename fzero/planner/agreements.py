@@ -1,7 +1,8 @@
 """What members that train apart (see train/local.py) take to agree: traced as a step is, and played on a device.
 
 An agreement is that of the first fragment: its differences, in codes if there are any, their sum over rp, and the outer
-optimizer's update. With an overlap its messages have so many steps to arrive. A step has its share of it.
+optimizer's update. With an overlap its messages have so many steps to arrive. A step has its share of it, and of the
+means that members take after each of the first `after` steps: the mean over the run.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from fzero.run import build
 from fzero.run.config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, recorded
 from fzero.train.codes import coder_of
-from fzero.train.local import begin_again, send
+from fzero.train.local import begin_again, meet, send
 
 METRICS = 6  # numbers of a step that members add up, see `join` in run/members.py
 
 
 class Agreement(NamedTuple):
-    """The events of a fragment's agreement: to send what differs, and, `overlap` steps later, to use what came."""
+    """The events of a fragment's agreement: to send what differs, and, `overlap` steps later, to use what came. Of a
+    mean all are in `sent`."""
 
     sent: tuple[Op | Transfer, ...]
     used: tuple[Op | Transfer, ...]
@@ -41,8 +43,11 @@ class Agreement(NamedTuple):
         return sum(move.bytes for move in moves if move.event == "start")
 
 
-def trace_agreement(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> Agreement:
-    """The agreement of a rank's first fragment in a run with local steps, on fake tensors."""
+def trace_agreement(
+    config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, together: bool = False
+) -> Agreement:
+    """The agreement of a rank's first fragment in a run with local steps, on fake tensors. together: the mean of all
+    fragments, which members take after each of the first `local.after` steps."""
     mesh = shared_mesh(tuple(sizes.items()), rank)
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         job = build.build(config, mesh, model=shared_model(config.model))
@@ -56,6 +61,10 @@ def trace_agreement(config: RunConfig, sizes: Mapping[str, int], rank: int, targ
             return tuple(event for stay in record.stays for event in stay.events)
 
         with recorded(record, mesh.ledger):
+            if together:
+                meet(job.plan, state, mesh["rp"], local)
+                record.close(state)
+                return Agreement(events(), ())
             with mesh.ledger.phase("outer"):
                 finish = send(job.plan, state, 0, mesh["rp"], local, coder)
             sent = events()
@@ -64,14 +73,31 @@ def trace_agreement(config: RunConfig, sizes: Mapping[str, int], rank: int, targ
     return Agreement(sent, events()[len(sent) :])
 
 
-def with_agreements(timing: Timing, config: RunConfig, sizes: Mapping[str, int], device: Device, rank: int) -> Timing:
-    """The Timing of a member's step with its share of the agreements, and with the sum of its metrics."""
+def with_agreements(
+    timing: Timing, config: RunConfig, sizes: Mapping[str, int], device: Device, rank: int
+) -> list[tuple[Timing, float]]:
+    """[(the Timing of a member's step with its share of the agreements, and with the sum of its metrics; its part of
+    the run)]: of the steps that end apart, and of the first `local.after` if there are any."""
     local, found = config.local, trace_agreement(config, sizes, rank, device.target)
     agreement = played(config, sizes, device, (found.sent, found.used), local.overlap * timing.step_s)
     sent = sent_elements("psum", 8 * METRICS, sizes["rp"])
     row = [Transfer(event, 0, "psum", "rp", sent, "metrics", None) for event in ("start", "wait")]
     metrics = played(config, sizes, device, (row,), 0.0)
-    return weighed([(timing, 1.0), (agreement, local.fragments / local.every), (metrics, 1.0)])
+    first = local.after / config.train.steps
+    apart = weighed([(timing, 1.0), (agreement, local.fragments / local.every), (metrics, 1.0)])
+    if not first:
+        return [(apart, 1.0)]
+    found = trace_agreement(config, sizes, rank, device.target, together=True)
+    mean = played(config, sizes, device, (found.sent,), 0.0)
+    return [(apart, 1.0 - first), (weighed([(timing, 1.0), (mean, 1.0), (metrics, 1.0)]), first)]
+
+
+def sent_in_agreements(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> float:
+    """The bytes that a rank sends over rp to agree in a step, the mean over the run."""
+    local, first = config.local, config.local.after / config.train.steps
+    apart = trace_agreement(config, sizes, rank, target).bytes * local.fragments / local.every
+    mean = trace_agreement(config, sizes, rank, target, together=True).bytes if first else 0
+    return apart * (1.0 - first) + mean * first
 
 
 def played(

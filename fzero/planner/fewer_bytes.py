@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.comm.mesh_text import mesh_text
-from fzero.planner.agreements import trace_agreement
+from fzero.planner.agreements import sent_in_agreements
 from fzero.planner.devices import Device, between_nodes
 from fzero.planner.format import duration, size, table
 from fzero.planner.plan import reports_of, resolve_for, sizes_of
@@ -216,10 +216,8 @@ def sent_by_level(report: PlanReport, sizes: Mapping[str, int], device: Device) 
     ways, sent = ways_of(device, sizes), {"inside": 0.0, "between": 0.0}
     outer = device.links[-1].name
     moved = [(row["axis"], row["collective"], row["bytes"], row["calls"]) for row in report.comm]
-    local = report.config.local
-    if local.method:
-        agreed = trace_agreement(report.config, sizes, 0, device.target)
-        moved.append(("rp", "psum", agreed.bytes * local.fragments // local.every, 1))
+    if report.config.local.method:
+        moved.append(("rp", "psum", int(sent_in_agreements(report.config, sizes, 0, device.target)), 1))
     if report.config.optim.sum_every > 1:
         _, once = build(report.config, fake_mesh(sizes)).plan.sent_by_link()["rp"]
         moved.append(("rp", "all_to_all", int(once / report.config.optim.sum_every), 1))

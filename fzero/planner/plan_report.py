@@ -138,8 +138,10 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
     over, host_over = peak > capacity, host is not None and trace.host_peak > host
     if timing is None and has_rates(device) and not trace.turns:
         timing = predict(trace, device)
+    phases = list[tuple[Timing, float]]()
     if timing is not None and built.members is not None:
-        timing = with_agreements(timing, trace.config, trace.sizes, device, trace.rank)
+        phases = with_agreements(timing, trace.config, trace.sizes, device, trace.rank)
+        timing = weighed(phases)
     if timing is not None and built.tx.local is not None:
         timing = with_sums(timing, trace, device)
     step_tokens = trace.tokens * built.mesh.data_size
@@ -188,7 +190,11 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         hfu=hfu(passes, timing.step_s, top) if timing and top is not None else None,
         price_per_hour=device.price_per_hour,
         exact=trace.exact,
-        notes=[*notes_of(trace, timing, device), *sums_notes(built), *capture_notes(trace, device, timing, built)],
+        notes=[
+            *notes_of(trace, timing, device),
+            *sums_notes(built, phases),
+            *capture_notes(trace, device, timing, built),
+        ],
     )
 
 
@@ -323,11 +329,17 @@ def with_sums(timing: Timing, trace: Trace, device: Device) -> Timing:
     return weighed([(timing, 1 - 1 / optim.sum_every), (summed, 1 / optim.sum_every)])
 
 
-def sums_notes(built: Job) -> list[str]:
-    """The notes on sums that are not made in each step, or not as in it."""
+def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
+    """The notes on sums that are not made in each step, or not as in it. phases: of the steps of members."""
     notes = []
     if built.members is not None:
-        notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with its share of them")
+        share, after = "its share of them", built.config.local.after
+        if after:
+            share += " over the run"
+        if len(phases) > 1:
+            apart, first = (duration(timing.step_s) for timing, _ in phases)
+            share += f": a step takes {first} until step {after}, and {apart} from then on"
+        notes.append(f"{built.members.text(built.plan)}; the step above is one of a member with {share}")
     if built.tx.sums:
         plan, optim = built.plan, built.config.optim
         full = size(sum(once_in_full(plan, link) for link in plan.sent_by_link()))

@@ -77,7 +77,7 @@ def validate_local(c: RunConfig) -> None:
         if local != type(local)():
             raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
         return
-    Local(local.every, local.codec, local.fragments, local.overlap, local.mix)
+    Local(local.every, local.codec, local.fragments, local.overlap, local.mix, local.after)
     said = f"local.method is {local.method}"
     if c.mesh.get("rp", 1) < 2:
         raise ValueError(f"{said}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2")
@@ -85,6 +85,11 @@ def validate_local(c: RunConfig) -> None:
         raise ValueError(
             f"{said}, local.every {local.every} and train.checkpoint_every {t.checkpoint_every}: checkpoints are of "
             "steps after which members agree; make it a multiple"
+        )
+    if local.after >= t.steps:
+        raise ValueError(
+            f"{said}, local.after {local.after} and train.steps {t.steps}, so that members would never train apart; "
+            "use fewer, a multiple of local.every"
         )
     if local.method == "localsgd" and (local.lr, local.momentum) != (None, None):
         raise ValueError(f"{said}, which takes the mean of the members; leave local.lr and local.momentum out")

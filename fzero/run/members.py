@@ -52,9 +52,11 @@ class Members(NamedTuple):
         itemsize = (plan.policy.state if plan.policy.has_master else plan.policy.param).itemsize
         size = sum(local_numel(leaf.shape, leaf.opt, plan.sizes) for leaf in trained) * itemsize
         coded = f" without the codes {local.codec}" if local.codec else ""
+        sent = f"{sent_elements('psum', size, ranks):,} bytes over rp"
+        first = f"; in each of the first {local.after} steps they take their mean, {sent}" if local.after else ""
         return (
-            f"local steps: {ranks} members over rp agree once in {local.every} steps; a rank sends "
-            f"{sent_elements('psum', size, ranks):,} bytes over rp in these{coded}, and a few numbers a step"
+            f"local steps: {ranks} members over rp agree once in {local.every} steps; a rank sends {sent} in "
+            f"these{coded}, and a few numbers a step{first}"
         )
 
 
@@ -109,7 +111,7 @@ def members_of(config: LocalSteps, mesh: Mesh) -> Members | None:
     lr = lr if config.lr is None else config.lr
     momentum = momentum if config.momentum is None else config.momentum
     outer = optim.sgd(lr, momentum, nesterov=config.method == "diloco" and momentum > 0)
-    local = Local(config.every, config.codec, config.fragments, config.overlap, config.mix)
+    local = Local(config.every, config.codec, config.fragments, config.overlap, config.mix, config.after)
     return Members(local, outer, mesh)
 
 

@@ -11,11 +11,14 @@
 
 A member is a whole run on `mesh.member()`: its plan sums nothing over rp. What members send is d, once in H steps. The
 optimizer of each member keeps its own state. With `fragments` the layers agree in turn, a part of them at a time
-(Streaming DiLoCo), and with `overlap` what is sent has so many steps to arrive.
+(Streaming DiLoCo), and with `overlap` what is sent has so many steps to arrive. With `after` (post-local) members train
+apart only after so many steps of the run: after each of these x_0 and all x_i become the mean of the x_i, and the outer
+optimizer, which begins behind them, makes no update.
 
 Refs: Stich 2019, "Local SGD converges fast and communicates little", arXiv:1805.09767; Wang et al. 2020, "SlowMo",
 arXiv:1910.00643, algorithm 1; Douillard et al. 2023, "DiLoCo", arXiv:2311.08105, algorithm 1; Douillard et al. 2025,
-"Streaming DiLoCo with overlapping communication", arXiv:2501.18512, section 2.
+"Streaming DiLoCo with overlapping communication", arXiv:2501.18512, section 2; Lin et al. 2020, "Don't use large
+mini-batches, use local SGD", arXiv:1808.07217, section 3 (post-local).
 """
 
 from __future__ import annotations
@@ -52,11 +55,14 @@ class Local:
     every: H, the steps of a member between two times. codec: the kind of code in which d is sent, "int8", "int4" or
     "fp8_e4m3"; "": as it is. fragments: the parts, of every so many-th layer, that agree one after the other within H
     steps. overlap: the steps between sending d and using it. mix: the weight of what the member itself has when it
-    begins again, 0 to 1; with an overlap its last steps would be lost with 0.
+    begins again, 0 to 1; with an overlap its last steps would be lost with 0. after: the first steps of the run, after
+    each of which members take their mean, all of it and without codes; a multiple of `every`.
 
     >>> local = Local(every=4, fragments=2)
     >>> [local.due(step) for step in range(1, 9)]
     [None, 0, None, 1, None, 0, None, 1]
+    >>> [Local(every=4, fragments=2, after=4).due(step) for step in range(1, 9)]
+    [None, None, None, None, None, 0, None, 1]
     """
 
     every: int = 20
@@ -64,6 +70,7 @@ class Local:
     fragments: int = 1
     overlap: int = 0
     mix: float = 0.0
+    after: int = 0
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:
@@ -76,9 +83,17 @@ class Local:
             raise ValueError(f"local: overlap is {self.overlap!r}; it must be in [0, every = {self.every})")
         if not 0.0 <= self.mix < 1.0:
             raise ValueError(f"local: mix is {self.mix!r}; it must be in [0, 1)")
+        if type(self.after) is not int or self.after < 0 or self.after % self.every:
+            raise ValueError(f"local: after is {self.after!r}; it must be 0 or a multiple of every = {self.every}")
+
+    def together(self, step: int) -> bool:
+        """Whether members take their mean after so many steps, and not yet train apart."""
+        return step <= self.after
 
     def due(self, step: int) -> int | None:
         """The fragment whose d is sent after so many steps; None for none."""
+        if self.together(step):
+            return None
         for fragment in range(self.fragments):
             if step % self.every == (fragment + 1) * self.every // self.fragments % self.every:
                 return fragment
@@ -178,7 +193,8 @@ def make_local_step(
     step, plan: of the member, by make_train_step on `mesh.member()`, with donate=True. outer: an elementwise
     transformation, such as optim.sgd(0.7, momentum=0.9, nesterov=True). members: `mesh["rp"]`. The state is one of
     `init_local`; metrics are of the member. `flying` of the function is what is under way, `finish(state)` uses it.
-    Communicates over rp: d once in H steps, 2 (R-1)/R of what this rank updates; in codes half, an eighth of it.
+    Communicates over rp: d once in H steps, 2 (R-1)/R of what this rank updates; in codes half, an eighth of it. In
+    each of the first `after` steps d without codes.
     Raises ValueError for a plan on a mesh with rp, and for a disk.
 
     >>> import fzero
@@ -205,6 +221,8 @@ def make_local_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state, metrics = step(state, batch)
         done = int(state.step)
+        if local.together(done):
+            return meet(plan, state, members, local), metrics
         if (fragment := local.due(done)) is not None:
             with torch.no_grad(), plan.mesh.ledger.phase("outer"):
                 finish = send(plan, state, fragment, members, local, coder)
@@ -266,19 +284,44 @@ def begin_again(
     x = apply_updates(agreed.params, updates)
     theirs = fragment_of(plan, state, fragment, local) if local.mix else {}
     mixed = {name: x[name].lerp(its.to(x[name].dtype), local.mix) for name, its in theirs.items()}
-    put_fragment(plan, local, state, fragment, x | mixed)
+    put(plan, local, state, {fragment: x | mixed})
     return state._replace(extra={**state.extra, OUTER: {**state.extra[OUTER], str(fragment): Outer(x, opt_state)}})
 
 
-def put_fragment(plan: Plan, local: Local, state: TrainState, fragment: int, x: dict[str, Tensor]) -> None:
-    """Write a fragment's {leaf: x} into the buffers of the state."""
-    held = pytree.named_leaves(state.master if plan.policy.has_master else own(plan, state.params))
-    target = dict(held)
-    for name, value in x.items():
-        target[name] = target[name] if plan.policy.has_master else target[name].clone()
-        target[name][layers_of(name, plan, fragment, local)] = value
+def put(plan: Plan, local: Local, state: TrainState, fragments: dict[int, dict[str, Tensor]]) -> None:
+    """Write {number of a fragment: {leaf: x}} into the buffers of the state."""
+    target = pytree.named_leaves(state.master if plan.policy.has_master else own(plan, state.params))
+    if not plan.policy.has_master:
+        changed = {name for x in fragments.values() for name in x}
+        target = {name: leaf.clone() if name in changed else leaf for name, leaf in target.items()}
+    for fragment, x in fragments.items():
+        for name, value in x.items():
+            target[name][layers_of(name, plan, fragment, local)] = value
     with plan.mesh.ledger.phase("outer"):
         spread(plan, pytree.from_named(target, plan.trained(plan.like)), state.params)
+
+
+def put_mean(
+    plan: Plan, state: TrainState, members: Axis, local: Local, coder: Coder | None, fragments: list[int]
+) -> dict[int, dict[str, Tensor]]:
+    """Write the mean of the members' parameters, x_0 - d of each of the fragments, into the buffers of the state, and
+    return it."""
+    with plan.mesh.ledger.phase("outer"):
+        sent = {i: send(plan, state, i, members, local, coder) for i in fragments}
+        gone = {i: finish() for i, finish in sent.items()}
+    agreed = {i: state.extra[OUTER][str(i)].params for i in fragments}
+    means = {i: {name: x - gone[i][name] for name, x in agreed[i].items()} for i in fragments}
+    put(plan, local, state, means)
+    return means
+
+
+@torch.no_grad()
+def meet(plan: Plan, state: TrainState, members: Axis, local: Local) -> TrainState:
+    """The state of a member after one of the first `after` steps: in its buffers and in x_0 the mean of the members'
+    parameters. The states of the outer optimizer, and of the member's own, stay as they are."""
+    means, agreed = put_mean(plan, state, members, local, None, list(range(local.fragments))), state.extra[OUTER]
+    at = {str(i): Outer(x, agreed[str(i)].opt_state) for i, x in means.items()}
+    return state._replace(extra={**state.extra, OUTER: at})
 
 
 @torch.no_grad()
@@ -293,13 +336,10 @@ def agree(step: Step, plan: Plan, members: Axis, state: TrainState, local: Local
     """
     state = step.finish(state)
     coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
-    for fragment in range(local.fragments):
-        if not local.overlap and not local.mix and local.due(int(state.step)) == fragment:
-            continue  # it agreed after this very step
-        with plan.mesh.ledger.phase("outer"):
-            d = send(plan, state, fragment, members, local, coder)()
-        agreed = state.extra[OUTER][str(fragment)].params
-        put_fragment(plan, local, state, fragment, {name: x - d[name] for name, x in agreed.items()})
+    done, whole = int(state.step), not local.overlap and not local.mix
+    if not local.together(done):  # else all did after this very step, as one fragment may have
+        apart = [i for i in range(local.fragments) if not whole or local.due(done) != i]
+        put_mean(plan, state, members, local, coder, apart)
 
     def mean(name: str, leaf: Tensor) -> Tensor:
         if not leaf.is_floating_point() or members.size == 1:
