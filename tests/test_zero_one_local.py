@@ -23,7 +23,7 @@ from fzero.checkpoint.restore_errors import error_lines
 from fzero.checkpoint.restore_state import restore_state
 from fzero.core import pytree
 from fzero.optim import zero_one_local
-from fzero.optim.zero_one_local import Rule
+from fzero.optim.zero_one_local import Intervals, Rule
 from fzero.planner import fewer_bytes
 from fzero.planner.devices import between_nodes, device
 from fzero.planner.plan import reports_of, resolve_for
@@ -475,11 +475,20 @@ def test_a_plan_of_local_steps_has_their_share_of_the_sums():
         reports.append(reports_of(resolve_for(config, slow), sizes, slow)(slow))
     each, second, fourth = (report.step_s for report in reports)
     assert each > second > fourth
-    # Of t = local + (sum - local) / H, whatever those two are; a step that sums each time has no parameters that moved.
-    local = 2 * fourth - second
-    assert 0.9 < (second - local) / ((each - local) / 2) < 1.1
+    # Of t = local + (sum - local) x the part of the 10 steps that sum: 2 before the first local one, and 4 or 2 then.
+    local = 3 * fourth - 2 * second
+    assert 0.9 < (second - local) / (0.6 * (each - local)) < 1.1
     once = sum(once for _, once in build.build(reports[2].config, fzero.fake_mesh(sizes)).plan.sent_by_link().values())
-    assert "makes no sum, and has its share of the time of those that do: one in 4 sends" in str(reports[2])
+    assert "makes no sum, and has its share of the time of those that do over the run: 4 of 10 steps send" in str(
+        reports[2]
+    )
     between = [fewer_bytes.sent_by_level(report, sizes, slow)[1] for report in reports]
-    metrics = 2 * between[2] - between[1]
-    assert between[0] - between[1] == pytest.approx(between[1] - metrics, rel=0.05) and between[2] < once
+    metrics = 3 * between[2] - 2 * between[1]
+    assert between[1] - metrics == pytest.approx(0.6 * (between[0] - metrics), rel=0.05) and between[2] < once
+
+
+@pytest.mark.parametrize("every, double", [(1, 0), (3, 0), (4, 0), (4, 4), (8, 16), (2, 6)])
+def test_sums_of_a_run_are_counted_as_they_are_made(every, double):
+    intervals = Intervals(3, every, double)
+    for steps in range(3, 80):
+        assert intervals.made(steps) == sum(bool(intervals.sums(torch.tensor(i))) for i in range(3, steps))

@@ -68,6 +68,17 @@ class Intervals(NamedTuple):
         length = (2 ** (step // self.double).clamp(0, 30)).clamp(max=self.every)
         return (step % self.double + 1) % length == 0
 
+    def made(self, steps: int) -> int:
+        """The sums from step `freeze` up to the end of a run of so many steps.
+
+        >>> Intervals(freeze=2, every=4, double=4).made(18)
+        8
+        """
+        left, found, length = max(0, steps - self.freeze), 0, 1 if self.double else self.every
+        while length < self.every and left > self.double:
+            found, left, length = found + self.double // length, left - self.double, 2 * length
+        return found + left // length
+
 
 class Rule(NamedTuple):
     """What the local steps of a method are made of."""

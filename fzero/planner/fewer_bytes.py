@@ -23,6 +23,7 @@ from fzero.planner.plan_report import PlanReport, has_rates
 from fzero.planner.rates import Way, collective_s, ways_of
 from fzero.run.build import build
 from fzero.run.config import LocalSteps, RunConfig
+from fzero.run.config_ranks import sums_made
 from fzero.sharding import fake_mesh
 
 GIGABIT = (100.0, 10.0, 1.0)  # links between nodes that are looked at beside the device's own
@@ -218,9 +219,10 @@ def sent_by_level(report: PlanReport, sizes: Mapping[str, int], device: Device) 
     moved = [(row["axis"], row["collective"], row["bytes"], row["calls"]) for row in report.comm]
     if report.config.local.method:
         moved.append(("rp", "psum", int(sent_in_agreements(report.config, sizes, 0, device.target)), 1))
-    if report.config.optim.sum_every > 1:
+    optim, steps = report.config.optim, report.config.train.steps
+    if optim.sum_every > 1:
         _, once = build(report.config, fake_mesh(sizes)).plan.sent_by_link()["rp"]
-        moved.append(("rp", "all_to_all", int(once / report.config.optim.sum_every), 1))
+        moved.append(("rp", "all_to_all", int(once * sums_made(optim, steps) / steps), 1))
     for axis, what, amount, calls in moved:
         if axis in ways and calls:
             for level, passed in by_level(ways[axis], what, amount // calls).items():

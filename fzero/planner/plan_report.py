@@ -20,6 +20,7 @@ from fzero.planner.timing import SECONDS_A_DAY, Timing, predict, weighed
 from fzero.run import build
 from fzero.run.build import Job
 from fzero.run.config import RunConfig
+from fzero.run.config_ranks import sums_made
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
 from fzero.sharding import AXES, fake_mesh
@@ -322,11 +323,12 @@ def notes_of(trace: Trace, timing: Timing | None, device: Device) -> list[str]:
 
 
 def with_sums(timing: Timing, trace: Trace, device: Device) -> Timing:
-    """The Timing of a local step with its share of those that sum by signs, one in `optim.sum_every`."""
+    """The mean over the run of the Timings of a local step and of one that sums by signs."""
     optim = trace.config.optim
     each = replace(trace.config, optim=replace(optim, sum_every=1, sum_double=0))
     summed = predict(extrapolate.trace(each, trace.sizes, rank=trace.rank, target=device.target), device)
-    return weighed([(timing, 1 - 1 / optim.sum_every), (summed, 1 / optim.sum_every)])
+    share = sums_made(optim, trace.config.train.steps) / trace.config.train.steps
+    return weighed([(timing, 1.0 - share), (summed, share)])
 
 
 def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
@@ -345,8 +347,10 @@ def sums_notes(built: Job, phases: Sequence[tuple[Timing, float]]) -> list[str]:
         full = size(sum(once_in_full(plan, link) for link in plan.sent_by_link()))
         if plan.codec is not None and plan.codec.local:
             signs = size(sum(once for _, once in plan.sent_by_link().values()))
+            steps = built.config.train.steps
             above = (
-                f"makes no sum, and has its share of the time of those that do: one in {optim.sum_every} sends {signs}"
+                "makes no sum, and has its share of the time of those that do over the run: "
+                f"{sums_made(optim, steps):,} of {steps:,} steps send {signs} each"
             )
         else:
             above = "sends signs"

@@ -32,6 +32,12 @@ def first_local(optim: Any, steps: int) -> int:
     return optim.freeze_steps or max(1, steps // 5)
 
 
+def sums_made(optim: Any, steps: int) -> int:
+    """The steps of a run of zero_one_adam whose ranks sum: all before the first local one, and some behind it."""
+    first = first_local(optim, steps)
+    return first + Intervals(first, optim.sum_every, optim.sum_double).made(steps)
+
+
 def validate_signs(c: RunConfig) -> None:
     """Raise ValueError for a codec and an optimizer of which only one sends signs, and a warm-up that is none."""
     name, signs = c.optim.name, c.optim.name in SEND_SIGNS
