@@ -62,6 +62,7 @@ def local_signs(**more: Any) -> Form:
     return Form({"dp": 1, "rp": 2}, {"zero": 1, **given})
 
 
+QUARTER, HALF = STEPS // 4, STEPS // 2  # of the steps, before members train apart
 STREAMING = {"fragments": 2, "overlap": 1, "mix": 0.5}
 SHORT = {"lr": 0.5, "momentum": 0.3}  # of DiLoCo's outer optimizer: 0.7 and 0.9 are for more than 20 rounds
 LAMB = {"lr": 1e-2, "weight_decay": 0.0}
@@ -77,6 +78,10 @@ FORMS = {
     "onebit_adam, rp": Form({"dp": 1, "rp": 2}, {"zero": 1, "optim.name": "onebit_adam"}),
     "zero_one_adam, sum_every=16": local_signs(),
     "zero_one_adam, sum_every=16, sum_double=64": local_signs(sum_double=64),
+    # the parts of a run of its authors: v moves in the first tenth, and intervals double after each 28%
+    "zero_one_adam, sum_every=16, freeze_steps=40, sum_double=112": local_signs(freeze_steps=40, sum_double=112),
+    # v moves until the rate falls, and intervals double where it has halved
+    "zero_one_adam, sum_every=16, freeze_steps=160, sum_double=64": local_signs(freeze_steps=160, sum_double=64),
     "lamb": Form({"dp": 2}, {"optim.name": "lamb"} | {f"optim.{key}": value for key, value in LAMB.items()}),
     "onebit_lamb": signs("onebit_lamb", "lamb", **LAMB),
     "diloco": members("diloco"),
@@ -85,9 +90,15 @@ FORMS = {
     "diloco, lr=0.5, momentum=0.3, codec=int4": members("diloco", codec="int4", **SHORT),
     "diloco, streaming": members("diloco", every=100, fragments=5, overlap=5, mix=0.5, codec="int4"),
     "diloco, lr=0.5, momentum=0.3, streaming": members("diloco", **STREAMING, codec="int4", **SHORT),
+    "diloco, after=100": members("diloco", after=QUARTER),
+    "diloco, after=200": members("diloco", after=HALF),
+    "diloco, after=100, lr=0.5, momentum=0.3": members("diloco", after=QUARTER, **SHORT),
+    "diloco, after=100, streaming": members("diloco", after=QUARTER, **STREAMING, codec="int4"),
     "slowmo": members("slowmo"),
+    "slowmo, after=200": members("slowmo", after=HALF),
     "localsgd": members("localsgd"),
     "localsgd, every=5": members("localsgd", every=5),
+    "localsgd, after=200": members("localsgd", after=HALF),
 }
 
 

@@ -418,7 +418,7 @@ def test_bytes_are_counted_by_the_links_that_they_pass():
 
 @slow
 def test_a_plan_says_what_would_send_fewer_bytes():
-    table = {"train_compiled": False, "precision": {"policy": "bf16"}, "zero": 3}
+    table = {"train_compiled": False, "precision": {"policy": "bf16"}, "zero": 3, "train_steps": 80}
     found = fewer_bytes.fewer_bytes(
         made(mesh={"dp": 4}, optimizer="lion", **table), between_nodes(device("h100", ranks_on_node=2), "0.05:5")
     )
@@ -426,6 +426,8 @@ def test_a_plan_says_what_would_send_fewer_bytes():
     plain, members = (found.options[names.index(name)] for name in ("as it is", "diloco H=20"))
     assert members.mesh == {"rp": 2, "dp": 2} and not plain.error
     assert members.sent[1] < 0.1 * plain.sent[1] and members.reports[0].step_s < plain.reports[0].step_s
+    late = found.options[names.index("localsgd H=20 after 1/2")]  # half of its steps send all
+    assert members.sent[1] < late.sent[1] < plain.sent[1] and members.reports[0].step_s < late.reports[0].step_s
     assert found.links() == ["0.05 Gbit/s", "100 Gbit/s", "10 Gbit/s", "1 Gbit/s"]
     steps = [report.step_s for report in plain.reports]
     assert steps[0] > steps[3] > steps[2] > steps[1]

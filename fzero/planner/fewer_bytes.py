@@ -29,6 +29,7 @@ from fzero.sharding import fake_mesh
 GIGABIT = (100.0, 10.0, 1.0)  # links between nodes that are looked at beside the device's own
 PAGE = "docs/codec.md"
 SHORT = "diloco, lr=0.5, momentum=0.3"  # of few rounds; the paper's rates, the defaults, are for many
+LATE_SIGNS = "zero_one_adam, sum_every=16, freeze_steps=160, sum_double=64"  # of 400 steps
 # By the codec or method: how much higher the validation loss of a small model was than that of the plain run after 400
 # steps, the mean over three seeds of benchmarks/results/learning-codecs.json; of those that have run with all of them.
 MEASURED: dict[str, float] = {
@@ -39,10 +40,12 @@ MEASURED: dict[str, float] = {
     "params=int8,grads=int4,hpz": -0.0109,
     "onebit_adam": -0.0070,
     "onebit_adam, rp": -0.0060,
-    "zero_one_adam, sum_every=16, sum_double=64": 0.0206,
+    LATE_SIGNS: -0.0098,
     SHORT: 0.0031,
     f"{SHORT}, codec=int4": 0.0089,
-    "diloco, streaming": 0.104,
+    "diloco, after=100, streaming": -0.0071,
+    "slowmo, after=200": -0.0090,
+    "localsgd, after=200": 0.0,
 }
 
 
@@ -107,7 +110,8 @@ class FewerBytes(NamedTuple):
         return "\n".join(
             [
                 f"what would help between {self.nodes} nodes of {self.device.name}: bytes that a rank sends in a step, "
-                "and seconds of a step by the links between nodes; gain is of the first of them",
+                "and seconds of a step by the links between nodes, the mean over the run where ranks move apart; gain "
+                "is of the first of the links",
                 "",
                 *lines,
                 "",
@@ -179,22 +183,38 @@ def options_of(config: RunConfig, sizes: Mapping[str, int], nodes: int) -> list[
         if config.zero < 2 and here.get("rp", 1) == 1 and here.get("dp", 1) * here.get("cp", 1) > 1:
             found.append(Option("onebit_adam", here, {"optim": signs}, "onebit_adam"))
         if apart.get("rp", 1) > 1:
-            local = replace(local, sum_every=16, sum_double=64)
+            # v moves in 2/5 of the run, and intervals double after each 4/25 of it, a multiple of 16 steps
+            steps = config.train.steps
+            local = replace(local, sum_every=16, freeze_steps=max(1, 2 * steps // 5), sum_double=near(steps, 0.16, 16))
             found.append(Option("onebit_adam", apart, {"optim": signs}, "onebit_adam, rp"))
-            found.append(
-                Option("zero_one_adam H=16", apart, {"optim": local}, "zero_one_adam, sum_every=16, sum_double=64")
-            )
+            found.append(Option("zero_one_adam H=16", apart, {"optim": local}, LATE_SIGNS))
     if apart.get("rp", 1) > 1:
-        streaming = LocalSteps("diloco", 100, codec="int4", fragments=5, overlap=5, mix=0.5)
-        for name, local, key in (
-            ("diloco H=20", LocalSteps("diloco", 20, 0.5, 0.3), SHORT),
-            ("diloco H=20 int4", LocalSteps("diloco", 20, 0.5, 0.3, codec="int4"), f"{SHORT}, codec=int4"),
-            ("diloco H=100 streaming int4", streaming, "diloco, streaming"),
-        ):
-            often = -(-config.train.checkpoint_every // local.every) * local.every
-            train = replace(config.train, checkpoint_every=often)
-            found.append(Option(name, apart, {"local": local, "train": train}, key))
+        found += local_options(config, apart)
     return found
+
+
+def local_options(config: RunConfig, apart: dict[str, int]) -> list[Option]:
+    """The options whose nodes are members that agree once in 20 steps, as they were measured: from the first step on,
+    after a quarter of the run, or after half of it."""
+    quarter, half = (near(config.train.steps, part, 20) for part in (0.25, 0.5))
+    streaming = LocalSteps("diloco", 20, codec="int4", fragments=2, overlap=1, mix=0.5, after=quarter)
+    found = []
+    for name, local, key in (
+        ("diloco H=20", LocalSteps("diloco", 20, 0.5, 0.3), SHORT),
+        ("diloco H=20 int4", LocalSteps("diloco", 20, 0.5, 0.3, codec="int4"), f"{SHORT}, codec=int4"),
+        ("diloco H=20 streaming int4 after 1/4", streaming, "diloco, after=100, streaming"),
+        ("slowmo H=20 after 1/2", LocalSteps("slowmo", 20, after=half), "slowmo, after=200"),
+        ("localsgd H=20 after 1/2", LocalSteps("localsgd", 20, after=half), "localsgd, after=200"),
+    ):
+        often = -(-config.train.checkpoint_every // local.every) * local.every
+        train = replace(config.train, checkpoint_every=often)
+        found.append(Option(name, apart, {"local": local, "train": train}, key))
+    return found
+
+
+def near(steps: int, part: float, unit: int) -> int:
+    """The multiple of a unit, at least one, that is next to a part of a run's steps."""
+    return max(1, round(steps * part / unit)) * unit
 
 
 def planned(config: RunConfig, option: Option, device: Device, cache: Path | None) -> Option:
