@@ -78,6 +78,7 @@ FORMS = {
     "onebit_adam, rp": Form({"dp": 1, "rp": 2}, {"zero": 1, "optim.name": "onebit_adam"}),
     "zero_one_adam, sum_every=16": local_signs(),
     "zero_one_adam, sum_every=16, sum_double=64": local_signs(sum_double=64),
+    "zero_one_adam, sum_every=16, freeze_steps=200": local_signs(freeze_steps=HALF),
     # the parts of a run of its authors: v moves in the first tenth, and intervals double after each 28%
     "zero_one_adam, sum_every=16, freeze_steps=40, sum_double=112": local_signs(freeze_steps=40, sum_double=112),
     # v moves until the rate falls, and intervals double where it has halved
