@@ -197,27 +197,40 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def panel_of(name: str) -> str:
+    """The title of the picture's part in which a form is."""
+    if name.split(",")[0] in ("diloco", "slowmo", "localsgd"):
+        return "members that agree once in H steps"
+    return "0/1 Adam's local steps" if "sum_every" in name else "sums in each step"
+
+
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     """The means over seeds of each form's validation loss by that of the form beside it, by step."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    axes = figure.subplots()
     curves: dict[str, list[dict[str, float]]] = {}
     for row in rows:
         curves.setdefault(row["form"], []).append(row["val_loss"])
     steps = [str(step) for step in range(EVERY, STEPS + 1, EVERY)]
     mean = {name: [statistics.mean(run[step] for run in runs) for step in steps] for name, runs in curves.items()}
-    for i, (name, form) in enumerate(FORMS.items()):
+    panels: dict[str, list[str]] = {}
+    for name, form in FORMS.items():
         if name in mean and name != form.beside and name != "lamb":
+            panels.setdefault(panel_of(name), []).append(name)
+    figure = Figure(figsize=(8.5, 10.0), layout="constrained")
+    each = figure.subplots(len(panels), squeeze=False, sharex=True)[:, 0]
+    for axes, (title, names) in zip(each, panels.items()):
+        for i, name in enumerate(names):
+            form = FORMS[name]
             apart = [100 * (a / b - 1) for a, b in zip(mean[name], mean[form.beside])]
-            style = ("-", "--", ":")[i % 3]
-            axes.plot([int(step) for step in steps], apart, style, label=f"{name} beside {form.beside}")
-    axes.set_xlabel("step")
-    axes.set_ylabel("validation loss beside it, %")
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.axhline(0.0, color="gray", linewidth=0.5)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            label = name if form.beside == "plain" else f"{name} beside {form.beside}"
+            axes.plot([int(step) for step in steps], apart, ("-", "--", ":")[i // 7], label=label, color=f"C{i % 7}")
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_ylabel("validation loss beside plain, %")
+        axes.set_yscale("symlog", linthresh=1.0)
+        axes.axhline(0.0, color="gray", linewidth=0.5)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    each[-1].set_xlabel("step")
     figure.savefig(picture)
 
 
