@@ -53,7 +53,8 @@ def signs(name: str, beside: str = "plain", **more: Any) -> Form:
 def members(method: str, **more: Any) -> Form:
     """A form of two members that agree once in 20 steps."""
     given = {f"local.{key}": value for key, value in more.items()}
-    return Form({"dp": 1, "rp": 2}, {"local.method": method, "local.every": 20} | given, goal=0.01)
+    goal = 0.01 if method == "diloco" else 0.005
+    return Form({"dp": 1, "rp": 2}, {"local.method": method, "local.every": 20} | given, goal=goal)
 
 
 def local_signs(**more: Any) -> Form:
