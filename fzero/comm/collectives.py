@@ -36,6 +36,7 @@ from fzero.comm.agreement import RankError
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger, Row
 from fzero.comm.operators import ops
+from fzero.core.autodiff import Function
 from fzero.core.device import is_traced
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
@@ -135,7 +136,7 @@ _PAIRS = {
 _TRANSPOSE = _PAIRS | {b: a for a, b in _PAIRS.items()}
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Function):
     @staticmethod
     def forward(x: Tensor, f: _Map) -> Tensor:
         return f.run(x)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, call_of, communicator_over, dim_of, ppermute
 from fzero.comm.communicator import Communicator
 from fzero.comm.operators import ops
+from fzero.core.autodiff import Function
 from fzero.core.future import Future, ready
 
 
@@ -32,7 +33,7 @@ class _Rows:
         return replace(self, room=self.rows, rows=self.room)
 
 
-class _Half(torch.autograd.Function):
+class _Half(Function):
     """The start of an exchange, or the wait for it: each is the transpose of the other, of the exchange transposed.
 
     What goes from the one to the other stands for the rows on their way, and so does its cotangent; it is a row in

@@ -4,6 +4,7 @@ transforms.
 
 from __future__ import annotations
 
+import inspect
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -120,7 +121,17 @@ def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Ca
     return of_some
 
 
-class Backward(torch.autograd.Function):
+class Function(torch.autograd.Function):
+    """A torch.autograd.Function of which `apply` knows the signature of `forward`: torch's reads it out of the code at
+    each call, which takes longer than most kernels of a small step.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # which inspect.signature then returns
+
+
+class Backward(Function):
     """`Backward.apply(what, run, *tensors)` returns the tuple `run(*tensors)`, computed on plain tensors below all
     transforms.
 
@@ -152,7 +163,7 @@ class Backward(torch.autograd.Function):
         return tuple(torch.stack(parts) for parts in zip(*outs)), (0,) * len(outs[0])
 
 
-class _Remat(torch.autograd.Function):
+class _Remat(Function):
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         return run(*tensors)

@@ -11,7 +11,7 @@ a small step's time. Nodes of other kinds that torch knows (OrderedDict, registe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ Tree = Any
 TreeDef = _pytree.TreeSpec
 _LEAF: TreeDef = _pytree.tree_flatten(None)[1]
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))  # classes of most leaves
+_FILLED = (dict, list, tuple, _pytree.namedtuple)  # the kinds of nodes that are walked here
 _NODES = _pytree.SUPPORTED_NODES  # the classes of nodes that are known by now, but for those of NamedTuples
 
 
@@ -82,8 +83,27 @@ def _structure(tree: Tree, found: list[Any]) -> TreeDef:
 
 
 def unflatten(leaves: Iterable[Any], treedef: TreeDef) -> Tree:
-    """The tree of structure `treedef` with these leaves: the inverse of `flatten`."""
-    return _pytree.tree_unflatten(leaves, treedef)
+    """The tree of structure `treedef` with these leaves: the inverse of `flatten`; raises ValueError if there are more
+    or fewer."""
+    given = leaves if isinstance(leaves, (list, tuple)) else list(leaves)
+    if len(given) != treedef.num_leaves:
+        return _pytree.tree_unflatten(given, treedef)  # which says how many it takes
+    return _fill(treedef, iter(given))
+
+
+def _fill(treedef: TreeDef, rest: Iterator[Any]) -> Tree:
+    """The tree of structure `treedef` of the next leaves."""
+    kind = treedef.type
+    if kind is None:
+        return next(rest)
+    if kind not in _FILLED:
+        return _pytree.tree_unflatten([next(rest) for _ in range(treedef.num_leaves)], treedef)
+    inner = [next(rest) if child is _LEAF else _fill(child, rest) for child in treedef.children()]
+    if kind is list:
+        return inner
+    if kind is tuple:
+        return tuple(inner)
+    return dict(zip(treedef.context, inner)) if kind is dict else treedef.context(*inner)
 
 
 def map(fn: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.autodiff import Backward, Remat, expect_closed, first_order, needs_grad
+from fzero.core.autodiff import Backward, Function, Remat, expect_closed, first_order, needs_grad
 from fzero.core.pytree import Tree
 from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
@@ -281,7 +281,7 @@ def _views(counts: tuple[int, int], tensors: Sequence[Tensor]) -> tuple[Fetch, S
     return lambda i: [leaf[i] for leaf in tensors[:n]], tensors[n : n + m], tensors[n + m :]
 
 
-class _Stack(torch.autograd.Function):
+class _Stack(Function):
     @staticmethod
     def forward(run: LayerLoop, counts: tuple[int, int], *tensors: Tensor) -> tuple[Tensor, ...]:
         # Autograd cannot save an input that is also an output, so an input that passes through all layers unchanged is

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero.core.autodiff import Backward
+from fzero.core.autodiff import Backward, Function
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.cross_entropy_rows import cap_logits
 
@@ -83,7 +83,7 @@ def _scores(
     return s.masked_fill(~mask[:, None], float("-inf"))
 
 
-class _Blocked(torch.autograd.Function):
+class _Blocked(Function):
     # q [N, R, T, K], k and v [N, S, K] with N = B G, sinks [N, R] or None; returns out like q and the log-sum-exp
     # [N, R, T], both with the sinks.
     @staticmethod

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.autodiff import Backward, needs_grad
+from fzero.core.autodiff import Backward, Function, needs_grad
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, rows_of, scale_, widen
 from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
@@ -170,7 +170,7 @@ class ValueAndGradients:
         return tuple(grad.new_empty(0) if g is None else scale_(g, grad) for g in gradients)
 
 
-class _ValueAndGradients(torch.autograd.Function):
+class _ValueAndGradients(Function):
     @staticmethod
     def forward(ahead: ValueAndGradients, *tensors: Tensor) -> Any:
         value, gradients = ahead.make(*tensors)

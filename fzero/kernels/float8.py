@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
+from fzero.core.autodiff import Function
 from fzero.core.both_orders import BOTH
 from fzero.core.device import kind_of, target_of
 from fzero.core.graph import SHARED
@@ -102,7 +103,7 @@ def product_reference(a: Tensor, b: Tensor, scaling: str, a_gradient: bool, b_gr
     return ((qa.to(wide) @ qb.to(wide)) * (ia * ib)).to(a.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     """The float8 product with derivatives that are float8 products too, each cotangent being rounded as a
     gradient.
 

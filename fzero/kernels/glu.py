@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core.largest import add_twin
-from fzero.kernels import chips, tuning
+from fzero.kernels import chips, glu_cpu, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.largest import PART, bits_of, largest_like, part_of, store_largest
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.registry import Form, Op
 
@@ -203,17 +203,24 @@ def _supports(a: Tensor, b: Tensor) -> str:
     )
 
 
-def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor]) -> Op:
+def _op(name: str, reference: Callable[[Tensor, Tensor], Tensor], *forms: Form) -> Op:
     return Op(
         name,
         reference,
         Form("triton", _fused(name, KINDS.index(name)), supports=_supports, prefers=on_cuda),
+        *forms,
         flops=lambda a, b: 10 * a.numel(),
         bytes=lambda a, b: 3 * a.numel() * a.element_size(),
     )
 
 
-swiglu = _op("swiglu", swiglu_reference)
+in_cpp = Form(
+    "cpp",
+    glu_cpu.swiglu,
+    supports=lambda a, b: glu_cpu.supports(a, b) or cpp_runs(a, b),
+    prefers=runs_alone,
+)
+swiglu = _op("swiglu", swiglu_reference, in_cpp)
 geglu = _op("geglu", geglu_reference)
 clamped_swiglu = _op("clamped_swiglu", clamped_swiglu_reference)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.core.autodiff import Function
 from fzero.core.device import kind_of, target_of
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
@@ -64,7 +65,7 @@ def weights_reference(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
     return torch.stack(out).to(x.dtype)
 
 
-class _Rows(torch.autograd.Function):
+class _Rows(Function):
     """`rows_reference`, with derivatives that are float8 products too. Rounding has no part in them."""
 
     generate_vmap_rule = True
@@ -92,7 +93,7 @@ class _Rows(torch.autograd.Function):
         return sum(parts[1:], parts[0])
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(Function):
     """`weights_reference`, likewise."""
 
     generate_vmap_rule = True

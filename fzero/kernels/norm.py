@@ -23,8 +23,9 @@ from torch import Tensor
 from fzero.core.autodiff import transforms
 from fzero.core.device import kind_of
 from fzero.core.vjp_pair import vjp_pair
+from fzero.kernels import norm_cpu
 from fzero.kernels.norm_triton import fused_norm
-from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
+from fzero.kernels.op_function import Fused, cpp_runs, on_cuda, operator, runs_alone, triton_runs
 from fzero.kernels.registry import Form, Op
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +152,11 @@ def _supports(x: Tensor, residual: Tensor | None, *params: Tensor) -> str:
     return _param_shapes(x, *params) or triton_runs(x, *params, *([] if residual is None else [residual]))
 
 
+def _cpp_supports(x: Tensor, residual: Tensor | None, scale: Tensor) -> str:
+    given = (x, scale) if residual is None else (x, residual, scale)
+    return norm_cpu.supports(x, residual, scale) or _param_shapes(x, scale) or cpp_runs(*given)
+
+
 def _param_shapes(x: Tensor, *params: Tensor) -> str:
     wrong = [list(p.shape) for p in params if p.shape != x.shape[-1:]]
     return f"a parameter is {wrong[0]} for x {list(x.shape)}; it must be [{x.shape[-1]}]" if wrong else ""
@@ -170,6 +176,12 @@ rms_norm = Op(
         supports=lambda x, scale, eps: _supports(x, None, scale),
         prefers=on_cuda,
     ),
+    Form(
+        "cpp",
+        norm_cpu.rms_norm,
+        supports=lambda x, scale, eps: _cpp_supports(x, None, scale),
+        prefers=runs_alone,
+    ),
     Form("chunks", rms_norm_in_chunks, prefers=_long_on_cpu),
     flops=lambda x, scale, eps: 4 * x.numel(),
     bytes=lambda x, scale, eps: 2 * x.numel() * x.element_size(),
@@ -182,6 +194,12 @@ add_rms_norm = Op(
         lambda x, residual, scale, eps: fused_norm("add_rms_norm", True, False, eps)(x, residual, scale),
         supports=lambda x, residual, scale, eps: _supports(x, residual, scale),
         prefers=on_cuda,
+    ),
+    Form(
+        "cpp",
+        norm_cpu.add_rms_norm,
+        supports=lambda x, residual, scale, eps: _cpp_supports(x, residual, scale),
+        prefers=runs_alone,
     ),
     Form("chunks", add_rms_norm_in_chunks, prefers=_long_on_cpu),
     flops=lambda x, residual, scale, eps: 5 * x.numel(),

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
-from fzero.core.autodiff import Backward
+from fzero.core.autodiff import Backward, Function, transforms
+from fzero.core.compile import have_compiler
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.fake_results import KERNELS
 from fzero.core.product_flops import Formula, add_formula
+from fzero.core.torch_private import FakeTensor
 from fzero.kernels.optional_triton import INSTALLED, INTERPRETED, MISSING
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default up to Triton 3.9, which warns that it will change
@@ -93,6 +95,26 @@ def on_cuda(*args: Any, **options: Any) -> str:
     )
 
 
+MANY = 1 << 16  # numbers of a tensor from which one C++ loop pays for its call
+
+
+def cpp_runs(*tensors: Tensor) -> str:
+    """The reason why C++ cannot take these tensors; "" if it can: all on the CPU, and there is a compiler."""
+    if any(kind_of(t) != "cpu" for t in tensors):
+        return "a tensor is not on the CPU"
+    return "" if have_compiler() else "there is no C++ compiler"
+
+
+def runs_alone(x: Tensor, *args: Any, **options: Any) -> str:
+    """The reason why "auto" should not take a C++ loop in place of several of torch's: x is small, or a graph is
+    traced, whose operators a compiler fuses and a partitioner computes again."""
+    plan = fake_device_of(x)
+    traced = isinstance(x, FakeTensor) if plan is None else plan.tracing
+    if traced or transforms() or torch.compiler.is_compiling():
+        return "the operators of a graph are fused when it is compiled"
+    return "" if x.numel() >= MANY else f"a tensor has fewer than {MANY} numbers"
+
+
 class Fused(NamedTuple):
     """A differentiable function given by its forward and backward pass, which both run on plain tensors below all
     transforms.
@@ -121,7 +143,7 @@ def _backward(fused: Fused, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(fused.backward(tensors[:count], tensors[count:]))
 
 
-class _Fused(torch.autograd.Function):
+class _Fused(Function):
     @staticmethod
     def forward(fused: Fused, *tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(fused.forward(*tensors))

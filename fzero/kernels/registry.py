@@ -67,9 +67,9 @@ class Form:
     prefers: Callable[..., str] = always
     composes: bool = False
 
-    def reason_against(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
-        """The reason why this form cannot serve a call, "" for none."""
-        if not self.composes and not first_order():
+    def reason_against(self, args: tuple[Any, ...], options: Mapping[str, Any], plain: bool = True) -> str:
+        """The reason why this form cannot serve a call, "" for none. plain: what `first_order` says of the call."""
+        if not self.composes and not plain:
             return "it is differentiated once at most, and not under vmap or jvp"
         return self.supports(*args, **options)
 
@@ -128,12 +128,13 @@ class Op:
         """
         if impl not in ("auto", "reference"):
             form = self.form(impl)
-            if why := form.reason_against(args, options):
+            if why := form.reason_against(args, options, first_order()):
                 raise ValueError(f"{self.name}: impl={impl!r} does not serve this call: {why}; use auto or reference")
             return form.name, form.run
         if impl == "auto":
+            plain = first_order()
             for form in self.ordered(args, options):
-                why = form.reason_against(args, options) or form.prefers(*args, **options)
+                why = form.reason_against(args, options, plain) or form.prefers(*args, **options)
                 if not why:
                     return form.name, form.run
                 if reasons is not None:

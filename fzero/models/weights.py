@@ -17,6 +17,7 @@ from torch import Tensor
 from fzero.comm.collectives import Axis, psum
 from fzero.core import pytree
 from fzero.core.arguments import expect_regex
+from fzero.core.autodiff import Function
 from fzero.core.pytree import nearest
 from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
@@ -136,7 +137,7 @@ def _dense(codes: Tensor, scales: Tensor, kind: str, block: int, dtype: torch.dt
     return dequantize(Quantized(codes, scales.view(torch.float32)), kind, block, dtype)
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _FrozenProduct(Function):
     """x w of a weight in codes; its derivatives are products with w again, dequantised anew."""
 
     generate_vmap_rule = True
@@ -160,7 +161,7 @@ class _FrozenProduct(torch.autograd.Function):
         return _FrozenProduct.apply(t, *ctx.saved_tensors, *ctx.options)
 
 
-class _FrozenTransposed(torch.autograd.Function):
+class _FrozenTransposed(Function):
     """g w^T of a weight in codes."""
 
     generate_vmap_rule = True

@@ -3,6 +3,7 @@ rests in."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -81,7 +82,7 @@ class Spec:
         sizes = tuple(map(int, form[5].split(","))) if form[5] else ()
         return cls(tuple(dims), frozenset(re.findall(r"\+(\w+)", form[2])), form[3] or "device", rows, sizes)
 
-    @property
+    @functools.cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes that shard any dim."""
         return tuple(axis for d in self.dims for axis in d)

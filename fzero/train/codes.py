@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.autodiff import Function
 from fzero.core.pytree import Tree
 from fzero.kernels import quantize as kernels
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
@@ -54,7 +55,7 @@ def params_coding(plan: Plan, impl: Kernels, exact: bool = False) -> Coding:
     return Coding(narrow, widen, None if exact else _coder(plan.codec, "params", impl))
 
 
-class _Rounded(torch.autograd.Function):
+class _Rounded(Function):
     """A tensor as it is when it has travelled, whose gradient is that of the tensor."""
 
     @staticmethod
