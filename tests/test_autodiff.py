@@ -1,11 +1,16 @@
 """remat is the function itself under every transform; the texts of Remat."""
 
+import ast
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from close import assert_close, assert_same
 
+import fzero
 from fzero.core import pytree
-from fzero.core.autodiff import Remat, first_order, needs_grad, remat, transforms
+from fzero.core.autodiff import Backward, Function, Remat, first_order, needs_grad, remat, transforms
 
 F64 = torch.float64
 
@@ -188,6 +193,17 @@ def test_transforms_and_first_order():
         (["Vmap", "Grad"], False),
         (["Jvp"], False),
     ]
+
+
+def test_the_signature_of_a_function_is_read_once():
+    """torch asks for it at each call of each Function that has `setup_context`; that of `Function` is at hand."""
+    texts = [path.read_text() for path in Path(fzero.__file__).parent.rglob("*.py")]
+    kinds = [node for text in texts if "def setup_context" in text for node in ast.parse(text).body]
+    kinds = [node for node in kinds if "setup_context" in [getattr(x, "name", "") for x in getattr(node, "body", ())]]
+    assert kinds and all([ast.unparse(base) for base in node.bases] == ["Function"] for node in kinds)
+    for kind in (Function, Backward):
+        known = getattr(kind.forward, "__signature__", None)
+        assert (known is not None) == (kind is Backward) and (not known or inspect.signature(kind.forward) is known)
 
 
 def test_needs_grad():

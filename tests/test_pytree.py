@@ -95,6 +95,9 @@ def test_trees_are_flattened_and_mapped_as_torch_does():
         expected = torch_pytree.tree_flatten(tree)
         assert identical(pytree.flatten(tree), expected) and identical((pytree.leaves(tree), expected[1]), expected)
         assert hash(pytree.flatten(tree)[1]) == hash(expected[1])
+        for treedef in (pytree.flatten(tree)[1], expected[1]):
+            built, theirs = (f(expected[0], treedef) for f in (pytree.unflatten, torch_pytree.tree_unflatten))
+            assert identical(torch_pytree.tree_flatten(built), torch_pytree.tree_flatten(theirs))
         names = names_by_torch(tree)
         if len(set(names)) == len(names):
             assert pytree.names(tree) == names
@@ -110,6 +113,9 @@ def test_flatten_and_unflatten_are_inverse():
     leaves, treedef = pytree.flatten(TREE)
     assert pytree.unflatten(leaves, treedef) == TREE
     again = pytree.unflatten([10 * i for i in range(7)], treedef)
+    for wrong in (leaves[1:], [*leaves, 1]):
+        with pytest.raises(ValueError, match=rf"has length {len(wrong)} but the spec refers to .* {len(leaves)} items"):
+            pytree.unflatten(wrong, treedef)
     assert again["list"][1][1] == Pair(40, {"x": 50}) and isinstance(again["list"][1][1], Pair) and again["empty"] == ()
 
 
