@@ -1,7 +1,6 @@
 """remat is the function itself under every transform; the texts of Remat."""
 
 import ast
-import inspect
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from close import assert_close, assert_same
 
 import fzero
 from fzero.core import pytree
-from fzero.core.autodiff import Backward, Function, Remat, first_order, needs_grad, remat, transforms
+from fzero.core.autodiff import Function, Remat, first_order, needs_grad, remat, run_backward, transforms
 
 F64 = torch.float64
 
@@ -195,15 +194,41 @@ def test_transforms_and_first_order():
     ]
 
 
-def test_the_signature_of_a_function_is_read_once():
-    """torch asks for it at each call of each Function that has `setup_context`; that of `Function` is at hand."""
+def test_functions_bind_no_arguments():
+    """torch does at each call of each Function that has `setup_context`; `Function` does not."""
     texts = [path.read_text() for path in Path(fzero.__file__).parent.rglob("*.py")]
     kinds = [node for text in texts if "def setup_context" in text for node in ast.parse(text).body]
     kinds = [node for node in kinds if "setup_context" in [getattr(x, "name", "") for x in getattr(node, "body", ())]]
     assert kinds and all([ast.unparse(base) for base in node.bases] == ["Function"] for node in kinds)
-    for kind in (Function, Backward):
-        known = getattr(kind.forward, "__signature__", None)
-        assert (known is not None) == (kind is Backward) and (not known or inspect.signature(kind.forward) is known)
+
+
+class Cube(Function):
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return run_backward("a cube", lambda x, g: (3 * x**2 * g,), x, g)
+
+
+def test_a_function_is_differentiated_once_everywhere():
+    x = torch.tensor([2.0, 3.0], dtype=F64, requires_grad=True)
+    expected = 3 * x.detach() ** 2
+    Cube.apply(x).sum().backward()
+    assert_same(x.grad, expected)
+    assert_same(grad(lambda x: Cube.apply(x).sum())(x.detach()), expected)
+    escaped = []
+    grad(lambda x: escaped.append(x) or x.sum())(x.detach())
+    assert_same(Cube.apply(escaped[0]).detach(), x.detach() ** 3)  # of a transform that is over
+    (first,) = torch.autograd.grad(Cube.apply(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"a cube: .backward\(\) differentiates it once"):
+        first.sum().backward()
 
 
 def test_needs_grad():

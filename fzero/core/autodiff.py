@@ -4,7 +4,6 @@ transforms.
 
 from __future__ import annotations
 
-import inspect
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -17,7 +16,12 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
-from fzero.core.torch_private import get_interpreter_stack, is_functorch_wrapped_tensor
+from fzero.core.torch_private import (
+    get_interpreter_stack,
+    is_functorch_wrapped_tensor,
+    transforms_active,
+    unwrap_dead_wrappers,
+)
 
 R = TypeVar("R")
 
@@ -122,13 +126,22 @@ def _of(run: Callable[..., Any], values: Sequence[Any], at: Sequence[int]) -> Ca
 
 
 class Function(torch.autograd.Function):
-    """A torch.autograd.Function of which `apply` knows the signature of `forward`: torch's reads it out of the code at
-    each call, which takes longer than most kernels of a small step.
+    """A torch.autograd.Function whose `apply` binds no arguments where no transform is active: torch reads the
+    signature of `forward` out of the code at each call, which takes longer than most kernels of a small step.
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        cls.forward.__signature__ = inspect.signature(cls.forward)  # which inspect.signature then returns
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+
+
+def run_backward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """`Backward.apply(what, run, *tensors)`; called as it is where nothing can ask for its derivative."""
+    if transforms_active() or torch.is_grad_enabled():
+        return Backward.apply(what, run, *tensors)
+    return run(*tensors)
 
 
 class Backward(Function):

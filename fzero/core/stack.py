@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.autodiff import Backward, Function, Remat, expect_closed, first_order, needs_grad
+from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
 from fzero.core.pytree import Tree
 from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
@@ -313,7 +313,7 @@ class _Stack(Function):
             return *stacked, *x_grads
 
         saved = ctx.saved_tensors
-        out = Backward.apply("stack", backward, *grads, *saved)
+        out = run_backward("stack", backward, *grads, *saved)
         return (
             None,
             None,

@@ -71,8 +71,10 @@ NAMES = {
     "supported_vec_isa_list": "torch._inductor.cpu_vec_isa:supported_vec_isa_list",
     "torch_pytree": "torch.utils._pytree",
     "tracing": "torch._guards:tracing",
+    "transforms_active": "torch._C:_are_functorch_transforms_active",
     "triton_helpers": "torch._inductor.runtime.triton_helpers",
     "triton_utils": "torch.utils._triton",
+    "unwrap_dead_wrappers": "torch._functorch.utils:unwrap_dead_wrappers",
     "view_to_reshape": "torch._inductor.fx_passes.post_grad:view_to_reshape",
 }
 

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from fzero.core.autodiff import Backward, Function
+from fzero.core.autodiff import Function, run_backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.cross_entropy_rows import cap_logits
 
@@ -115,7 +115,7 @@ class _Blocked(Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         q, k, v, lse, *optional = ctx.saved_tensors
         run = functools.partial(_blocked_backward, ctx.pattern, ctx.scale, ctx.cap, ctx.has)
-        grads = Backward.apply("blocked attention", run, q, k, v, lse, grad, *optional)
+        grads = run_backward("blocked attention", run, q, k, v, lse, grad, *optional)
         return *grads, *([] if ctx.has[0] else [None]), None, None, None, None
 
 

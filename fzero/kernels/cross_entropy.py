@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.core.autodiff import Backward, Function, needs_grad
+from fzero.core.autodiff import Function, needs_grad, run_backward
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, rows_of, scale_, widen
 from fzero.kernels.op_function import on_cuda, triton_runs
 from fzero.kernels.registry import Form, Op
@@ -188,7 +188,7 @@ class _ValueAndGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        gradients = Backward.apply(ctx.ahead.what, ctx.ahead.scale, grad, *ctx.saved_tensors)
+        gradients = run_backward(ctx.ahead.what, ctx.ahead.scale, grad, *ctx.saved_tensors)
         return None, *(g if wanted else None for g, wanted in zip(gradients, ctx.wanted)), *([None] * ctx.others)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
-from fzero.core.autodiff import Backward, Function, transforms
+from fzero.core.autodiff import Function, run_backward, transforms
 from fzero.core.compile import have_compiler
 from fzero.core.device import fake_device_of, kind_of
 from fzero.core.fake_results import KERNELS
@@ -160,5 +160,5 @@ class _Fused(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, fused = ctx.saved_tensors, ctx.fused
         run = functools.partial(_backward, fused, len(saved))
-        gradients = Backward.apply(fused.what, run, *saved, *grads[: fused.results])
+        gradients = run_backward(fused.what, run, *saved, *grads[: fused.results])
         return None, *gradients, *([None] * (ctx.inputs - len(gradients)))
