@@ -1,6 +1,7 @@
 """Preparation by several processes, killed and resumed: the corpus of one process that was not."""
 
 import fcntl
+import gc
 import gzip
 import io
 import itertools
@@ -293,6 +294,30 @@ def test_workers_answer_every_number_once():
             list(workers.results_of(work, range(7), count))
     with pytest.raises(RuntimeError, match="Local: cannot be sent"):
         list(workers.results_of(work, [7, 1], 2))
+
+
+class Owned:
+    """Says in a file that it was ended by another process than the one that made it."""
+
+    def __init__(self, file):
+        self.file, self.owner, self.itself = file, os.getpid(), self
+
+    def __del__(self):
+        if os.getpid() != self.owner:
+            self.file.touch()
+
+
+def test_garbage_of_the_parent_is_not_ended_in_its_processes(tmp_path):
+    """Which may end threads that a forked process does not have."""
+    collects, gc_was = workers.apart(gc.isenabled), gc.isenabled()
+    gc.disable()
+    try:
+        for name in ("a", "b"):
+            Owned(tmp_path / name)  # a cycle
+        assert workers.apart(gc.collect) == 0 and not list(tmp_path.iterdir()) and not gc.isenabled()
+    finally:
+        gc.enable()
+    assert collects and gc_was
 
 
 def test_a_process_that_is_killed_is_one_line_and_resumed(tmp_path, whole, small, monkeypatch):

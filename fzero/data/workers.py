@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -99,7 +100,7 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             ours, theirs = context.Pipe()
             others = [ours, *(connection for _, connection in started)]
             process = context.Process(target=_serve, args=(work, theirs, others, os.getpid()), daemon=True)
-            with warnings.catch_warnings():
+            with _uncollected(), warnings.catch_warnings():
                 # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
                 # of theirs, nor of torch's and of loggers.
                 warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
@@ -116,8 +117,22 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             process.close()
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """A context in which no garbage is collected, in processes that are forked in it too."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _serve(work: Callable[[int], Any], connection: Any, others: list[Any], parent: int) -> None:
     """Answer numbers with (result, error), until there are no more."""
+    gc.freeze()  # garbage of the parent is not ended here: that may take threads, which a forked process does not have
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
