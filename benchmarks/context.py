@@ -6,9 +6,11 @@ And steps over cp beside steps over dp.
 
 One attention, forward and backward, on 4 ranks with a thread each. `predicted` is the largest work of a rank over the
 mean, from the pairs of queries and keys that the mask has. `cpu` is the largest of the ranks' CPU seconds over the
-mean, which other processes do not change; `wall` is the seconds of a step over those of balanced blocks, beside what
-is predicted of it: for this the machine must be idle and have a core for every rank. Choices take turns; figures are
-medians.
+mean, which other processes do not change; `with_rest` what is predicted of it with what a rank does beside its pairs,
+which is the same for all: the seconds of a pair come from the rows of one document and of short ones in balanced
+blocks, the rest of a choice from its row of short ones. `wall` is the seconds of a step over those of balanced blocks,
+beside what is predicted of it: for this the machine must be idle and have a core for every rank. Choices take turns;
+figures are medians.
 
 `--steps` trains llama-tiny on 4 ranks with a thread each, in the precision that a run takes here, remat full, stage 3:
 as many rows of `--tokens` as there are ranks in a step, over dp a row on each rank, over cp by each form a part of
@@ -56,9 +58,14 @@ def documents_of(tokens: int) -> dict[str, np.ndarray]:
     return {name: np.repeat(np.arange(len(each)), each)[:tokens] for name, each in lengths.items()}
 
 
+def pairs_of(documents: np.ndarray) -> np.ndarray:
+    """The pairs of each query."""
+    return pairs_by_query(FULL, documents[None])[0]
+
+
 def choices(documents: np.ndarray, ranks: int) -> dict[str, tuple[Pieces, float]]:
     """(blocks, predicted imbalance) of each choice."""
-    work = pairs_by_query(FULL, documents[None])[0]
+    work = pairs_of(documents)
     blocks = blocks_of(len(documents), ranks)
     pieces = (contiguous(ranks), zigzag(ranks), balanced(in_blocks(work, blocks), ranks))
     return {name: (one, imbalance(in_blocks(work, one.count), one)) for name, one in zip(CHOICES, pieces)}
@@ -173,7 +180,22 @@ def table_of_steps(rows: list[dict[str, Any]]) -> list[str]:
 def measure(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each distribution and choice."""
     found = answer_of_ranks(work, {"ranks": ranks, "tokens": tokens, "repeats": repeats})
-    return [row for name in found for row in figures(name, found[name], choices(documents_of(tokens)[name], ranks))]
+    rows = [row for name in found for row in figures(name, found[name], choices(documents_of(tokens)[name], ranks))]
+    return with_rest(rows, {name: int(pairs_of(each).sum()) / ranks for name, each in documents_of(tokens).items()})
+
+
+def with_rest(rows: list[dict[str, Any]], pairs: dict[str, float]) -> list[dict[str, Any]]:
+    """The rows with the imbalance that is predicted with what a rank does beside its pairs. pairs: by the documents
+    those of a rank, the mean."""
+    mean = {(row["documents"], row["blocks"]): statistics.fmean(row["cpu_s"]) for row in rows}
+    ends = ("one document", "equal short")
+    many, few = (mean[name, "balanced"] for name in ends)
+    a_pair = (many - few) / (pairs[ends[0]] - pairs[ends[1]])
+    for row in rows:
+        rest = mean[ends[1], row["blocks"]] - a_pair * pairs[ends[1]]
+        own = a_pair * pairs[row["documents"]]
+        row["with_rest"] = (rest + row["predicted"] * own) / (rest + own)
+    return rows
 
 
 def figures(name: str, found: dict[str, list[Any]], made: dict[str, tuple[Pieces, float]]) -> list[dict[str, Any]]:
@@ -193,11 +215,12 @@ def figures(name: str, found: dict[str, list[Any]], made: dict[str, tuple[Pieces
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The figures as text."""
-    lines = [f"{'documents':22}{'blocks':12}{'predicted':>10}{'cpu':>8}{'cpu s':>8}{'wall':>8}{'predicted':>11}"]
+    heads = ("predicted", "with rest", "cpu", "cpu s", "wall", "predicted")
+    lines = [f"{'documents':22}{'blocks':12}" + "".join(f"{head:>10}" for head in heads)]
     for row in rows:
         lines.append(
-            f"{row['documents']:22}{row['blocks']:12}{row['predicted']:>10.3f}{row['cpu']:>8.3f}"
-            f"{max(row['cpu_s']):>8.3f}{row['wall']:>8.3f}{row['predicted_wall']:>11.3f}"
+            f"{row['documents']:22}{row['blocks']:12}{row['predicted']:>10.3f}{row['with_rest']:>10.3f}"
+            f"{row['cpu']:>10.3f}{max(row['cpu_s']):>10.3f}{row['wall']:>10.3f}{row['predicted_wall']:>10.3f}"
         )
     return lines
 
