@@ -18,6 +18,7 @@ from fzero.core import precision, pytree
 from fzero.core.tables import flat, put
 from fzero.models import GPT2Config, gpt2
 from fzero.run import placement
+from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table, to_table
 from fzero.run.resume.auto_resume import allowed_changes
 from fzero.run.run_folder import create_run
@@ -208,3 +209,24 @@ def test_a_run_goes_on_where_its_last_attempt_was(tmp_path, fz, monkeypatch):
     assert [(line["zero"], line["offload"]) for line in lines] == [(0, "")] + [(3, "opt=host")] * 2 + [
         (1, "opt=host")
     ] * 2
+
+
+@pytest.mark.parametrize(
+    "mesh, chunks, asked, layout",
+    [
+        ({"pp": 4}, 1, "", "3,2,2,1"),
+        ({"pp": 2}, 2, "", "3,2,2,1"),  # of as many stages
+        ({"pp": 2, "tp": 2}, 1, "", "auto"),
+        ({"dp": 4}, 1, "", "3,2,2,1"),  # for when there are stages again
+        ({"pp": 2}, 1, "4,4", "4,4"),
+    ],
+)
+def test_a_layout_of_other_stages_is_left_out_and_said(mesh, chunks, asked, layout):
+    recorded = RunConfig(mesh={"pp": 4}, pipeline=fzero.Pipeline(layout="3,2,2,1"))
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    given = fzero.Pipeline(schedule, chunks, asked or "3,2,2,1")
+    changes = {"pipeline": {"layout": asked}} if asked else {}
+    config, lines = placement.fit_layout(recorded, replace(recorded, mesh=mesh, pipeline=given), changes)
+    assert config.pipeline == replace(given, layout=layout) and config.mesh == mesh
+    said = "layout 3,2,2,1 is of 4 stages and there are 2 now: layers as even as they go"
+    assert lines == [said] * (layout == "auto")

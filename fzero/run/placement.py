@@ -8,7 +8,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from fzero.core.tables import flat
+from fzero.core.tables import Table, flat
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.run_folder import pretrain_command
@@ -48,6 +48,20 @@ def keep_placement(recorded: RunConfig, config: RunConfig, mesh: dict[str, int] 
         mesh=recorded.mesh if mesh is None else mesh,
         **{name: getattr(config, name) for name in parts},
     )
+
+
+def fit_layout(recorded: RunConfig, config: RunConfig, changes: Table) -> tuple[RunConfig, list[str]]:
+    """The config of an attempt, and lines about it: a recorded layout that is of another number of stages is left out,
+    unless `changes` has one.
+
+    Without pp the recorded layout is kept for later attempts.
+    """
+    old, new = (one.mesh.get("pp", 1) * one.pipeline.chunks for one in (recorded, config))
+    asked = "layout" in changes.get("pipeline", {})
+    if asked or recorded.pipeline.layout == "auto" or config.mesh.get("pp", 1) == 1 or old == new:
+        return config, []
+    line = f"layout {recorded.pipeline.layout} is of {old} stages and there are {new} now: layers as even as they go"
+    return replace(config, pipeline=replace(config.pipeline, layout="auto")), [line]
 
 
 def resume_command(folder: Path, config: RunConfig, processes: int) -> str:

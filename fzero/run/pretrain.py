@@ -33,7 +33,7 @@ from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
 from fzero.run.memory_check import check_memory
 from fzero.run.out_of_memory import explained
-from fzero.run.placement import keep_placement
+from fzero.run.placement import fit_layout, keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.reference import with_reference
@@ -184,7 +184,8 @@ def resume(
         coordinator.keep(math.prod(sizes.values()))
         if coordinator.spare:
             return None
-    config, mesh, device, lines = place(replace(apply_table(recorded, changes), mesh=sizes), coordinator)
+    config, layout_lines = fit_layout(recorded, replace(apply_table(recorded, changes), mesh=sizes), changes)
+    config, mesh, device, lines = place(config, coordinator)
     refuse_without_axis(config, changes, recorded)
     coordinator.share(lambda: lock_others(config, options.say))
     job = build(config, mesh, folder, device=device)
@@ -213,7 +214,7 @@ def resume(
     expect_steps_left(folder, config, options, step)
     coordinator.share(lambda: run_folder.cut_metrics(folder, step))
     options.say(f"resuming {folder} at step {step} of {config.train.steps}")
-    for line in [*mesh_lines, *lines] if coordinator.size > 1 or mesh_lines else ():
+    for line in [*mesh_lines, *layout_lines, *lines] if coordinator.size > 1 or mesh_lines else ():
         options.say(line)
     if recorded.mesh != config.mesh and not mesh_lines:
         options.say(f"on {mesh_text(config.mesh)}, before that on {mesh_text(recorded.mesh)}")
