@@ -134,7 +134,8 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         if transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+        below: Any = super(torch.autograd.Function, cls)  # torch's own `apply` in C++
+        return below.apply(*unwrap_dead_wrappers(args))
 
 
 def run_backward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -132,7 +132,7 @@ class _Product(Function):
     @staticmethod
     def jvp(ctx: Any, ta: Tensor | None, tb: Tensor | None, *_: None) -> Tensor:
         (a, b), (scaling, a_gradient, b_gradient) = ctx.saved_tensors, ctx.kinds
-        parts = [] if ta is None else [_Product.apply(ta, b, scaling, True, b_gradient)]
+        parts: list[Tensor] = [] if ta is None else [_Product.apply(ta, b, scaling, True, b_gradient)]
         parts += [] if tb is None else [_Product.apply(a, tb, scaling, a_gradient, True)]
         return sum(parts[1:], parts[0])
 

@@ -88,7 +88,7 @@ class _Rows(Function):
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, tw: Tensor | None, _: None) -> Tensor:
         x, w, ends = ctx.saved_tensors
-        parts = [] if tx is None else [_Rows.apply(tx, w, ends)]
+        parts: list[Tensor] = [] if tx is None else [_Rows.apply(tx, w, ends)]
         parts += [] if tw is None else [_Rows.apply(x, tw, ends)]
         return sum(parts[1:], parts[0])
 
@@ -116,7 +116,7 @@ class _Weights(Function):
     @staticmethod
     def jvp(ctx: Any, tx: Tensor | None, tg: Tensor | None, _: None) -> Tensor:
         x, g, ends = ctx.saved_tensors
-        parts = [] if tx is None else [_Weights.apply(tx, g, ends)]
+        parts: list[Tensor] = [] if tx is None else [_Weights.apply(tx, g, ends)]
         parts += [] if tg is None else [_Weights.apply(x, tg, ends)]
         return sum(parts[1:], parts[0])
 
