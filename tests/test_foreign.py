@@ -223,7 +223,8 @@ def test_an_environment_file_without_its_entries(fz, sound):
         ({"TORCHELASTIC_RUN_ID": "none"}, "TORCHELASTIC_RUN_ID is 'none' and WORLD_SIZE is not set"),
     ],
 )
-def test_the_environment_of_torchrun_is_checked_before_anything(fz, monkeypatch, variables, message):
+def test_the_environment_of_torchrun_is_checked_before_anything(fz, monkeypatch, tmp_path, variables, message):
+    monkeypatch.chdir(tmp_path)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     code, _, err = fz("pretrain", "--steps", "1", "--data", "nowhere")
