@@ -221,8 +221,9 @@ def test_a_run_goes_on_where_its_last_attempt_was(tmp_path, fz, monkeypatch):
         ({"pp": 2}, 1, "4,4", "4,4"),
     ],
 )
-def test_a_layout_of_other_stages_is_left_out_and_said(mesh, chunks, asked, layout):
-    recorded = RunConfig(mesh={"pp": 4}, pipeline=fzero.Pipeline(layout="3,2,2,1"))
+@pytest.mark.parametrize("before", [{"pp": 4}, {"dp": 4}], ids=["pp", "without pp for a while"])
+def test_a_layout_of_other_stages_is_left_out_and_said(before, mesh, chunks, asked, layout):
+    recorded = RunConfig(mesh=before, pipeline=fzero.Pipeline(layout="3,2,2,1"))
     schedule = "1f1b" if chunks == 1 else "interleaved"
     given = fzero.Pipeline(schedule, chunks, asked or "3,2,2,1")
     changes = {"pipeline": {"layout": asked}} if asked else {}

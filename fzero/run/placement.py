@@ -56,11 +56,11 @@ def fit_layout(recorded: RunConfig, config: RunConfig, changes: Table) -> tuple[
 
     Without pp the recorded layout is kept for later attempts.
     """
-    old, new = (one.mesh.get("pp", 1) * one.pipeline.chunks for one in (recorded, config))
-    asked = "layout" in changes.get("pipeline", {})
-    if asked or recorded.pipeline.layout == "auto" or config.mesh.get("pp", 1) == 1 or old == new:
+    layout, pp = recorded.pipeline.layout, config.mesh.get("pp", 1)
+    old, new = layout.count(",") + 1, pp * config.pipeline.chunks
+    if layout == "auto" or "layout" in changes.get("pipeline", {}) or pp == 1 or old == new:
         return config, []
-    line = f"layout {recorded.pipeline.layout} is of {old} stages and there are {new} now: layers as even as they go"
+    line = f"layout {layout} is of {old} stages and there are {new} now: layers as even as they go"
     return replace(config, pipeline=replace(config.pipeline, layout="auto")), [line]
 
 
