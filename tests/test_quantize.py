@@ -307,6 +307,20 @@ def test_the_c_plus_plus_gives_the_bits_of_the_reference(kind, dtype, shape, blo
 
 
 @CPP
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [1, 8, 255])
+def test_the_c_plus_plus_gives_the_bits_of_the_reference_for_any_numbers(kind, dtype, spread):
+    """Exponents of a block differ by less than `spread`, from 2^-149 to infinity; the other bits are any."""
+    generator = torch.Generator().manual_seed(spread)
+    words = torch.randint(-(2**31), 2**31, (1, 2048, 32), generator=generator)
+    largest = torch.randint(0, 256, (1, 2048, 1), generator=generator)
+    exponent = (largest - torch.randint(0, spread, words.shape, generator=generator)).clamp(min=0)
+    x = ((words & ~(0xFF << 23)) | (exponent << 23)).to(torch.int32).view(torch.float32).view(1, -1).to(dtype)
+    assert_same(*(bits(quantize(x, kind, 32, impl=impl)) for impl in ("cpp", "reference")))
+
+
+@CPP
 def test_the_c_plus_plus_serves_many_numbers_on_a_cpu():
     assert explain("quantize", torch.ones(1 << 14), "int4", 128).chosen == "cpp"
     few = explain("quantize", torch.ones(128), "int4", 128)

@@ -35,6 +35,7 @@ template <typename Term> float sum(int64_t n, Term term) {
   float lanes[LANES] = {};
   int64_t i = 0;
   for (; i + LANES <= n; i += LANES) {
+#pragma omp simd
     for (int lane = 0; lane < LANES; ++lane) lanes[lane] += term(i + lane);
   }
   for (; i < n; ++i) lanes[i % LANES] += term(i);
@@ -51,12 +52,14 @@ void forward(const T* x, const T* residual, const float* scale, T* y, T* total, 
     if (residual != nullptr) {
       const T* more = residual + row * s.n;
       T* both = total + row * s.n;
+#pragma omp simd
       for (int64_t i = 0; i < s.n; ++i) narrow(wide(in[i]) + wide(more[i]), both[i]);
       in = both;
     }
     const float squares = sum(s.n, [&](int64_t i) { return wide(in[i]) * wide(in[i]); });
     const float r = 1.0f / std::sqrt(squares / float(s.n) + float(s.eps));
     T* out = y + row * s.n;
+#pragma omp simd
     for (int64_t i = 0; i < s.n; ++i) {
       T normed;
       narrow(wide(in[i]) * r, normed);
@@ -82,11 +85,14 @@ void backward(const T* g, const T* total_g, const T* x, const float* scale, cons
           sum(s.n, [&](int64_t i) { return wide(grad[i]) * scale[i] * (wide(in[i]) * r); }) / float(s.n);
       const auto by_x = [&](int64_t i) { return (wide(grad[i]) * scale[i] - wide(in[i]) * r * along) * r; };
       if (total_g == nullptr) {
+#pragma omp simd
         for (int64_t i = 0; i < s.n; ++i) narrow(by_x(i), out[i]);
       } else {
         const T* more = total_g + row * s.n;
+#pragma omp simd
         for (int64_t i = 0; i < s.n; ++i) narrow(by_x(i) + wide(more[i]), out[i]);
       }
+#pragma omp simd
       for (int64_t i = 0; i < s.n; ++i) own[i] += wide(grad[i]) * (wide(in[i]) * r);
     }
   }

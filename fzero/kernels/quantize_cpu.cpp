@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t LARGEST_BLOCK = 8192;
 constexpr int64_t FEW = 1 << 15;  // numbers up to which one thread does all of it
 constexpr float SMALLEST = 0x1p-126f;
-constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: added to |y| < 2^22 it rounds y to nearest, ties to even
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: y + ROUNDER is y to nearest, ties to even, in its low bits
 
 struct BFloat16 { uint16_t x; };
 
@@ -48,21 +48,22 @@ template <int BITS> int64_t width(int64_t numbers) { return BITS == 4 ? (numbers
 template <int BITS, typename T> float encode(const T* x, int64_t count, uint8_t* data) {
   constexpr float largest = BITS == 4 ? 7.0f : 127.0f;
   uint32_t magnitude = 0;  // ordered as the numbers are, with infinity and NaN at the top
+#pragma omp simd reduction(max : magnitude)
   for (int64_t i = 0; i < count; ++i) magnitude = std::max(magnitude, bits(wide(x[i])) & 0x7fffffffu);
   if (magnitude >= 0x7f800000u) {
     std::memset(data, 0, width<BITS>(count));
     return std::numeric_limits<float>::infinity();
   }
   const float scale = std::max(real(magnitude) / largest, SMALLEST), inverse = 1.0f / scale;
-  const auto code = [&](int64_t i) {
-    const float y = std::min(std::max(wide(x[i]) * inverse, -largest), largest);
-    return bits(y + ROUNDER) - bits(ROUNDER);
-  };
+  // |x inverse| is below largest + 1/2, so the low bits of the sum are the code.
   if constexpr (BITS == 8) {
-    for (int64_t i = 0; i < count; ++i) data[i] = uint8_t(code(i));
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) data[i] = uint8_t(bits(wide(x[i]) * inverse + ROUNDER));
   } else {
-    for (int64_t i = 0; i < count / 2; ++i) data[i] = uint8_t((code(2 * i) & 15u) | (code(2 * i + 1) & 15u) << 4);
-    if (count % 2) data[count / 2] = uint8_t(code(count - 1) & 15u);
+    const auto code = [&](int64_t i) { return bits(wide(x[i]) * inverse + ROUNDER) & 15u; };
+#pragma omp simd
+    for (int64_t i = 0; i < count / 2; ++i) data[i] = uint8_t(code(2 * i) | code(2 * i + 1) << 4);
+    if (count % 2) data[count / 2] = uint8_t(code(count - 1));
   }
   return scale;
 }
@@ -70,8 +71,10 @@ template <int BITS, typename T> float encode(const T* x, int64_t count, uint8_t*
 // put(i, what the code of number i stands for) for one block.
 template <int BITS, typename Put> void decode(const uint8_t* data, float scale, int64_t count, Put put) {
   if constexpr (BITS == 8) {
+#pragma omp simd
     for (int64_t i = 0; i < count; ++i) put(i, float(int8_t(data[i])) * scale);
   } else {
+#pragma omp simd
     for (int64_t i = 0; i < count / 2; ++i) {
       put(2 * i, float(int8_t(data[i] << 4) >> 4) * scale);
       put(2 * i + 1, float(int8_t(data[i]) >> 4) * scale);
