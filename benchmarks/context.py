@@ -146,6 +146,7 @@ def steps_of(rank: int, order: dict[str, Any], port: int, answer: Connection) ->
             "cpu_s": torch.stack(table)[:, 1:].sum(0).tolist(),
             "peak_bytes": int(max(row[0] for row in table)),
             "loss": float(metrics.loss),
+            "precision": job.config.precision.policy,
         }
     answer.send(found)
     for job, _, _ in jobs.values():
@@ -174,7 +175,7 @@ def table_of_steps(rows: list[dict[str, Any]]) -> list[str]:
             f"{statistics.median(row['cpu_s']):>8.2f}{row['peak_bytes'] / 1e6:>9.1f}"
             f"{row['peak_bytes'] / rows[0]['peak_bytes']:>8.2f}{row['loss']:>10.5f}"
         )
-    return lines
+    return [*lines, f"precision: {rows[0]['precision']}"]
 
 
 def measure(ranks: int, tokens: int, repeats: int) -> list[dict[str, Any]]:

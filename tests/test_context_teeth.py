@@ -294,7 +294,7 @@ def test_a_mistake_in_the_tile_loops_is_caught(mistake, tmp_path, monkeypatch):
     tiled, expected = functools.partial(attention_at, impl="tiled"), attends(reference)
     assert_close(attends(tiled), expected, rtol=1e-10, atol=1e-12)
     right, wrong = TILES[mistake]
-    source = Path(attention_tiled.__file__).with_suffix(".cpp").read_text()
+    source = cpp.source_of(Path(attention_tiled.__file__).with_suffix(".cpp"))
     assert source.count(right) == 1
     (tmp_path / "attention_tiled.cpp").write_text(source.replace(right, wrong))
     library = cpp.library(str(tmp_path / "attention_tiled.py"), cpp.CONTRACTED, "OF_float64")

@@ -1,11 +1,14 @@
 """C++ loops in place of several of torch's operators on a CPU, for eager steps: RMSNorm and SwiGLU. Every law of a
 kernel, and when "auto" takes them."""
 
+import ctypes
+
 import kernel_laws as laws
 import pytest
 import torch
 from close import assert_same
 
+from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import glu, norm, norm_cpu
@@ -101,3 +104,12 @@ def test_what_they_refuse():
         glu.swiglu(a.float(), b.float()[:1], impl="cpp")
     with pytest.raises(ValueError, match=r"a parameter is \[2\] for x \[2, 3\]"):
         norm.rms_norm(a.float(), b.float()[0, :2], 1e-5, impl="cpp")
+
+
+def test_an_edit_of_a_header_is_compiled(tmp_path):
+    (tmp_path / "answer.cpp").write_text('#include "number.h"\nextern "C" int answer() { return N; }\n')
+    for number in (41, 42):
+        (tmp_path / "number.h").write_text(f"constexpr int N = {number};\n")
+        assert f"N = {number}" in cpp.source_of(tmp_path / "answer.cpp")
+        made = cpp.compiled_by_gcc(str(tmp_path / "answer.py"), cpp.EXACT)
+        assert ctypes.CDLL(made).answer() == number

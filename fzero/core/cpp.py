@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -54,7 +55,7 @@ def library(module: str, rounding: tuple[str, ...], part: str = "") -> ctypes.CD
 
     trust_vector_flags()
     flags = (*_VECTORISED, *rounding, *_macros(part))
-    return CppCodeCache.load(Path(module).with_suffix(".cpp").read_text(), extra_flags=flags)
+    return CppCodeCache.load(source_of(Path(module).with_suffix(".cpp")), extra_flags=flags)
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def compiled_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> s
     Raises RuntimeError with g++'s message if that fails.
     """
     source = Path(module).with_suffix(".cpp")
-    text, flags = source.read_text(), (*_ALL, *rounding, *_macros(part))
+    text, flags = source_of(source), (*_ALL, *rounding, *_macros(part))
     torch = Path(str(metadata.distribution("torch").locate_file("torch")))
     if "#include <ATen" in text:
         flags = (*flags, f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
@@ -85,6 +86,11 @@ def compiled_by_gcc(module: str, rounding: tuple[str, ...], part: str = "") -> s
             if run.returncode:
                 raise RuntimeError(f"g++ does not compile {source}: {run.stderr.strip()[-2000:]}")
             return _keep_library(asked, made.read_bytes())
+
+
+def source_of(path: Path) -> str:
+    """The text of a .cpp file, with that of each header beside it in the place of its #include."""
+    return re.sub(r'(?m)^#include "(.+)"$', lambda found: (path.parent / found[1]).read_text(), path.read_text())
 
 
 def _macros(part: str) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def package_digest() -> str:
     """The digest of all files of this package, which an edit changes."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*")):
-        if path.suffix in (".py", ".cpp", ".json") and path.is_file():
+        if path.suffix in (".py", ".cpp", ".h", ".json") and path.is_file():
             digest.update(f"{path.relative_to(PACKAGE)}\n{path.stat().st_size}\n".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -21,10 +21,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "bits.h"
+
 namespace {
 
 namespace blas = at::native::cpublas;
-using at::BFloat16;
 
 constexpr int64_t QUERIES = 64, KEYS = 128;  // of a tile
 constexpr int64_t BLOCK = 1024;              // queries that a thread has laid out and sums at a time
@@ -32,38 +33,12 @@ constexpr int64_t BLOCK = 1024;              // queries that a thread has laid o
 // Sums are in float, for double in double. The right operand of a bfloat16 product holds pairs of rows interleaved:
 // [rows / 2, columns, 2].
 template <typename T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+template <typename T> using Torch = std::conditional_t<std::is_same_v<T, BFloat16>, at::BFloat16, T>;
 template <typename T> constexpr int64_t ROWS = std::is_same_v<T, BFloat16> ? 2 : 1;
 template <typename T> int64_t padded(int64_t rows) { return (rows + ROWS<T> - 1) / ROWS<T> * ROWS<T>; }
 
-uint32_t bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return u;
-}
-
-float real(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, 4);
-  return x;
-}
-
-float wide(BFloat16 x) { return real(uint32_t(x.x) << 16); }
-float wide(float x) { return x; }
-double wide(double x) { return x; }
-
-void narrow(float x, BFloat16& out) { out.x = uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16); }
-void narrow(float x, float& out) { out = x; }
-void narrow(double x, double& out) { out = x; }
-
 // The bfloat16 nearest to x, ties away from zero: two operations fewer than ties to even, for operands of a product.
 uint32_t upper(float x) { return (bits(x) + 0x8000u) >> 16; }
-
-// `yes` or `no` by a mask: a choice between results of a few operations is a branch to GCC, which then leaves the loops
-// around it scalar on a CPU without AVX-512.
-float choose(bool which, float yes, float no) {
-  const uint32_t mask = 0u - uint32_t(which);
-  return real((bits(yes) & mask) | (bits(no) & ~mask));
-}
 
 // 2^x, 0 below -126: the nearest whole power, by the exponent's bits, times a polynomial of the rest (relative error
 // 3e-9).
@@ -96,7 +71,7 @@ bool works() {
   } else {
     static const bool known = [] {
       try {
-        std::vector<T> x(1024, T(0));
+        std::vector<Torch<T>> x(1024, Torch<T>(0));
         std::vector<float> y(1024);
         blas::brgemm(32, 32, 32, 32, 32, 32, false, x.data(), x.data(), y.data());
         blas::brgemm_release();
@@ -115,7 +90,8 @@ template <typename T>
 void product(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, Wide<T>* c, int64_t ldc,
              bool add) {
   if constexpr (!std::is_same_v<T, double>) {
-    if (quick<T>()) return blas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c);
+    const auto as = [](const T* x) { return reinterpret_cast<const Torch<T>*>(x); };
+    if (quick<T>()) return blas::brgemm(m, n, k, lda, ldb, ldc, add, as(a), as(b), c);
   }
   for (int64_t i = 0; i < m; i++, a += lda, c += ldc) {
     if (!add) std::fill(c, c + n, Wide<T>(0));

@@ -8,48 +8,19 @@
 #include <limits>
 #include <type_traits>
 
+#include "bits.h"
+
 namespace {
 
 constexpr int64_t TILE = 2048;  // columns at a time: converted once, then two passes in the first-level cache
 constexpr int64_t NONE = -1, WRONG = -2;  // replace a target, see cross_entropy_triton.py
 
-struct BFloat16 { uint16_t x; };
 template <typename T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 struct Shape {
   int64_t n, columns, stride, out_stride, first, threads, given;
   double z_loss, smoothing, uniform, cap;
 };
-
-uint32_t bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return u;
-}
-
-float real(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, 4);
-  return x;
-}
-
-float wide(BFloat16 x) { return real(uint32_t(x.x) << 16); }
-float wide(float x) { return x; }
-double wide(double x) { return x; }
-
-// Rounds to nearest even; NaN stays NaN.
-void narrow(float x, BFloat16& out) {
-  out.x = x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
-}
-void narrow(float x, float& out) { out = x; }
-void narrow(double x, double& out) { out = x; }
-
-// `yes` or `no` by a mask: a choice between results of a few operations is a branch to GCC, which then leaves the loops
-// around it scalar on a CPU without AVX-512.
-float choose(bool which, float yes, float no) {
-  const uint32_t mask = 0u - uint32_t(which);
-  return real((bits(yes) & mask) | (bits(no) & ~mask));
-}
 
 // exp(x) for x <= 0, 0 below -87: the nearest power of 2 by the exponent's bits, times a polynomial of the rest
 // (Cephes, expf).

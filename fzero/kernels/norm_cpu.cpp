@@ -6,29 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "bits.h"
+
 namespace {
 
 constexpr int LANES = 32;
 
-struct BFloat16 { uint16_t x; };
-
 struct Shape { int64_t rows, n, rows_a_part, threads; double eps; };
-
-float wide(BFloat16 x) {
-  const uint32_t u = uint32_t(x.x) << 16;
-  float y;
-  std::memcpy(&y, &u, 4);
-  return y;
-}
-float wide(float x) { return x; }
-
-// Rounds to nearest even; NaN stays NaN.
-void narrow(float x, BFloat16& out) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  out.x = x == x ? uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
-}
-void narrow(float x, float& out) { out = x; }
 
 // The sum of term(0) to term(n - 1).
 template <typename Term> float sum(int64_t n, Term term) {

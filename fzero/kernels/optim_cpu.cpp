@@ -11,6 +11,8 @@
 #include <cstring>
 #include <vector>
 
+#include "bits.h"
+
 namespace {
 
 constexpr int64_t TILE = 256;         // elements at a time: other dtypes become float32 in the first-level cache
@@ -37,29 +39,9 @@ struct Rates {
   int64_t count, block, threads;
 };
 
-uint32_t bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return u;
-}
-
-float real(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, 4);
-  return x;
-}
-
 // ---- the equations ----
 
 enum Decay { WITHOUT, APART, COUPLED };
-
-// `yes` or `no` by a mask: a choice between results of a few operations is a branch to GCC, which then leaves the loops
-// around it scalar on a CPU without AVX-512.
-uint32_t choose(bool which, uint32_t yes, uint32_t no) {
-  const uint32_t mask = 0u - uint32_t(which);
-  return (yes & mask) | (no & ~mask);
-}
-float choose(bool which, float yes, float no) { return real(choose(which, bits(yes), bits(no))); }
 
 template <Decay DECAY>
 void adamw(float* __restrict p, const float* __restrict g_, float* __restrict m_, float* __restrict v_, int64_t n,
@@ -103,11 +85,6 @@ void update(const Leaf& x, const Rates& r, float* p, const float* g, float* m, f
 void widen(const uint16_t* __restrict x, float* __restrict out, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; i++) out[i] = real(uint32_t(x[i]) << 16);
-}
-
-// Rounds to nearest even; NaN stays NaN.
-uint16_t nearest(float x) {
-  return x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
 }
 
 void narrow(const float* __restrict x, uint16_t* __restrict out, int64_t n) {

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <limits>
 
+#include "bits.h"
+
 namespace {
 
 constexpr int64_t LARGEST_BLOCK = 8192;
@@ -13,34 +15,11 @@ constexpr int64_t FEW = 1 << 15;  // numbers up to which one thread does all of 
 constexpr float SMALLEST = 0x1p-126f;
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: y + ROUNDER is y to nearest, ties to even, in its low bits
 
-struct BFloat16 { uint16_t x; };
-
 struct Shape {
   int64_t rows, n, block, threads, parts;
 
   int64_t blocks() const { return (n + block - 1) / block; }
 };
-
-uint32_t bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, 4);
-  return u;
-}
-
-float real(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, 4);
-  return x;
-}
-
-float wide(BFloat16 x) { return real(uint32_t(x.x) << 16); }
-float wide(float x) { return x; }
-
-// Rounds to nearest even; NaN stays NaN.
-void narrow(float x, BFloat16& out) {
-  out.x = x == x ? uint16_t((bits(x) + 0x7fffu + ((bits(x) >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
-}
-void narrow(float x, float& out) { out = x; }
 
 template <int BITS> int64_t width(int64_t numbers) { return BITS == 4 ? (numbers + 1) / 2 : numbers; }
 
