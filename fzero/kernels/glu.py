@@ -51,7 +51,9 @@ def geglu_reference(a: Tensor, b: Tensor) -> Tensor:
 
 def clamped_swiglu_reference(a: Tensor, b: Tensor) -> Tensor:
     """a s(1.702 a) (b + 1) of a up to 7 and b in [-7, 7], clamped: the definition."""
-    a, b = a.clamp(max=CLAMPED_LIMIT.value), b.clamp(-CLAMPED_LIMIT.value, CLAMPED_LIMIT.value)
+    limit = CLAMPED_LIMIT.value
+    # The gradient at a limit is 1, as in the kernels; torch's clamp has 1 up to 2.13, and 0 from 2.14 on.
+    a, b = torch.where(a > limit, limit, a), torch.where(b > limit, limit, torch.where(b < -limit, -limit, b))
     return a * torch.sigmoid(a * CLAMPED_SLOPE.value) * (b + 1.0)
 
 
