@@ -170,6 +170,7 @@ def test_with_an_unknown_torch_a_plan_runs_the_traced_graph_and_says_so(monkeypa
         "data": {"seq_len": 16},
         "train": {"batch": 1, "micro_batch": 1},
     }
+    monkeypatch.setattr(fake_inductor, "VERSIONS", (torch.__version__.rpartition(".")[0],))
     fused = fzero.plan(small, gpu="h100")
     monkeypatch.setattr(fake_inductor, "VERSIONS", ("2.9",))
     plain = fzero.plan(small, gpu="h100")

@@ -29,7 +29,7 @@ from torch.fx.node import map_aggregate
 
 from fzero.core.device import ELSEWHERE, HOST, FakeDevice, Target, fake_device_of, record_launch
 
-VERSIONS = ("2.11", "2.13", "2.14")  # of torch
+VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")  # of torch
 _GPU = torch.device("cuda", 0)
 # Of every NVIDIA GPU from compute capability 8.0 on: CUDA programming guide, table of technical specifications.
 _LIMITS = {
