@@ -47,7 +47,20 @@ SHAPES = {
     aten.equal.default,
     aten.bincount.default,
 }
-MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "randn", "rand", "randint", "eye")
+MAKERS = (
+    "empty",
+    "empty_like",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "as_tensor",
+    "randn",
+    "rand",
+    "randint",
+    "eye",
+)
 UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 OWN = ("core/gpu.py", "core/gpu_copies.py", "core/copy_buckets.py", "core/future.py")
 WHOLE = None  # the pretend GPU of the context under way
@@ -152,6 +165,12 @@ class Stream:
         event.record(self)
         return event
 
+    def __eq__(self, other):
+        return isinstance(other, Stream) and self.number == other.number
+
+    def __hash__(self):
+        return self.number
+
 
 class Event:
     def __init__(self, enable_timing=False, blocking=False):
@@ -176,8 +195,8 @@ class Memory:
     """What is known of a storage: the stream it was allocated on (None: the host's, pinned), its accesses so far, and
     the streams that record_stream named."""
 
-    def __init__(self, stream):
-        self.stream, self.line, self.accesses, self.users = stream, line_of_fzero(), [], set()
+    def __init__(self, stream, size=0):
+        self.stream, self.line, self.accesses, self.users, self.size = stream, line_of_fzero(), [], set(), size
         self.graph = None if WHOLE is None else WHOLE.recording  # whose memory it is
 
 
@@ -187,12 +206,15 @@ class PretendGpu(TorchDispatchMode):
         self.clocks, self.hosts, self.streams = {0: {}}, {threading.get_ident(): {"host": 1}}, {}
         self.thread, self.lock = threading.get_ident(), threading.RLock()
         self.memory, self.pages, self.recording = {}, {}, None
+        self.live, self.unseen = Counter(), []  # bytes of tensors by stream; (bytes, stream, clock) freed, see `gone`
         self.forget()
 
     def forget(self):
         """Begin to count anew."""
         self.waits, self.idle, self.unpinned, self.races, self.freed, self.kernels = (Counter() for _ in range(6))
         self.waits_beside = Counter()
+        self.peak = self.peak_ahead = sum(self.live.values())  # bytes; the latter if the host never waits for the GPU
+        self.pools = Counter(self.live)  # the most bytes of each stream, whose memory no other one is given
 
     # ---- order
 
@@ -272,12 +294,40 @@ class PretendGpu(TorchDispatchMode):
     def born(self, x, stream=0):
         key = x.untyped_storage()._cdata
         if key not in self.memory and x.data_ptr():
-            self.memory[key] = Memory(self.current if stream is not None else None)
+            size = x.untyped_storage().nbytes()
+            memory = self.memory[key] = Memory(self.current if stream is not None else None, size)
             weakref.finalize(x.untyped_storage(), self.gone, key).atexit = False
+            if memory.stream is not None:
+                self.allocate(memory.stream, size)
+
+    def allocate(self, stream, size):
+        """Count new memory: what record_stream named is not given out again before the host has seen that stream come
+        so far, as PyTorch's allocator asks at the next allocation."""
+        with self.lock:
+            self.unseen = [(n, s, ticks) for n, s, ticks in self.unseen if not self.has_seen(ticks)]
+            self.live[stream] += size
+            live = sum(self.live.values())
+            held = Counter()
+            for n, s, _ in self.unseen:
+                held[s] += n
+            self.peak = max(self.peak, live)
+            self.peak_ahead = max(self.peak_ahead, live + sum(held.values()))
+            self.pools[stream] = max(self.pools[stream], self.live[stream] + held[stream])
+
+    def has_seen(self, ticks):
+        """Whether the host has waited until streams came so far."""
+        return all(self.hosts[self.thread].get(actor, 0) >= tick for actor, tick in ticks.items())
 
     def gone(self, key):
         memory = self.memory.pop(key, None)
-        if memory is None or memory.stream is None or memory.graph is not None:
+        if memory is None or memory.stream is None:
+            return
+        with self.lock:
+            self.live[memory.stream] -= memory.size
+            ticks = {user: self.clocks[user].get(user, 0) for user in memory.users - {memory.stream}}
+            if ticks:
+                self.unseen.append((memory.size, memory.stream, ticks))
+        if memory.graph is not None:
             return
         # It is behind what the streams that record_stream named were given so far, which may have waited for others.
         next_owner = join(dict(self.clocks[memory.stream]), self.host)
@@ -411,7 +461,7 @@ class PretendGpu(TorchDispatchMode):
             if device is None or torch.device(device).type != "cuda":
                 x = make(*args, **kwargs)
                 return self.pin(x) if pin else x
-            x = make(*args, **{**kwargs, "device": CPU})
+            x = make(*map(under, args), **{**kwargs, "device": CPU})
             if make.__name__ in ("tensor", "as_tensor"):
                 return self.move(x, CUDA, None, False)
             x = GpuTensor(x)

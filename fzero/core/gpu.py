@@ -332,19 +332,19 @@ def on_capture_stream(device: torch.device, given: Sequence[Tensor]) -> Iterator
     """A context on the stream that `record_graph` records on, after the work that the current stream was given so far;
     at the end the current stream waits for it.
 
-    given: the tensors that are used in it. Those that it makes and leaves to the current stream go into the list that
-    it yields.
+    given: the tensors that are used in it, which live to its end. Those that it makes and leaves to the current stream
+    go into the list that it yields.
     """
     stream, current = _capture_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
-    for x in given:
-        x.record_stream(stream)  # its memory is another stream's
     made: list[Tensor] = []
-    with torch.cuda.stream(stream):
-        yield made
-    current.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield made
+    finally:
+        current.wait_stream(stream)  # before anything of `given` is freed
     for x in made:
-        x.record_stream(current)
+        x.record_stream(current)  # its memory is the other stream's
 
 
 def record_graph(work: Callable[[], Any], device: torch.device, beside: Any = None) -> tuple[Any, Any]:

@@ -62,7 +62,7 @@ class BufferPool:
             weakref.finalize(self.memory, unpin).atexit = False
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        self.leaving: deque[tuple[Tensor, Copied]] = deque()  # memory that copies to a GPU read, oldest first
+        self.leaving: deque[Copied] = deque()  # memory that copies to a GPU read, oldest first
         self.lock = threading.Lock()
         self.lent = self.peak = 0
 
@@ -97,24 +97,24 @@ class BufferPool:
     def keep(self, raw: Tensor, copied: Copied) -> None:
         """Lend `raw`, memory of a buffer, until a copy that reads it is made, whoever drops it before."""
         with self.lock:
-            self.leaving.append((raw, copied))
+            self.leaving.append(Copied(raw, copied.event))  # not what the GPU has of it
 
     def _release(self, *, wait: bool = False) -> bool:
         """Let go of what `keep` was given and is copied; returns whether there was any. wait: for the oldest copy."""
         with self.lock:
-            oldest = self.leaving[0][1] if wait and self.leaving else None
+            oldest = self.leaving[0] if wait and self.leaving else None
         if oldest is not None:
             oldest.finish()
         with self.lock:
             made = []
-            while self.leaving and self.leaving[0][1].made():
+            while self.leaving and self.leaving[0].made():
                 made.append(self.leaving.popleft())
         return bool(made)
 
     def drain(self) -> None:
         """Wait until nothing that `keep` was given is being copied."""
         with self.lock:
-            newest = self.leaving[-1][1] if self.leaving else None
+            newest = self.leaving[-1] if self.leaving else None
         if newest is not None:
             newest.finish()  # on one stream, so the others are made too
         self._release()
