@@ -13,7 +13,11 @@ fzero:
   idle      those of them after which the device has computed all that it was given
   unpinned  copies between the device and memory of the host that is not pinned
   races     two accesses to the same bytes, one of them a write, in no order
-  freed     memory given back while a stream that is not its own may still use it: no record_stream
+  freed     memory given back while a stream that is not its own may still use it: no record_stream; or unpinned while
+            any stream may
+
+It counts the bytes of pinned memory: `registered`, those that cudaHostRegister pins, and `cached`, those that PyTorch's
+allocator takes, in powers of two, which it lends again and never gives back.
 
 and an operator that is given tensors of both devices raises, as on a GPU.
 
@@ -187,6 +191,7 @@ class PretendGpu(TorchDispatchMode):
         self.clocks, self.hosts, self.streams = {0: {}}, {threading.get_ident(): {"host": 1}}, {}
         self.thread, self.lock = threading.get_ident(), threading.RLock()
         self.memory, self.pages, self.recording = {}, {}, None
+        self.cached, self.spare = 0, Counter()
         self.forget()
 
     def forget(self):
@@ -267,15 +272,29 @@ class PretendGpu(TorchDispatchMode):
         return 0
 
     def cudaHostUnregister(self, address):
-        del self.pages[address]
+        _, memory = self.pages.pop(address)
+        for *_, actor, tick, line in memory.accesses:
+            if actor != "host" and self.host.get(actor, 0) < tick:
+                self.freed[f"of the host, from {memory.line}, used by stream {actor} at {line}"] += 1
+
+    @property
+    def registered(self):
+        return sum(end - start for start, (end, _) in self.pages.items())
 
     def born(self, x, stream=0):
         key = x.untyped_storage()._cdata
         if key not in self.memory and x.data_ptr():
-            self.memory[key] = Memory(self.current if stream is not None else None)
-            weakref.finalize(x.untyped_storage(), self.gone, key).atexit = False
+            self.memory[key], size = Memory(self.current if stream is not None else None), 0
+            if stream is None:
+                size = 1 << (x.untyped_storage().nbytes() - 1).bit_length()
+                self.spare[size] -= 1
+                if self.spare[size] < 0:
+                    self.spare[size] = 0
+                    self.cached += size
+            weakref.finalize(x.untyped_storage(), self.gone, key, size).atexit = False
 
-    def gone(self, key):
+    def gone(self, key, size=0):
+        self.spare[size] += 1
         memory = self.memory.pop(key, None)
         if memory is None or memory.stream is None or memory.graph is not None:
             return

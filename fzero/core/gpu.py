@@ -275,15 +275,6 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory() if device.type == "cuda" else x
 
 
-def to_host(x: Tensor, device: torch.device) -> Tensor:
-    """`x` in the host's memory, pinned if `device`, which the copies will go to, is a GPU."""
-    if device.type != "cuda":
-        return x.to(HOST)
-    if not x.is_cuda:
-        return x if x.is_pinned() else x.pin_memory()
-    return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x)
-
-
 # ---- order ----
 
 

@@ -17,7 +17,8 @@ import torch
 
 from fzero import data
 from fzero.comm.tables import any_rank
-from fzero.core import gpu, prng, pytree
+from fzero.core import prng, pytree
+from fzero.core.host_memory import to_host
 from fzero.data.mixed_corpus import sources_of
 from fzero.data.mixture import Mixture, described
 from fzero.data.packing import figures
@@ -340,7 +341,10 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
     # Weights from a disk are in the host's memory, from where each token takes them to the device.
-    params = pytree.map(lambda leaf: leaf if leaf.device == job.device else gpu.to_host(leaf, job.device), params)
+    leaves = pytree.named_leaves(params)
+    away = {name: leaf for name, leaf in leaves.items() if leaf.device != job.device}
+    leaves |= zip(away, to_host([*away.values()], job.device, "the weights to sample from"))
+    params = pytree.from_named(leaves, params)
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed, job.device)
     out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)
