@@ -192,6 +192,7 @@ class PretendGpu(TorchDispatchMode):
         self.thread, self.lock = threading.get_ident(), threading.RLock()
         self.memory, self.pages, self.recording = {}, {}, None
         self.cached, self.spare = 0, Counter()
+        self.pools, self.allocating, self.refused = {}, [], ""  # graphs of each pool; pools that are recorded into
         self.forget()
 
     def forget(self):
@@ -213,7 +214,8 @@ class PretendGpu(TorchDispatchMode):
 
     def wait(self, why, clock):
         if self.recording is not None and threading.get_ident() == self.thread:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+            self.refused = f"operation not permitted when stream is capturing: {why}"
+            raise RuntimeError(self.refused)
         here = threading.get_ident() == self.thread
         (self.waits if here else self.waits_beside)[why, line_of_fzero()] += 1
         self.idle[why, line_of_fzero()] += here and clock.get(0, 0) >= self.clocks[0].get(0, 0)
@@ -321,6 +323,15 @@ class PretendGpu(TorchDispatchMode):
         """Enter `run`, which does what is done now with these tensors, into the graph that is being recorded."""
         if self.recording is not None:
             self.recording.add(run, [*map(under, reads)], [*map(under, writes)])
+
+    def end_allocate_to_pool(self, device, pool):
+        if pool not in self.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating.remove(pool)
+
+    def release_pool(self, device, pool):
+        self.pools[pool] -= 1
+        assert self.pools[pool] >= 0, "given back twice"
 
     # ---- copies
 
@@ -492,7 +503,7 @@ def pretend():
     """A context in which PyTorch has one GPU, the pretend one."""
     global WHOLE
     from fzero.checkpoint import leaf_source
-    from fzero.core import device, gpu, gpu_copies
+    from fzero.core import device, gpu, gpu_copies, torch_private
     from fzero.offload import disk_io
     from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
@@ -545,6 +556,7 @@ def pretend():
         "is_current_stream_capturing": lambda: found.recording is not None and threading.get_ident() == found.thread,
         "CUDAGraph": lambda: pretend_graph.Graph(found),
         "graph": pretend_graph.recording,
+        "graph_pool_handle": object,
         "synchronize": lambda device: [found.wait("synchronize", clock) for clock in [*found.clocks.values()]],
         "mem_get_info": lambda device: (140 << 30, 149 << 30),
         "memory_reserved": lambda device: 0,
@@ -562,6 +574,8 @@ def pretend():
             put(torch.cuda, name, answer)
         for name in MAKERS:
             put(torch, name, found.maker(getattr(torch, name)))
+        for name in ("end_allocate_to_pool", "release_pool"):
+            put(torch_private, name, getattr(found, name))
         put(Tensor, "to", found.to(Tensor.to))
         put(Tensor, "pin_memory", lambda x: x if found.pinned(x) else found.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x: found.pinned(x))
