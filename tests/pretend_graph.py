@@ -73,7 +73,7 @@ class Graph:
         self.saved, self.own, self.accesses = {}, {}, {}
 
 
-class recording:  # noqa: N801
+class recording:
     """torch.cuda.graph: a context in which `graph` records what is given to `stream`.
 
     As in 2.11 and later: where a recording cannot be ended, the stream stays the current one, and the allocator takes

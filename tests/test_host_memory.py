@@ -39,6 +39,7 @@ def test_tensors_take_whole_pages_and_have_storages_of_their_own():
         assert not seen.registered
 
 
+WIDTH = 400
 CODE = """
 import gc, mmap, sys
 from pathlib import Path
@@ -56,6 +57,7 @@ print(between - sum(n for (n,), _ in like), now() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_takes_no_more_than_the_pages():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120)
@@ -68,7 +70,7 @@ def test_a_process_takes_no_more_than_the_pages():
 
 
 def job_of(width, **train):
-    model = {"vocab_size": 300, "max_len": 8, "d_model": width, "n_layers": 3, "d_ff": 2 * width + 100}
+    model = {"vocab_size": 300, "max_len": 8, "d_model": width, "n_layers": 2, "d_ff": 2 * width + 100}
     table = {"preset": "mlp-tiny", "model": model, "data": {"seq_len": 8}, "offload": "params=host,grads=host,opt=host"}
     table |= {"precision": {"policy": "bf16"}, "optim": {"name": "adamw"}}
     table["train"] = {"batch": 4, "micro_batch": 2, "compiled": False, "kernels": "reference", **train}
@@ -83,33 +85,36 @@ def steps(job, number=2):
     return state, float(metrics.loss)
 
 
-def test_a_run_takes_of_the_host_what_its_check_and_its_plan_say(monkeypatch):
+def test_a_run_takes_of_the_host_what_its_check_says():
     with pretend() as seen:
-        job = job_of(500)
-        state, loss = steps(job)
+        job = job_of(WIDTH)
+        state, _ = steps(job)
         gc.collect()
         sizes, leaves = sizes_on_host(job), pytree.named_leaves(state)
         large = [n for n in sizes.state + sizes.grads if n >= OWN_PAGES]
         assert len(large) > 5 and sum(x.nbytes for x in leaves.values() if not x.is_cuda) == sum(sizes.state)
         assert abs(seen.registered - host_bytes(job)) <= PAGE * len(leaves)
         assert all(x.is_cuda or seen.pinned(x) for x in leaves.values())
-        assert not seen.races and not seen.freed
         rounded = sum(map(bytes_cached, sizes.state + sizes.grads))
         assert rounded > 1.1 * host_bytes(job), "the case does not tell the two allocators apart"
-        staged = seen.cached
+        assert seen.cached < 0.2 * host_bytes(job)  # what is on its way
         del state, leaves
         job = None
         gc.collect()
-        assert not seen.registered and not seen.freed
-    # The mistake: each leaf from PyTorch's allocator.
-    monkeypatch.setattr(train_state, "to_host", lambda all, *_: [x.to("cpu").pin_memory() for x in all])
+        assert not seen.registered and not seen.freed and not seen.races
+
+
+@pytest.mark.slow
+def test_leaves_from_pytorch_s_allocator_are_found(monkeypatch):
+    monkeypatch.setattr(train_state, "to_host", lambda every, *_: [x.to("cpu").pin_memory() for x in every])
     with pretend() as seen:
-        job = job_of(500)
-        state, again = steps(job)
-        assert again == loss and seen.registered + seen.cached - staged > 1.1 * host_bytes(job)
-        del state
+        job = job_of(WIDTH)
+        state, _ = steps(job)
+        assert abs(seen.registered - host_bytes(job)) > PAGE * len(pytree.leaves(state))
+        assert seen.registered + seen.cached > 1.1 * host_bytes(job)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_is_taken():
     settings = {"precision.policy": "bf16", "train.compiled": False, "optim.name": "adamw"}
     plain = {"train.batch": 1, "train.micro_batch": 1, "train.remat": "full", "data.seq_len": 1024}

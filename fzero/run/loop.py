@@ -150,7 +150,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         read = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
         batches = corpus.on_device_ahead((batch for _, batch in read), job.device)
         record = stack.enter_context(recorder(attempt, first)) if coordinator.first else None
-        room = snapshot_room(job, machine.available_bytes() // coordinator.local_size)
+        room = snapshot_room(job, machine.host_memory(job.config) // coordinator.local_size)
         saver = stack.enter_context(CheckpointSaver(job, folder, first, room, options.say))
         saver.reserve(state)
         step, fault, traffic = first, None, job.nvme.moved() if job.nvme else DiskTraffic()
