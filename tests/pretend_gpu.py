@@ -191,7 +191,7 @@ class PretendGpu(TorchDispatchMode):
         self.clocks, self.hosts, self.streams = {0: {}}, {threading.get_ident(): {"host": 1}}, {}
         self.thread, self.lock = threading.get_ident(), threading.RLock()
         self.memory, self.pages, self.recording = {}, {}, None
-        self.cached, self.spare = 0, Counter()
+        self.cached, self.spare, self.given_back = 0, Counter(), {}
         self.pools, self.allocating, self.refused = {}, [], ""  # graphs of each pool; pools that are recorded into
         self.forget()
 
@@ -275,8 +275,9 @@ class PretendGpu(TorchDispatchMode):
 
     def cudaHostUnregister(self, address):
         _, memory = self.pages.pop(address)
+        known = join(dict(self.host), self.given_back)  # to who gave back the memory's parts
         for *_, actor, tick, line in memory.accesses:
-            if actor != "host" and self.host.get(actor, 0) < tick:
+            if actor != "host" and known.get(actor, 0) < tick:
                 self.freed[f"of the host, from {memory.line}, used by stream {actor} at {line}"] += 1
 
     @property
@@ -508,7 +509,8 @@ def pretend():
     from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
 
-    found, given_back, take, give_back = PretendGpu(), {}, BufferPool.take, BufferPool._return
+    found, take, give_back = PretendGpu(), BufferPool.take, BufferPool._return
+    given_back = found.given_back
 
     def taken(pool, *args):
         buffer = take(pool, *args)
