@@ -2,6 +2,7 @@
 of a run count what is taken."""
 
 import gc
+import mmap
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -64,6 +65,16 @@ def test_a_process_takes_no_more_than_the_pages():
     more, after = map(int, done.stdout.split())
     assert 0 <= more <= 4 * PAGE + 16 * PAGE, "a page a tensor, and some of the interpreter's"
     assert after <= 16 * PAGE, "it is given back"
+
+
+def test_a_kernel_without_huge_pages_has_small_ones(monkeypatch):
+    class Memory(mmap.mmap):
+        def madvise(self, advice):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Memory)
+    (x,) = empty_together([((5,), torch.float32)], "a test")
+    assert x.fill_(2).sum() == 10
 
 
 # ---- a state on the host

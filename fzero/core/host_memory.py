@@ -65,7 +65,8 @@ def take_pages(size: int, what: str, remedy: str, *, align: int = PAGE, awaited:
     # anonymous and private: a shared one has small pages
     memory = mmap.mmap(-1, size + (align if align > PAGE else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # of a kernel without them, as small virtual machines have
+            memory.madvise(mmap.MADV_HUGEPAGE)
     first = -np.frombuffer(memory, np.uint8).ctypes.data % align
     pages = np.ndarray((size,), np.uint8, buffer=memory, offset=first)
     pages[:: mmap.PAGESIZE] = 0
