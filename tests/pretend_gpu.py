@@ -13,7 +13,11 @@ fzero:
   idle      those of them after which the device has computed all that it was given
   unpinned  copies between the device and memory of the host that is not pinned
   races     two accesses to the same bytes, one of them a write, in no order
-  freed     memory given back while a stream that is not its own may still use it: no record_stream
+  freed     memory given back while a stream that is not its own may still use it: no record_stream; or unpinned while
+            any stream may
+
+It counts the bytes of pinned memory: `registered`, those that cudaHostRegister pins, and `cached`, those that PyTorch's
+allocator takes, in powers of two, which it lends again and never gives back.
 
 and an operator that is given tensors of both devices raises, as on a GPU.
 
@@ -207,6 +211,8 @@ class PretendGpu(TorchDispatchMode):
         self.thread, self.lock = threading.get_ident(), threading.RLock()
         self.memory, self.pages, self.recording = {}, {}, None
         self.live, self.unseen = Counter(), []  # bytes of tensors by stream; (bytes, stream, clock) freed, see `gone`
+        self.cached, self.spare, self.given_back = 0, Counter(), {}
+        self.pools, self.allocating, self.refused = {}, [], ""  # graphs of each pool; pools that are recorded into
         self.forget()
 
     def forget(self):
@@ -214,7 +220,7 @@ class PretendGpu(TorchDispatchMode):
         self.waits, self.idle, self.unpinned, self.races, self.freed, self.kernels = (Counter() for _ in range(6))
         self.waits_beside = Counter()
         self.peak = self.peak_ahead = sum(self.live.values())  # bytes; the latter if the host never waits for the GPU
-        self.pools = Counter(self.live)  # the most bytes of each stream, whose memory no other one is given
+        self.stream_peaks = Counter(self.live)  # the most bytes of each, whose memory no other one is given
 
     # ---- order
 
@@ -230,7 +236,8 @@ class PretendGpu(TorchDispatchMode):
 
     def wait(self, why, clock):
         if self.recording is not None and threading.get_ident() == self.thread:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+            self.refused = f"operation not permitted when stream is capturing: {why}"
+            raise RuntimeError(self.refused)
         here = threading.get_ident() == self.thread
         (self.waits if here else self.waits_beside)[why, line_of_fzero()] += 1
         self.idle[why, line_of_fzero()] += here and clock.get(0, 0) >= self.clocks[0].get(0, 0)
@@ -289,16 +296,30 @@ class PretendGpu(TorchDispatchMode):
         return 0
 
     def cudaHostUnregister(self, address):
-        del self.pages[address]
+        _, memory = self.pages.pop(address)
+        known = join(dict(self.host), self.given_back)  # to who gave back the memory's parts
+        for *_, actor, tick, line in memory.accesses:
+            if actor != "host" and known.get(actor, 0) < tick:
+                self.freed[f"of the host, from {memory.line}, used by stream {actor} at {line}"] += 1
+
+    @property
+    def registered(self):
+        return sum(end - start for start, (end, _) in self.pages.items())
 
     def born(self, x, stream=0):
         key = x.untyped_storage()._cdata
         if key not in self.memory and x.data_ptr():
-            size = x.untyped_storage().nbytes()
-            memory = self.memory[key] = Memory(self.current if stream is not None else None, size)
-            weakref.finalize(x.untyped_storage(), self.gone, key).atexit = False
+            nbytes, spare = x.untyped_storage().nbytes(), 0
+            memory = self.memory[key] = Memory(self.current if stream is not None else None, nbytes)
+            if stream is None:
+                spare = 1 << (nbytes - 1).bit_length()
+                self.spare[spare] -= 1
+                if self.spare[spare] < 0:
+                    self.spare[spare] = 0
+                    self.cached += spare
+            weakref.finalize(x.untyped_storage(), self.gone, key, spare).atexit = False
             if memory.stream is not None:
-                self.allocate(memory.stream, size)
+                self.allocate(memory.stream, nbytes)
 
     def allocate(self, stream, size):
         """Count new memory: what record_stream named is not given out again before the host has seen that stream come
@@ -312,13 +333,14 @@ class PretendGpu(TorchDispatchMode):
                 held[s] += n
             self.peak = max(self.peak, live)
             self.peak_ahead = max(self.peak_ahead, live + sum(held.values()))
-            self.pools[stream] = max(self.pools[stream], self.live[stream] + held[stream])
+            self.stream_peaks[stream] = max(self.stream_peaks[stream], self.live[stream] + held[stream])
 
     def has_seen(self, ticks):
         """Whether the host has waited until streams came so far."""
         return all(self.hosts[self.thread].get(actor, 0) >= tick for actor, tick in ticks.items())
 
-    def gone(self, key):
+    def gone(self, key, size=0):
+        self.spare[size] += 1
         memory = self.memory.pop(key, None)
         if memory is None or memory.stream is None:
             return
@@ -352,6 +374,15 @@ class PretendGpu(TorchDispatchMode):
         """Enter `run`, which does what is done now with these tensors, into the graph that is being recorded."""
         if self.recording is not None:
             self.recording.add(run, [*map(under, reads)], [*map(under, writes)])
+
+    def end_allocate_to_pool(self, device, pool):
+        if pool not in self.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating.remove(pool)
+
+    def release_pool(self, device, pool):
+        self.pools[pool] -= 1
+        assert self.pools[pool] >= 0, "given back twice"
 
     # ---- copies
 
@@ -523,12 +554,13 @@ def pretend():
     """A context in which PyTorch has one GPU, the pretend one."""
     global WHOLE
     from fzero.checkpoint import leaf_source
-    from fzero.core import device, gpu, gpu_copies
+    from fzero.core import device, gpu, gpu_copies, torch_private
     from fzero.offload import disk_io
     from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
 
-    found, given_back, take, give_back = PretendGpu(), {}, BufferPool.take, BufferPool._return
+    found, take, give_back = PretendGpu(), BufferPool.take, BufferPool._return
+    given_back = found.given_back
 
     def taken(pool, *args):
         buffer = take(pool, *args)
@@ -576,6 +608,7 @@ def pretend():
         "is_current_stream_capturing": lambda: found.recording is not None and threading.get_ident() == found.thread,
         "CUDAGraph": lambda: pretend_graph.Graph(found),
         "graph": pretend_graph.recording,
+        "graph_pool_handle": object,
         "synchronize": lambda device: [found.wait("synchronize", clock) for clock in [*found.clocks.values()]],
         "mem_get_info": lambda device: (140 << 30, 149 << 30),
         "memory_reserved": lambda device: 0,
@@ -593,6 +626,8 @@ def pretend():
             put(torch.cuda, name, answer)
         for name in MAKERS:
             put(torch, name, found.maker(getattr(torch, name)))
+        for name in ("end_allocate_to_pool", "release_pool"):
+            put(torch_private, name, getattr(found, name))
         put(Tensor, "to", found.to(Tensor.to))
         put(Tensor, "pin_memory", lambda x: x if found.pinned(x) else found.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x: found.pinned(x))

@@ -15,7 +15,7 @@ from zero_cases import train, whole
 
 import fzero
 from fzero import models, optim
-from fzero.core import precision, pytree
+from fzero.core import precision, pytree, torch_private
 from fzero.core.both_orders import make_both_orders
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8, float8_gather
@@ -282,6 +282,21 @@ def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled,
     # each reads it.
     assert sorted(launched) == sorted([(32, 48), *[(64, 48), (48, 64)] * 2, *[(32, 64)] * 2])
     assert kept == [(48, 32)]
+
+
+@every_scaling
+def test_sums_of_gradients_keep_their_bits(scaling, monkeypatch):
+    """The forward product alone is added up with the fewer bits of the matrix units."""
+    fast = []
+
+    def product(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        fast.append(use_fast_accum)
+        return ((a.float() @ b.float()) * (scale_a * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(torch_private, "scaled_mm", product, raising=False)
+    x, w, _ = operands()
+    laws.both_passes(lambda *t: float8_linear(*t, scaling, impl="scaled_mm"), [x, w])
+    assert fast == [True, False, False]
 
 
 def both_numbers(x, given, turned, same=False):

@@ -83,7 +83,7 @@ def peaks(folder, offload="", plant=None, update="end", micro_batches=1, policy=
         gc.collect()
         gpu.forget()
         state, _ = step(state, batch)
-        found = gpu.peak, gpu.peak_ahead, layer_bytes(plan.like, offload), gpu.pools
+        found = gpu.peak, gpu.peak_ahead, layer_bytes(plan.like, offload), gpu.stream_peaks
         if nvme is not None:
             nvme.close()
         return found
@@ -110,11 +110,11 @@ OFTEN = ("grads=host", f"{ON_HOST},acts=host")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
 def test_a_host_that_runs_ahead_takes_two_layers_more_at_most(name, tmp_path):
     offload, options = name.partition(" ")[0], CASES[name]
-    _, ahead, layer, pools = peaks(tmp_path / "a", offload, **options)
+    _, ahead, layer, stream_peaks = peaks(tmp_path / "a", offload, **options)
     in_order, _, _, _ = peaks(tmp_path / "b", offload, free_at_once, **options)
     assert ahead <= in_order + 2 * layer
     # No stream has memory that another one could use: of those of copies, one small bucket.
-    assert sum(size for stream, size in pools.items() if stream) <= layer
+    assert sum(size for stream, size in stream_peaks.items() if stream) <= layer
 
 
 @pytest.mark.parametrize(

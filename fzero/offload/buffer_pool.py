@@ -4,7 +4,6 @@ size."""
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 import weakref
 from collections import deque
@@ -13,20 +12,14 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core import gpu
 from fzero.core.gpu_copies import Copied
+from fzero.core.host_memory import HUGE as HUGE
+from fzero.core.host_memory import round_to_pages as round_to_pages
+from fzero.core.host_memory import take_pages
 from fzero.core.storage import PAGE
-
-HUGE = 2 << 20
-
-
-def round_to_pages(n: int) -> int:
-    """The smallest multiple of PAGE that is at least `n`."""
-    return -(-n // PAGE) * PAGE
 
 
 class Buffer(NamedTuple):
@@ -39,27 +32,13 @@ class Buffer(NamedTuple):
 class BufferPool:
     """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
 
-    The memory is anonymous, in huge pages if the system has them (then a direct transfer needs few descriptors),
-    touched once, and pinned if this process uses a GPU.
+    The memory is that of `take_pages`.
     """
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // HUGE) * HUGE
-        # a shared one has small pages
-        self.memory = mmap.mmap(-1, self.size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
-        self.base = -start % HUGE
-        np.frombuffer(self.memory, np.uint8)[:: mmap.PAGESIZE] = 0
-        if gpu.in_use():
-            code, unpin = gpu.pin_pages(start + self.base, self.size)
-            if code:
-                raise ValueError(
-                    f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less "
-                    "memory (nvme.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
-                )
-            weakref.finalize(self.memory, unpin).atexit = False
+        remedy = "give them less memory (nvme.buffer_mb, --buffer-mb)"
+        self.memory = take_pages(self.size, "the offload buffers", remedy, align=HUGE, awaited=True)
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self.leaving: deque[Copied] = deque()  # memory that copies to a GPU read, oldest first
@@ -89,7 +68,7 @@ class BufferPool:
                 )
             with suppress(Empty):
                 self.returned.put(self.returned.get(timeout=0.05))
-        block = np.ndarray((size,), np.uint8, buffer=self.memory, offset=self.base + offset)
+        block = self.memory[offset : offset + size]
         raw = torch.from_numpy(block)
         weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
@@ -121,7 +100,7 @@ class BufferPool:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies in this memory."""
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data + self.base
+        start = self.memory.ctypes.data
         return start <= storage.data_ptr() < start + self.size
 
     def _return(self, offset: int, size: int) -> None:
