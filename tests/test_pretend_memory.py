@@ -15,7 +15,7 @@ import fzero
 from fzero import models, optim
 from fzero.core import copy_buckets, gpu_copies, precision, pytree
 from fzero.offload import activation_stack, chunk_files
-from fzero.sharding import prefetch, sums_at_rest
+from fzero.sharding import draw, prefetch, sums_at_rest
 from fzero.sharding.pipelines import Pipeline
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
@@ -165,3 +165,21 @@ def test_so_does_one_of_several_ranks(name, tmp_path):
     at_once = ranks.run(2, rank_peaks, case, tmp_path, free_at_once, mesh=sizes)
     for (_, ahead), (in_order, _) in zip(done, at_once):
         assert ahead <= in_order + 2 * layer
+
+
+@pytest.mark.parametrize("policy", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_a_first_state_that_rests_on_the_host_takes_the_memory_of_a_leaf(policy, monkeypatch):
+    # A draw takes 440 MB beside, whatever the leaf.
+    zeros = lambda key, shape, start, size, mean, std, dtype, device: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
+    monkeypatch.setattr(draw, "draw_normal_box", zeros)
+    config = models.LlamaConfig(vocab_size=64, max_len=8, d_model=256, n_layers=8, n_heads=2, n_kv_heads=2, d_ff=512)
+    model = models.build(config)
+    with pretend() as gpu:
+        plan = fzero.zero_plan(0, model, fzero.one_process(), policy=precision.POLICIES[policy](), offload=ON_HOST)
+        state = init_state(model, optim.adamw(1e-3), plan, seed=0, device="cuda")
+        leaves = pytree.named_leaves(state)
+        on_gpu = {name for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
+        largest = max(leaf.numel() for leaf in pytree.leaves(plan.like))
+    assert not any(name.startswith(("params", "master")) for name in on_gpu) and "step" in on_gpu
+    assert not gpu.waits_beside and not gpu.races and not gpu.freed
+    assert gpu.peak < 10 * largest < 2 * sum(leaf.numel() for leaf in pytree.leaves(plan.like))  # of the state

@@ -25,7 +25,7 @@ from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, local_windows, whole_shape
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import PREVIOUS, TrainState, in_host_memory, put_on
+from fzero.train.state import PREVIOUS, TrainState, put_in_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER, BEFORE = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
@@ -112,7 +112,7 @@ def _restore_from(
             read_boxes(held, [box for _, boxes in shards.values() for box in boxes], pool)
             out |= {name: put_on(device, value, spec_of[name]) for name, (value, _) in shards.items()}
     out |= {name: put_on(device, read(name, leaf), spec_of[name]) for name, leaf in named.items() if name not in out}
-    return in_host_memory(pytree.from_named(out, like), specs)
+    return put_in_memory(pytree.from_named(out, like), specs)
 
 
 def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Policy) -> dict[str, str]:

@@ -18,7 +18,7 @@ from fzero.sharding.error_feedback import first_errors
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import narrow_to
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, expect_shapes, in_host_memory, state_specs, with_previous
+from fzero.train.state import TrainState, expect_shapes, put_in_memory, put_on, state_specs, with_previous
 from fzero.train.state_on_disk import init_on_disk, on_disk
 from fzero.train.update.in_memory import own
 
@@ -72,13 +72,13 @@ def init_state(
     masters = {}
 
     def keep(name: str, leaf: Tensor) -> Tensor:
+        own = plan.leaves[name]
         if policy.has_master and name not in plan.frozen:
-            masters[name] = part_of(leaf, plan, name) if drawn else narrow_to(leaf, plan.leaves[name].opt, plan.mesh)
-            masters[name] = copy_of(masters[name], policy.state, device)
-        rest = leaf if drawn else narrow_to(leaf, plan.leaves[name].params, plan.mesh)
-        return (
-            rest if drawn and rest.dtype == plan.leaves[name].dtype else copy_of(rest, plan.leaves[name].dtype, device)
-        )
+            master = part_of(leaf, plan, name) if drawn else narrow_to(leaf, own.opt, plan.mesh)
+            masters[name] = put_on(device, copy_of(master, policy.state, device), own.opt)
+        rest = leaf if drawn else narrow_to(leaf, own.params, plan.mesh)
+        rest = rest if drawn and rest.dtype == own.dtype else copy_of(rest, own.dtype, device)
+        return put_on(device, rest, own.params)  # one at a time, as a GPU may not hold all of them
 
     if drawn:
         init_key = prng.fold_in(key, "init")
@@ -98,7 +98,7 @@ def init_state(
         extra={LOSS: init_stats(device), **with_previous(plan, params), **first_errors(plan, device)},
     )
     on_host = any("host" in (leaf.params.memory, leaf.opt.memory) for leaf in plan.leaves.values())
-    return in_host_memory(state, state_specs(plan, tx)) if on_host else state
+    return put_in_memory(state, state_specs(plan, tx)) if on_host else state
 
 
 def copy_of(leaf: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:

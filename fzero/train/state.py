@@ -132,11 +132,14 @@ def with_previous(plan: Plan, params: Tree) -> dict[str, Tree]:
     return {PREVIOUS: pytree.map(copied, plan.trained(params))} if plan.delayed else {}
 
 
-def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
-    """The state with the leaves whose spec says so in the host's memory, pinned if the others are on a GPU."""
-    named, leaves = pytree.named_leaves(specs), pytree.named_leaves(state)
-    there = [name for name, leaf in leaves.items() if named[name].memory == "host" and isinstance(leaf, Tensor)]
-    moved = dict(zip(there, to_host([leaves[name] for name in there], state.step.device, STATE_MEMORY)))
+def put_in_memory(state: TrainState, specs: TrainState) -> TrainState:
+    """The state with the leaves whose spec says so in the host's memory, pinned if the others are on a GPU; and those
+    that an optimizer made beside such a leaf, on the device where their spec says that."""
+    named, leaves, device = pytree.named_leaves(specs), pytree.named_leaves(state), state.step.device
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    there = [name for name in tensors if named[name].memory == "host"]
+    moved = dict(zip(there, to_host([leaves[name] for name in there], device, STATE_MEMORY)))
+    moved |= {name: bring(leaf, device) for name, leaf in tensors.items() if named[name].memory == "device"}
     return pytree.map_named(lambda name, leaf: moved.get(name, leaf), state)
 
 

@@ -29,7 +29,7 @@ from fzero.sharding import Plan
 from fzero.sharding.draw import Box, draw_leaf
 from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
-from fzero.train.state import TrainState, in_host_memory, meta_state, put_on, state_specs
+from fzero.train.state import TrainState, meta_state, put_in_memory, put_on, state_specs
 
 
 def on_disk(plan: Plan) -> bool:
@@ -132,7 +132,7 @@ def init_on_disk(
     out |= {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assemble_state(like, out, store)
     commit(nvme, state, plan)
-    return in_host_memory(state, specs)
+    return put_in_memory(state, specs)
 
 
 def first_values(
@@ -244,7 +244,7 @@ def reopen_state(
         held[name] = part
     named, where = pytree.named_leaves(specs), torch.device(device)
     held = {name: put_on(where, leaf, named[name]) for name, leaf in held.items()}
-    return in_host_memory(assemble_state(like, held, store), specs)
+    return put_in_memory(assemble_state(like, held, store), specs)
 
 
 def missing_leaves(like: TrainState, specs: TrainState, plan: Plan) -> list[str]:
@@ -287,7 +287,7 @@ def put_on_disk(
                 store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
     state = assemble_state(like, held, store)
     commit(nvme, state, plan)
-    return in_host_memory(state, specs)
+    return put_in_memory(state, specs)
 
 
 def to_text(leaf: Tensor) -> dict[str, Any]:
