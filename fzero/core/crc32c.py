@@ -53,13 +53,18 @@ def _checksum() -> Checksum:
         case "C++":
             return by_cpp()
         case "google_crc32c":
-            import google_crc32c
-
-            return lambda data, value: google_crc32c.extend(value, _bytes_of(data))
+            return by_google
     raise ValueError(
         "checksums of checkpoints and corpora: neither the package crc32c is installed nor a C++ compiler, g++ or "
         "clang++; pip install crc32c"
     )
+
+
+def by_google(data: Buffer, value: int) -> int:
+    """The checksum by the package google_crc32c, with Python's lock held."""
+    import google_crc32c
+
+    return google_crc32c.extend(value, _bytes_of(data))
 
 
 def by_cpp(part: str = "") -> Checksum:
