@@ -112,7 +112,7 @@ def test_what_computes_them(monkeypatch, packages, compiler, wanted):
     try:
         assert crc32c.provider() == wanted
         if not wanted:
-            with pytest.raises(ValueError, match="neither .* crc32c .* nor a C.. compiler.*pip install crc32c"):
+            with pytest.raises(ValueError, match=r"neither .* crc32c .* nor a C.. compiler.*pip install crc32c"):
                 crc32c.crc32c(b"")
     finally:
         crc32c.provider.cache_clear()
@@ -124,5 +124,5 @@ def test_without_zstandard_its_name_is_said(monkeypatch, tmp_path):
     path = tmp_path / "text.zst"
     path.write_bytes(b"")
     for use in (lambda: zstd.zstandard_for("text.zst"), lambda: ZstdFile(path)):
-        with pytest.raises(ValueError, match="text.zst: this needs the package zstandard; pip install zstandard"):
+        with pytest.raises(ValueError, match=r"text\.zst: this needs the package zstandard; pip install zstandard"):
             use()

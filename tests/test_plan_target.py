@@ -83,7 +83,7 @@ def test_a_tensor_says_what_it_stands_for():
         seen = []
         torch.func.vmap(torch.func.grad(lambda row: (seen.append(target_of(row)), row.sum())[1]))(x)
         assert seen == [H100]
-        with pytest.raises(RuntimeError, match="same device|two different devices"):
+        with pytest.raises(RuntimeError, match=r"same device|two different devices"):
             _ = x + torch.zeros(3, 4)
         x.requires_grad_()
         ((x @ x.T).sum()).backward()
@@ -187,7 +187,7 @@ def test_products_with_a_dtype_of_their_own(name, into, target):
     with FakeDevice(target) as mode:
         *sums, a, b = (torch.empty(shape, dtype=torch.bfloat16, device=mode.device) for shape in PRODUCTS[name])
         sums = [one.float() for one in sums]
-        out = torch.empty(PRODUCTS[name][0][:-1] + (6,), device=mode.device)
+        out = torch.empty((*PRODUCTS[name][0][:-1], 6), device=mode.device)
         for _ in range(2):  # made, and remembered
             found = getattr(torch, name)(*sums, a, b, out_dtype=torch.float32, **({"out": out} if into else {}))
             assert (found is out) == into
