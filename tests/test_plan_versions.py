@@ -9,7 +9,7 @@ import json
 import pytest
 from goldens import make_h100
 
-OFTEN = ("gpt2-124m", "llama-8b, loss in chunks", "llama-8b, all host")
+OFTEN = ("llama-8b, loss in chunks", "llama-8b, all host")
 
 
 @pytest.fixture(scope="module")
