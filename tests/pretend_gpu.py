@@ -13,7 +13,11 @@ fzero:
   idle      those of them after which the device has computed all that it was given
   unpinned  copies between the device and memory of the host that is not pinned
   races     two accesses to the same bytes, one of them a write, in no order
-  freed     memory given back while a stream that is not its own may still use it: no record_stream
+  freed     memory given back while a stream that is not its own may still use it: no record_stream; or unpinned while
+            any stream may
+
+It counts the bytes of pinned memory: `registered`, those that cudaHostRegister pins, and `cached`, those that PyTorch's
+allocator takes, in powers of two, which it lends again and never gives back.
 
 and an operator that is given tensors of both devices raises, as on a GPU.
 
@@ -47,7 +51,20 @@ SHAPES = {
     aten.equal.default,
     aten.bincount.default,
 }
-MAKERS = ("empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "randn", "rand", "randint", "eye")
+MAKERS = (
+    "empty",
+    "empty_like",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "tensor",
+    "as_tensor",
+    "randn",
+    "rand",
+    "randint",
+    "eye",
+)
 UNWRITTEN = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 OWN = ("core/gpu.py", "core/gpu_copies.py", "core/copy_buckets.py", "core/future.py")
 WHOLE = None  # the pretend GPU of the context under way
@@ -152,6 +169,12 @@ class Stream:
         event.record(self)
         return event
 
+    def __eq__(self, other):
+        return isinstance(other, Stream) and self.number == other.number
+
+    def __hash__(self):
+        return self.number
+
 
 class Event:
     def __init__(self, enable_timing=False, blocking=False):
@@ -176,8 +199,8 @@ class Memory:
     """What is known of a storage: the stream it was allocated on (None: the host's, pinned), its accesses so far, and
     the streams that record_stream named."""
 
-    def __init__(self, stream):
-        self.stream, self.line, self.accesses, self.users = stream, line_of_fzero(), [], set()
+    def __init__(self, stream, size=0):
+        self.stream, self.line, self.accesses, self.users, self.size = stream, line_of_fzero(), [], set(), size
         self.graph = None if WHOLE is None else WHOLE.recording  # whose memory it is
 
 
@@ -187,12 +210,17 @@ class PretendGpu(TorchDispatchMode):
         self.clocks, self.hosts, self.streams = {0: {}}, {threading.get_ident(): {"host": 1}}, {}
         self.thread, self.lock = threading.get_ident(), threading.RLock()
         self.memory, self.pages, self.recording = {}, {}, None
+        self.live, self.unseen = Counter(), []  # bytes of tensors by stream; (bytes, stream, clock) freed, see `gone`
+        self.cached, self.spare, self.given_back = 0, Counter(), {}
+        self.pools, self.allocating, self.refused = {}, [], ""  # graphs of each pool; pools that are recorded into
         self.forget()
 
     def forget(self):
         """Begin to count anew."""
         self.waits, self.idle, self.unpinned, self.races, self.freed, self.kernels = (Counter() for _ in range(6))
         self.waits_beside = Counter()
+        self.peak = self.peak_ahead = sum(self.live.values())  # bytes; the latter if the host never waits for the GPU
+        self.stream_peaks = Counter(self.live)  # the most bytes of each, whose memory no other one is given
 
     # ---- order
 
@@ -208,7 +236,8 @@ class PretendGpu(TorchDispatchMode):
 
     def wait(self, why, clock):
         if self.recording is not None and threading.get_ident() == self.thread:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+            self.refused = f"operation not permitted when stream is capturing: {why}"
+            raise RuntimeError(self.refused)
         here = threading.get_ident() == self.thread
         (self.waits if here else self.waits_beside)[why, line_of_fzero()] += 1
         self.idle[why, line_of_fzero()] += here and clock.get(0, 0) >= self.clocks[0].get(0, 0)
@@ -267,17 +296,60 @@ class PretendGpu(TorchDispatchMode):
         return 0
 
     def cudaHostUnregister(self, address):
-        del self.pages[address]
+        _, memory = self.pages.pop(address)
+        known = join(dict(self.host), self.given_back)  # to who gave back the memory's parts
+        for *_, actor, tick, line in memory.accesses:
+            if actor != "host" and known.get(actor, 0) < tick:
+                self.freed[f"of the host, from {memory.line}, used by stream {actor} at {line}"] += 1
+
+    @property
+    def registered(self):
+        return sum(end - start for start, (end, _) in self.pages.items())
 
     def born(self, x, stream=0):
         key = x.untyped_storage()._cdata
         if key not in self.memory and x.data_ptr():
-            self.memory[key] = Memory(self.current if stream is not None else None)
-            weakref.finalize(x.untyped_storage(), self.gone, key).atexit = False
+            nbytes, spare = x.untyped_storage().nbytes(), 0
+            memory = self.memory[key] = Memory(self.current if stream is not None else None, nbytes)
+            if stream is None:
+                spare = 1 << (nbytes - 1).bit_length()
+                self.spare[spare] -= 1
+                if self.spare[spare] < 0:
+                    self.spare[spare] = 0
+                    self.cached += spare
+            weakref.finalize(x.untyped_storage(), self.gone, key, spare).atexit = False
+            if memory.stream is not None:
+                self.allocate(memory.stream, nbytes)
 
-    def gone(self, key):
+    def allocate(self, stream, size):
+        """Count new memory: what record_stream named is not given out again before the host has seen that stream come
+        so far, as PyTorch's allocator asks at the next allocation."""
+        with self.lock:
+            self.unseen = [(n, s, ticks) for n, s, ticks in self.unseen if not self.has_seen(ticks)]
+            self.live[stream] += size
+            live = sum(self.live.values())
+            held = Counter()
+            for n, s, _ in self.unseen:
+                held[s] += n
+            self.peak = max(self.peak, live)
+            self.peak_ahead = max(self.peak_ahead, live + sum(held.values()))
+            self.stream_peaks[stream] = max(self.stream_peaks[stream], self.live[stream] + held[stream])
+
+    def has_seen(self, ticks):
+        """Whether the host has waited until streams came so far."""
+        return all(self.hosts[self.thread].get(actor, 0) >= tick for actor, tick in ticks.items())
+
+    def gone(self, key, size=0):
+        self.spare[size] += 1
         memory = self.memory.pop(key, None)
-        if memory is None or memory.stream is None or memory.graph is not None:
+        if memory is None or memory.stream is None:
+            return
+        with self.lock:
+            self.live[memory.stream] -= memory.size
+            ticks = {user: self.clocks[user].get(user, 0) for user in memory.users - {memory.stream}}
+            if ticks:
+                self.unseen.append((memory.size, memory.stream, ticks))
+        if memory.graph is not None:
             return
         # It is behind what the streams that record_stream named were given so far, which may have waited for others.
         next_owner = join(dict(self.clocks[memory.stream]), self.host)
@@ -302,6 +374,15 @@ class PretendGpu(TorchDispatchMode):
         """Enter `run`, which does what is done now with these tensors, into the graph that is being recorded."""
         if self.recording is not None:
             self.recording.add(run, [*map(under, reads)], [*map(under, writes)])
+
+    def end_allocate_to_pool(self, device, pool):
+        if pool not in self.allocating:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.allocating.remove(pool)
+
+    def release_pool(self, device, pool):
+        self.pools[pool] -= 1
+        assert self.pools[pool] >= 0, "given back twice"
 
     # ---- copies
 
@@ -411,7 +492,7 @@ class PretendGpu(TorchDispatchMode):
             if device is None or torch.device(device).type != "cuda":
                 x = make(*args, **kwargs)
                 return self.pin(x) if pin else x
-            x = make(*args, **{**kwargs, "device": CPU})
+            x = make(*map(under, args), **{**kwargs, "device": CPU})
             if make.__name__ in ("tensor", "as_tensor"):
                 return self.move(x, CUDA, None, False)
             x = GpuTensor(x)
@@ -473,12 +554,13 @@ def pretend():
     """A context in which PyTorch has one GPU, the pretend one."""
     global WHOLE
     from fzero.checkpoint import leaf_source
-    from fzero.core import device, gpu, gpu_copies
+    from fzero.core import device, gpu, gpu_copies, torch_private
     from fzero.offload import disk_io
     from fzero.offload.buffer_pool import BufferPool
     from fzero.optim import norm
 
-    found, given_back, take, give_back = PretendGpu(), {}, BufferPool.take, BufferPool._return
+    found, take, give_back = PretendGpu(), BufferPool.take, BufferPool._return
+    given_back = found.given_back
 
     def taken(pool, *args):
         buffer = take(pool, *args)
@@ -526,6 +608,7 @@ def pretend():
         "is_current_stream_capturing": lambda: found.recording is not None and threading.get_ident() == found.thread,
         "CUDAGraph": lambda: pretend_graph.Graph(found),
         "graph": pretend_graph.recording,
+        "graph_pool_handle": object,
         "synchronize": lambda device: [found.wait("synchronize", clock) for clock in [*found.clocks.values()]],
         "mem_get_info": lambda device: (140 << 30, 149 << 30),
         "memory_reserved": lambda device: 0,
@@ -543,6 +626,8 @@ def pretend():
             put(torch.cuda, name, answer)
         for name in MAKERS:
             put(torch, name, found.maker(getattr(torch, name)))
+        for name in ("end_allocate_to_pool", "release_pool"):
+            put(torch_private, name, getattr(found, name))
         put(Tensor, "to", found.to(Tensor.to))
         put(Tensor, "pin_memory", lambda x: x if found.pinned(x) else found.pin(x.clone()))
         put(Tensor, "is_pinned", lambda x: found.pinned(x))

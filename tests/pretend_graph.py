@@ -7,8 +7,6 @@ with ones until the first replay. What a GPU refuses to record is refused: a wai
 another stream's, and a stream that is left with work.
 """
 
-import contextlib
-
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -19,9 +17,17 @@ class Graph:
     def __init__(self, whole):
         self.whole, self.runs, self.touched, self.replays = whole, [], {False: {}, True: {}}, 0
         self.accesses, self.saved, self.own, self.streams = {}, {}, {}, set()
+        self.memory, self.ended = None, False
 
     def pool(self):
-        return self
+        assert self.ended
+        return self.memory
+
+    def reset(self):
+        """Of a graph whose recording failed PyTorch gives nothing back."""
+        if self.ended:
+            self.whole.release_pool(0, self.memory)
+        self.ended = False
 
     def replay(self):
         """Run what was recorded; for the clocks it is one kernel of the current stream."""
@@ -39,7 +45,8 @@ class Graph:
         if before in self.streams:
             self.streams.add(stream)
         elif stream in self.streams and before is not None:
-            raise RuntimeError("dependency created on uncaptured work in another stream")
+            self.whole.refused = "dependency created on uncaptured work in another stream"
+            raise RuntimeError(self.whole.refused)
 
     def keep(self, tensors):
         """Remember the bytes of memory that was there before, which is about to be written."""
@@ -66,26 +73,47 @@ class Graph:
         self.saved, self.own, self.accesses = {}, {}, {}
 
 
-@contextlib.contextmanager
-def recording(graph, pool=None, *, stream, capture_error_mode="global"):
-    """torch.cuda.graph: a context in which `graph` records what is given to `stream`."""
-    whole = graph.whole
-    for clock in [*whole.clocks.values()]:
-        whole.wait("synchronize", clock)
-    clocks, host = {number: dict(clock) for number, clock in whole.clocks.items()}, dict(whole.host)
-    graph.streams, whole.recording = {stream.number}, graph
-    try:
-        with whole.on_stream(stream):
-            yield
-        own = whole.clocks[stream.number]
+class recording:
+    """torch.cuda.graph: a context in which `graph` records what is given to `stream`.
+
+    As in 2.11 and later: where a recording cannot be ended, the stream stays the current one, and the allocator takes
+    it to be under way.
+    """
+
+    def __init__(self, graph, pool=None, *, stream, capture_error_mode="global"):
+        self.graph, self.pool, self.stream, self.whole = graph, pool, stream, graph.whole
+
+    def __enter__(self):
+        whole = self.whole
+        for clock in [*whole.clocks.values()]:
+            whole.wait("synchronize", clock)
+        self.clocks = {number: dict(clock) for number, clock in whole.clocks.items()}
+        self.host = dict(whole.host)
+        self.before = whole.current
+        whole.streams[whole.thread] = self.stream.number
+        self.graph.memory = self.pool
+        whole.pools[self.pool] = whole.pools.get(self.pool, 0) + 1
+        whole.allocating.append(self.pool)
+        self.graph.streams, whole.recording, whole.refused = {self.stream.number}, self.graph, ""
+
+    def __exit__(self, *raised):
+        self.capture_end()
+        self.whole.streams[self.whole.thread] = self.before
+
+    def capture_end(self):
+        whole, graph = self.whole, self.graph
+        own = whole.clocks[self.stream.number]
         left = [s for s in graph.streams if whole.clocks[s].get(s, 0) > own.get(s, 0)]
-        if left:
-            raise RuntimeError(f"capturing stream has unjoined work: of stream {left}")
-    finally:
         whole.recording = None
         graph.end()
-        for number, clock in clocks.items():
+        for number, clock in self.clocks.items():
             whole.clocks[number].clear()
             whole.clocks[number].update(clock)
         whole.host.clear()
-        whole.host.update(host)
+        whole.host.update(self.host)
+        if whole.refused:
+            raise RuntimeError(f"CUDA error: operation failed due to a previous error during capture: {whole.refused}")
+        if left:
+            raise RuntimeError(f"capturing stream has unjoined work: of stream {left}")
+        whole.allocating.remove(self.pool)
+        graph.ended = True

@@ -81,6 +81,25 @@ def test_known_spills_are_of_builds_that_there_are():
         assert set(table) <= labels and all(0 < most <= 256 for most in table.values())
 
 
+PROMOTES = """
+import re, triton
+from fzero.kernels import aot, moe_float8
+arch, compile, found = aot.ARCHS["sm_90"], triton.compile, []
+triton.compile = lambda *given, **options: found.append(compile(*given, **options)) or found[-1]
+for build in (next(b for b in moe_float8.builds(arch.gpu) if b.kernel == name) for name in
+              ("_grouped_float8", "_grouped_float8_dw")):
+    assert not aot.compile_build(arch, "moe_float8", build).wrong
+    sums = build.config["BLOCK_M"] * build.config["BLOCK_N"] // (32 * build.config["num_warps"])
+    print(len(re.findall(r"add[.](?:rn[.])?f32", found[-1].asm["ptx"])) // sums)
+"""
+
+
+def test_sums_of_float8_products_go_to_float32_registers_in_each_pass():
+    """Once for each block of K: the matrix units of Hopper keep 14 bits or so of what they add up."""
+    status, said = run(code=PROMOTES)
+    assert (status, said.split()) == (0, ["1", "1"]), said
+
+
 def refused(capsys, *arguments):
     with pytest.raises(SystemExit) as ended:
         aot.main(arguments)

@@ -3,6 +3,7 @@ which take the same arguments: what is shown is all around them, and PyTorch's s
 
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from kernel_laws import adjoint, both_passes, draw, numbers, repeats, strides, t
 from fzero.core.device import FakeDevice, Target
 from fzero.core.product_flops import flop_of
 from fzero.kernels import attention_library, chips
-from fzero.kernels.attention import FULL, Pattern, attention
+from fzero.kernels.attention import FULL, Pattern, attention, reference_with_lse
 from fzero.kernels.attention_library import LIBRARIES, library_attention
 from fzero.kernels.chips import Speed
 from fzero.kernels.flops import pairs
 from fzero.kernels.registry import explain
 from fzero.planner.calibrate.attention import Shape, measure_attention
+from fzero.planner.calibrate.attention import _repeats as repeats_of
 
 H100, A100 = Target("cuda", 132, (9, 0), "NVIDIA H100 80GB HBM3"), Target("cuda", 108, (8, 0), "NVIDIA A100-SXM4-80GB")
 B200, MI300X = Target("cuda", 148, (10, 0), "NVIDIA B200"), Target("cuda", 304, (9, 4), "AMD Instinct MI300X")
@@ -52,6 +54,39 @@ def cudnn(monkeypatch):
     return call
 
 
+class Cutlass:
+    """PyTorch's operators of CUTLASS's attention, by the definition."""
+
+    def _efficient_attention_forward(self, q, k, v, *nones, compute_log_sumexp, scale):
+        assert nones == (None,) * 5 + (0.0, 1) and compute_log_sumexp and q.shape == k.shape == v.shape
+        out, lse = reference_with_lse(q, k, v, scale=scale)
+        return out, torch.nn.functional.pad(lse, (0, -q.shape[1] % 32), value=torch.inf), *(None,) * 4
+
+    def _efficient_attention_backward(self, g, q, k, v, bias, out, *rest, scale, num_splits_key):
+        t, lse = q.shape[1], rest[4]
+        assert bias is None and rest[:4] == (None, None, t, t) and rest[5] == 0.0 and rest[8:] == (1, False)
+        assert num_splits_key == 1, "with more parts of the keys a second run gives other bits"
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            again, logs = reference_with_lse(*leaves, scale=scale)
+            assert_close(again.detach(), out)
+            assert_close(logs.detach(), lse[:, :, :t])
+            assert lse.shape[2] % 32 == 0 and bool((lse[:, :, t:] == torch.inf).all())
+            return *torch.autograd.grad(again, leaves, g), None
+
+
+@pytest.mark.parametrize("t", [45, 64])
+def test_float32_goes_through_cutlass(t, monkeypatch):
+    """Layouts, grouped heads and the padded log-sum-exps, with the definition in the place of its kernels."""
+    monkeypatch.setattr(attention_library, "aten", Cutlass())
+    given = [x.float() for x in inputs(t=t)]
+    out, grads = both_passes(lambda *x: library_attention(*x, library="efficient", scale=0.3), given)
+    expected, wanted = both_passes(lambda *x: attention(*x, impl="reference", scale=0.3), given)
+    assert_close(out, expected)
+    for got, want in zip(grads, wanted):
+        assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def inputs(b=2, t=45, h=4, g=2, k=16):
     return draw((b, t, h, k), (b, t, g, k), (b, t, g, k), device="cpu")
 
@@ -83,10 +118,25 @@ def test_it_serves_transforms_once(cudnn):
 def test_the_calls_are_those_of_pytorch_s_schemas(name, monkeypatch):
     """PyTorch's own shape functions take them, so names, kinds and numbers of arguments are right."""
     monkeypatch.setattr(attention_library, "activate", lambda name: None)
-    q, k, v = (torch.empty(x.shape, dtype=torch.bfloat16, device="meta").transpose(1, 2) for x in inputs())
     library = LIBRARIES[name]
+    q, k, v = (torch.empty(x.shape, dtype=library.dtypes[0], device="meta").transpose(1, 2) for x in inputs())
     out, lse = library.forward(q, k, v, 0.25)
     assert out.shape == q.shape and lse.numel() == q[..., 0].numel() and lse.dtype == torch.float32
+    if name == "efficient":  # its shape function lacks an argument of the schema
+        given, options = [], {}
+
+        def backward(*placed, **named):
+            given.extend(placed)
+            options.update(named)
+            return *(torch.empty_like(placed[1]),) * 3, None
+
+        monkeypatch.setattr(attention_library, "aten", SimpleNamespace(_efficient_attention_backward=backward))
+        library.backward(out, q, k, v, out, lse.reshape(q.shape[:3]), 0.25)
+        taken = aten._efficient_attention_backward.default._schema.arguments
+        assert len(given) == sum(not a.kwarg_only for a in taken) and {*options} <= {
+            a.name for a in taken if a.kwarg_only
+        }
+        return
     grads = library.backward(out, q, k, v, out, lse.reshape(q.shape[:3]), 0.25)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
@@ -96,6 +146,22 @@ def test_flash_attention_is_called_under_the_deterministic_switch():
     with attention_library.repeating():
         assert torch.are_deterministic_algorithms_enabled()
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_float32_takes_the_matrix_units_where_a_rule_says_so():
+    """Whole causal sequences of enough rows and heads; what else there is is Triton's."""
+    f32 = {"dtype": torch.float32, "h": 32}
+    assert planned(H100, **f32).chosen == planned(A100, **f32).chosen == planned(B200, **f32).chosen == "efficient"
+    assert "a block for each row and head, 16 here" in planned(H100, dtype=torch.float32).reasons["efficient"]
+    for options in ({"h": 8}, {"pattern": Pattern("window", 8)}):
+        assert planned(H100, **f32 | options).chosen == "triton"
+    assert "documents packed" in planned(H100, **f32, documents=torch.zeros(2, 64)).reasons["efficient"]
+    assert planned(MI300X, **f32).chosen == "triton" and planned(H100, h=32).chosen == "triton"
+
+
+def test_a_form_is_asked_for_the_same_bits_again():
+    x, calls = torch.ones(3), iter(range(99))
+    assert repeats_of(lambda: lambda: [x]) and not repeats_of(lambda: lambda: [x + (next(calls) > 2)])
 
 
 def planned(target, t=64, h=8, g=2, k=128, dtype=torch.bfloat16, impl="auto", **options):
@@ -118,7 +184,7 @@ def test_a_plan_takes_what_it_is_asked_for_and_counts_its_pairs():
         assert flop_of(torch.ops.fzero.library_forward.default, given, {}, out) == 2 * product
         assert flop_of(torch.ops.fzero.library_backward.default, (q, *given), {}, grads) == 5 * product
     for name in LIBRARIES:
-        assert planned(H100, impl=name).chosen == name
+        assert planned(H100, impl=name, dtype=LIBRARIES[name].dtypes[0]).chosen == name
     said = planned(H100)
     assert said.chosen == "triton"
     assert "does not know whether flash_attn_interface is installed" in said.reasons["fa3"]
@@ -167,6 +233,9 @@ def test_the_fastest_comes_first_and_what_was_measured_here_before_what_was_publ
         path = chips.write_measured(H100.name, here)
         assert order("bfloat16", 64, 512)[:2] == ("flash", "triton")
         assert planned(H100, k=64).chosen == "flash"
+        chips.write_measured(H100.name, [here[0]._replace(repeats=False), here[1]])
+        said = planned(H100, k=64)
+        assert said.chosen == "triton" and "gave other bits when `fzero bench` measured it" in said.reasons["flash"]
         path.write_text(json.dumps({"speeds": [{"form": "flash"}]}))
         chips.measured.cache_clear()
         chips.order_of_attention.cache_clear()
@@ -211,9 +280,11 @@ def test_each_chip_s_file_names_forms_and_its_source():
 def test_the_laws_on_a_gpu(name):
     given = [x.to("cuda") for x in inputs(t=130, k=64)]
     f = functools.partial(lambda impl, *t: attention(*t, impl=impl))
-    if why := attention_library.why_not(*(x.bfloat16() for x in given), library=name):
+    dtype = LIBRARIES[name].dtypes[0]
+    if why := attention_library.why_not(*(x.to(dtype) for x in given), library=name):
         pytest.skip(why)
-    numbers(f, given, torch.bfloat16, impl=name)
-    strides(f, given, torch.bfloat16, impl=name) if LIBRARIES[name].repeats else None
-    repeats(f, given, torch.bfloat16, impl=name) if LIBRARIES[name].repeats else None
-    assert_close(*(attention(*(x.bfloat16() for x in given), impl=i).float() for i in (name, "reference")), atol=0.05)
+    numbers(f, given, dtype, impl=name)
+    strides(f, given, dtype, impl=name) if LIBRARIES[name].repeats else None
+    repeats(f, given, dtype, impl=name) if LIBRARIES[name].repeats else None
+    atol = 0.05 if dtype == torch.bfloat16 else 1e-5
+    assert_close(*(attention(*(x.to(dtype) for x in given), impl=i).float() for i in (name, "reference")), atol=atol)

@@ -13,7 +13,7 @@ from pretend_gpu import Event, pretend
 
 import fzero
 from fzero import models, optim
-from fzero.core import gpu_copies, precision, pytree
+from fzero.core import gpu, gpu_copies, precision, pytree
 from fzero.planner.format import duration, size
 from fzero.train import capture
 from fzero.train.init import init_state
@@ -228,17 +228,59 @@ def waiting(params, batch):
     return total * (2.0 if float(total.detach()) > 0 else 1.0), batch["x"].shape[0]
 
 
-@pytest.mark.slow
 def test_a_wait_ends_the_capture_by_its_line_and_the_steps_go_on():
-    with pretend():
+    with pretend() as seen:
         state, step = small("cuda", loss=waiting)
         found = run(state, step, rows("cuda", 5))
+        assert seen.current == 0 and not seen.allocating and not any(seen.pools.values()) and len(seen.pools) == 1
+        assert not seen.races and not seen.freed
     assert same(found, run(*small("cpu", loss=waiting), rows("cpu", 5)))
     _, refused = step.news
     assert refused.startswith(
         "capture: steps are issued one by one: a step cannot be recorded: operation not permitted when stream is "
         "capturing: item, in `"
     )
+
+
+@pytest.mark.parametrize("why", ["a wait", "an error of Python", "work of another stream", ""])
+def test_after_a_recording_the_stream_and_the_memory_are_those_of_before(why):
+    device = torch.device("cuda", 0)
+    with pretend() as seen:
+        x, beside = torch.ones(3, device=device), torch.cuda.Stream(device)
+
+        def work():
+            y = x + 1
+            if why == "a wait":
+                y.sum().item()
+            if why == "an error of Python":
+                raise ValueError(why)
+            if why == "work of another stream":
+                torch.cuda.current_stream(device).wait_stream(beside)
+            return y
+
+        with torch.cuda.stream(beside):
+            with pytest.raises((RuntimeError, ValueError)) if why else contextlib.nullcontext():
+                graph, y = gpu.record_graph(work, device)
+            assert seen.current == beside.number and seen.recording is None
+        assert seen.current == 0 and not seen.allocating
+        assert [*seen.pools.values()] == ([0] if why else [1])
+        if not why:
+            again, _ = gpu.record_graph(work, device, beside=graph)
+            assert [*seen.pools.values()] == [2] and again.pool() == graph.pool()
+            graph.replay()
+            assert y.tolist() == [2.0] * 3
+
+
+def test_a_recording_that_fails_leaves_the_ledger_as_it_was():
+    def sending(params, batch):
+        mesh.ledger.add("all_reduce", "dp", "w", torch.float32, 5)
+        return waiting(params, batch)
+
+    with pretend():
+        state, step = small("cuda", loss=sending)
+        mesh = step.mesh
+        run(state, step, rows("cuda", 5))
+    assert mesh.ledger.total().calls == 5 and len(step.news) == 2
 
 
 def test_an_error_is_told_by_where_it_began():

@@ -306,6 +306,21 @@ def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled,
     assert kept == [(48, 32)]
 
 
+@every_scaling
+def test_sums_of_gradients_keep_their_bits(scaling, monkeypatch):
+    """The forward product alone is added up with the fewer bits of the matrix units."""
+    fast = []
+
+    def product(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        fast.append(use_fast_accum)
+        return ((a.float() @ b.float()) * (scale_a * scale_b)).to(out_dtype)
+
+    monkeypatch.setattr(torch_private, "scaled_mm", product, raising=False)
+    x, w, _ = operands()
+    laws.both_passes(lambda *t: float8_linear(*t, scaling, impl="scaled_mm"), [x, w])
+    assert fast == [True, False, False]
+
+
 def both_numbers(x, given, turned, same=False):
     """Numbers of x, and of x turned by what `turned` makes of those; the second as a gradient's or `same`."""
     first = float8.float8_numbers(x, given, "tensorwise", False)

@@ -7,6 +7,7 @@ import os
 import re
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,22 @@ from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
 from fzero.core import gpu, gpu_copies, pytree
 from fzero.core.device import CPU, Target
+from fzero.planner import devices
+from fzero.planner.plan import with_host_memory
 from fzero.run import doctor
 from fzero.run import machine as run_machine
 from fzero.run.build import build, num_params
 from fzero.run.config_table import from_json, from_table, to_json
-from fzero.run.memory_check import check_memory, host_bytes, memory_needed, needs_on_device, others_hold
+from fzero.run.memory_check import (
+    check_memory,
+    host_bytes,
+    memory_needed,
+    memory_on_host,
+    needs_on_device,
+    others_hold,
+)
 from fzero.run.out_of_memory import explain
-from fzero.run.pretrain import place
+from fzero.run.pretrain import expect_memory, place
 from fzero.run.ranks.coordinator import Coordinator
 
 ROOT = Path(fzero.__file__).parent
@@ -231,7 +241,7 @@ def test_memory_is_pinned_only_for_a_process_that_uses_a_gpu(machine):
     machine(1)
     assert not gpu.in_use()  # though the machine has one
     x = torch.ones(2)
-    assert gpu.to_host(x, gpu.HOST) is x is gpu.pinned(x, gpu.HOST)
+    assert gpu.pinned(x, gpu.HOST) is x
 
 
 def test_a_run_decides_its_device_and_says_it(machine):
@@ -298,14 +308,42 @@ def test_memory_is_compared_where_it_is_needed():
         "optim": {"name": "adamw"},
     }
     job = build(from_table({**table, "offload": "opt=host"}), device=torch.device("cuda", 0))
-    there, all_of_it = host_bytes(job), sum(memory_needed(job))
+    there, all_of_it, away = host_bytes(job), sum(memory_needed(job)), sum(memory_on_host(job))
     moments = 2 * 4 * sum(leaf.numel() for leaf in pytree.leaves(job.plan.like))
-    assert there == pytest.approx(moments, rel=1e-3)
-    check_memory(job, all_of_it - there, there)
+    assert away == pytest.approx(moments, rel=1e-3) and away < there < 1.01 * away  # in whole pages
+    check_memory(job, all_of_it - away, there)
     with pytest.raises(ValueError, match="available"):
-        check_memory(job, all_of_it - there - 1, there)
+        check_memory(job, all_of_it - away - 1, there)
     with pytest.raises(ValueError, match="into the host's memory and"):
         check_memory(job, all_of_it, there - 1)
+
+
+def test_a_config_says_what_memory_the_host_has(monkeypatch):
+    monkeypatch.setattr(run_machine, "available_bytes", lambda: 10**9)  # a machine that has not grown yet
+    monkeypatch.setattr(gpu, "free_bytes", lambda device: 80 * 10**9)
+    offload = {"offload": "params=host,grads=host,opt=host", "train": {"remat": "full", "micro_batch": 1}}
+    with pytest.raises(ValueError, match=r"into the host's memory and 1.0 GB are available"):
+        expect_memory(job_on_gpu(**offload), Coordinator())
+    expect_memory(job := job_on_gpu(**offload, host_memory_gb=30), Coordinator())
+    assert host_bytes(job) < 30e9 and from_json(to_json(job.config)).host_memory_gb == 30
+    with pytest.raises(ValueError, match=r"into the host's memory and 2.0 GB are available"):
+        expect_memory(job_on_gpu(**offload, host_memory_gb=2), Coordinator())
+    for wrong in (-1, 1e9, "much"):
+        with pytest.raises(ValueError, match="host_memory_gb is "):
+            job_on_gpu(host_memory_gb=wrong)
+
+
+def test_a_plan_has_of_the_host_what_the_config_says():
+    here = devices.device("h100")
+    config = from_table({"preset": "mlp-tiny", "host_memory_gb": 50})
+    assert with_host_memory(here, config).host_capacity_bytes(2) == pytest.approx(25e9, abs=2)
+    assert with_host_memory(replace(here, kind="cpu"), config).memory_bytes == 50 * 10**9
+    assert with_host_memory(here, replace(config, host_memory_gb=0.0)) is here
+
+
+def test_the_flag_of_the_host_s_memory_is_a_positive_number(fz):
+    for value in ("0", "-3"):
+        assert "x>0" in fz("pretrain", "--host-memory", value)[2]
 
 
 def job_on_gpu(**settings):

@@ -157,7 +157,11 @@ DEEP = {
     ),
     "sums of a GPU in host memory": made(zero=3, parts=6, model=SMALL, offload="grads=host,opt=host"),
     "sums of a GPU on a disk": made(
-        zero=3, parts=6, model=SMALL, offload="params=nvme,grads=nvme,opt=nvme", train_remat="full"
+        zero=3,
+        parts=6,
+        model={**SMALL, "n_layers": 11},
+        offload="params=nvme,grads=nvme,opt=nvme",
+        train_remat="full",
     ),
     "compiled for a GPU": made(
         mesh={"dp": 2, "tp": 2}, zero=3, policy="bf16", parts=6, model=SMALL, train_compiled=True

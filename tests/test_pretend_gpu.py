@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pretend_gpu import Event, GpuTensor, Stream, pretend
+from pretend_gpu import Event, Stream, pretend
 
 import fzero
 from fzero import checkpoint, models, optim
@@ -116,12 +116,12 @@ def unordered(*_, **__):
 @pytest.mark.parametrize(
     "owner, name, kind",
     [
-        (GpuTensor, "record_stream", "freed"),
+        (gpu_copies.CopySources, "add", "freed"),
         (Stream, "wait_event", "races"),
         (Stream, "wait_stream", "races"),
         (Event, "record", "races"),
     ],
-    ids=["record_stream", "wait_event", "wait_stream", "event.record"],
+    ids=["sources", "wait_event", "wait_stream", "event.record"],
 )
 def test_a_missing_order_is_found(monkeypatch, owner, name, kind):
     monkeypatch.setattr(owner, name, unordered)
@@ -130,6 +130,27 @@ def test_a_missing_order_is_found(monkeypatch, owner, name, kind):
         gc.collect()
     assert getattr(seen, kind)
     assert all("offload/activation_stack.py" in text or "test_pretend_gpu.py" in text for text in getattr(seen, kind))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_that_nobody_uses_ends_before_its_memory_is_free(waits, monkeypatch):
+    if not waits:
+        monkeypatch.setattr(gpu_copies.Copied, "__del__", unordered)
+    with pretend() as seen:
+        gpu_copies.copy_in(gpu.pinned(torch.ones(8), torch.device("cuda", 0)), torch.device("cuda", 0))
+        gc.collect()
+    assert bool(seen.freed) is not waits
+
+
+def test_a_copy_that_another_stream_uses_keeps_its_memory_for_both():
+    with pretend() as seen:
+        device = torch.device("cuda", 0)
+        copied, other = gpu_copies.copy_in(gpu.pinned(torch.ones(8), device), device), Stream()
+        with torch.cuda.stream(other):
+            copied.use() * 2
+        del copied
+        gc.collect()
+    assert not seen.freed and not seen.races
 
 
 def test_a_wait_an_unpinned_copy_and_a_reused_source_are_found():

@@ -109,6 +109,7 @@ PLACED = {
     "offload": "params=nvme,opt=nvme,acts=host",
     "nvme.folder": "a folder/on it's disk",
     "nvme.buffer_mb": 64,
+    "host_memory_gb": 100.0,
     "precision.policy": "bf16",
 }
 BASE = {"preset": "llama-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}, "train": {"remat": "full"}}

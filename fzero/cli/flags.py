@@ -50,6 +50,7 @@ SHORTHANDS = {
     "offload": "offload",
     "nvme": "nvme.folder",
     "buffer_mb": "nvme.buffer_mb",
+    "host_memory": "host_memory_gb",
 }
 MODEL = click.option(
     "--model",
@@ -177,6 +178,12 @@ VALUES = (
         "--buffer-mb",
         type=int,
         help="The memory for transfers to and from the disk. Default: as much as the plan needs.",
+    ),
+    click.option(
+        "--host-memory",
+        type=click.FloatRange(min=0.0, min_open=True),
+        metavar="GB",
+        help="The memory of this host that the run may count on. Default: what the system says is available.",
     ),
 )
 

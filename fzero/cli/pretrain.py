@@ -33,6 +33,7 @@ PLACEMENT = (
     "offload",
     "nvme",
     "buffer_mb",
+    "host_memory",
     "precision",
 )
 # And those that begin a stage of it: see fzero/run/stages.py.

@@ -6,7 +6,7 @@ fzero.core.gpu makes each copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,15 +41,23 @@ def bring(x: Tensor, device: torch.device) -> Tensor:
     return out
 
 
-def rooms_beside(like: Sequence[Tensor], layers: int | None = None, pinned: bool = True) -> list[Tensor]:
+def _empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=HOST, pin_memory=True)
+
+
+def rooms_beside(
+    like: Sequence[Tensor], layers: int | None = None, empty: Callable[..., Tensor] = _empty_pinned
+) -> list[Tensor]:
     """Uninitialised memory of the host for each tensor (for `layers` of each, stacked): those of one dtype side by
     side, layer by layer, so that one copy fills a layer of all.
+
+    empty: (shape, dtype=) -> such memory; that of PyTorch's allocator serves what comes and goes.
     """
     out: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(x.dtype for x in like):
         chosen = [i for i, x in enumerate(like) if x.dtype == dtype]
         sizes, lead = [like[i].numel() for i in chosen], () if layers is None else (layers,)
-        whole = torch.empty((*lead, sum(sizes)), dtype=dtype, device=HOST, pin_memory=pinned)
+        whole = empty((*lead, sum(sizes)), dtype=dtype)
         out |= {i: part.view((*lead, *like[i].shape)) for i, part in zip(chosen, whole.split(sizes, -1))}
     return [out[i] for i in range(len(like))]
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core import torch_private
 from fzero.core.gpu_faults import advice_on, gist_of, is_compiled_for
 
 HOST = torch.device("cpu")
@@ -275,15 +276,6 @@ def pinned(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory() if device.type == "cuda" else x
 
 
-def to_host(x: Tensor, device: torch.device) -> Tensor:
-    """`x` in the host's memory, pinned if `device`, which the copies will go to, is a GPU."""
-    if device.type != "cuda":
-        return x.to(HOST)
-    if not x.is_cuda:
-        return x if x.is_pinned() else x.pin_memory()
-    return torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True).copy_(x)
-
-
 # ---- order ----
 
 
@@ -332,19 +324,19 @@ def on_capture_stream(device: torch.device, given: Sequence[Tensor]) -> Iterator
     """A context on the stream that `record_graph` records on, after the work that the current stream was given so far;
     at the end the current stream waits for it.
 
-    given: the tensors that are used in it. Those that it makes and leaves to the current stream go into the list that
-    it yields.
+    given: the tensors that are used in it, which live to its end. Those that it makes and leaves to the current stream
+    go into the list that it yields.
     """
     stream, current = _capture_stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
-    for x in given:
-        x.record_stream(stream)  # its memory is another stream's
     made: list[Tensor] = []
-    with torch.cuda.stream(stream):
-        yield made
-    current.wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield made
+    finally:
+        current.wait_stream(stream)  # before anything of `given` is freed
     for x in made:
-        x.record_stream(current)
+        x.record_stream(current)  # its memory is the other stream's
 
 
 def record_graph(work: Callable[[], Any], device: torch.device, beside: Any = None) -> tuple[Any, Any]:
@@ -354,10 +346,32 @@ def record_graph(work: Callable[[], Any], device: torch.device, beside: Any = No
     is in memory of the graph, and so overwritten by the next replay. beside: another graph that may share that memory,
     as no two run at one time. Raises RuntimeError where something in `work` cannot be recorded, such as a wait.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+    pool = torch.cuda.graph_pool_handle() if beside is None else beside.pool()
     # Other threads pin memory and wait for copies meanwhile, as those of a checkpoint do; and so does this one where a
     # kernel takes a table of addresses. A wait for what is recorded is an error all the same.
     options = {"stream": _capture_stream(device), "capture_error_mode": "relaxed"}
-    with torch.cuda.graph(graph, pool=None if beside is None else beside.pool(), **options):
-        result = work()
+    try:
+        # torch.cuda.graph leaves its own stream the current one where the end of a recording fails.
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=pool, **options):
+            result = work()
+    except BaseException:
+        _abandon_recording(graph, device, pool)
+        raise
     return graph, result
+
+
+_ABANDONED: list[Any] = []  # PyTorch's allocator of pinned memory goes on asking these graphs whether a stream records
+
+
+def _abandon_recording(graph: Any, device: torch.device, pool: Any) -> None:
+    """Give back the memory of a recording that failed, which PyTorch keeps where the driver refused to end it; and as
+    long as its allocator takes one to be under way, it frees nothing that another stream has used."""
+    index = device.index or 0
+    try:
+        torch_private.end_allocate_to_pool(index, pool)
+    except RuntimeError:  # the recording was ended in order
+        graph.reset()
+        return
+    torch_private.release_pool(index, pool)
+    _ABANDONED.append(graph)

@@ -3,12 +3,20 @@
 Each direction has a stream: `copy_in` and `copy_out` start a copy and return a `Copied`, whose `use` makes the current
 stream wait for it, and whose `finish` makes the host wait. On a CPU, and in a plan, a copy is made at once, and nothing
 waits. Snapshots leave on a third stream, by a `Reading`. Copies of many tensors: fzero.core.copy_buckets.
+
+Memory of the GPU that a copy reads or writes belongs to the stream that computes with it, which waits for the copy
+before that memory is free. Then it is reused in the order of that stream, however far the host runs ahead of the GPU.
+`record_stream` would keep it until the host has seen the copy, and a host that runs ahead would have the copies of all
+layers alive at once. So what a copy brings is allocated on the computing stream, and what a copy takes away is kept for
+two groups of a pass (`pass_group`).
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,21 +24,31 @@ import torch
 from torch import Tensor
 
 from fzero.core import torch_private
-from fzero.core.gpu import HOST
+from fzero.core.gpu import HOST, is_capturing
 
 
-class Copied(NamedTuple):
-    """A copy that was started. One of `use` and `finish` must be called before its tensor is read."""
+class Copied:
+    """A copy that was started. One of `use` and `finish` must be called before its tensor is read.
 
-    tensor: Tensor
-    event: Any = None  # after the copy; None: it is made
+    event: after the copy; None: it is made. owner: the stream whose memory a tensor on the GPU is, which waits for the
+    copy before the tensor is freed, also if that was never used.
+    """
+
+    __slots__ = ("_ordered", "event", "owner", "tensor")
+
+    def __init__(self, tensor: Tensor, event: Any = None, owner: Any = None) -> None:
+        self.tensor, self.event, self.owner = tensor, event, owner
+        self._ordered = event is None or owner is None  # whether the owner is behind the copy
 
     def use(self) -> Tensor:
         """The tensor on the GPU, for the current stream, which waits for the copy; the host does not."""
         if self.event is not None:
             stream = torch.cuda.current_stream(self.tensor.device)
             stream.wait_event(self.event)
-            self.tensor.record_stream(stream)  # its memory is another stream's
+            if stream == self.owner:
+                self._ordered = True
+            else:
+                self.tensor.record_stream(stream)  # its memory is another stream's
         return self.tensor
 
     def made(self) -> bool:
@@ -42,6 +60,10 @@ class Copied(NamedTuple):
         if self.event is not None:
             self.event.synchronize()
         return self.tensor if self.tensor.device == HOST else self.use()
+
+    def __del__(self) -> None:
+        if not self._ordered and not sys.is_finalizing():
+            self.owner.wait_event(self.event)
 
 
 @functools.cache
@@ -57,28 +79,44 @@ def _mark_copy(stream: Any) -> Any:
     return event
 
 
-def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor | None = None) -> Copied:
+class Destination(NamedTuple):
+    """Memory for a copy to write into."""
+
+    tensor: Tensor
+    ready: Any = None  # an event on `owner` that the copy waits for: what used the memory before is done
+    owner: Any = None  # the stream whose memory it is
+
+
+def reserve(x: Tensor, device: torch.device) -> Destination:
+    """Memory on `device` like `x`, for `copy_in`, which any thread may call: it is the current stream's."""
+    out = torch.empty_like(x, device=device)
+    return _mark_destination(out) if device.type == "cuda" else Destination(out)
+
+
+def _mark_destination(out: Tensor) -> Destination:
+    owner = torch.cuda.current_stream(out.device)
+    return Destination(out, owner.record_event(), owner)
+
+
+def copy_in(x: Tensor, device: torch.device, *, after: Any = None, out: Tensor | Destination | None = None) -> Copied:
     """Start to copy `x` from the host's memory to `device`.
 
     If `x` is pinned the host does not wait, and must not write into `x` before the copy is made. after: an event that
     the copy waits for. out: memory there of the same shape and dtype, written after the work that the current stream
-    was given so far; None: new memory.
+    (of a Destination: the one that reserved it) was given so far; None: new memory.
     """
     if device.type != "cuda":
-        return Copied(x.to(device) if out is None else out.copy_(x))
-    stream, _ = _copy_streams(device)
-    if out is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))
+        target = out.tensor if isinstance(out, Destination) else out
+        return Copied(x.to(device) if target is None else target.copy_(x))
+    out = reserve(x, device) if out is None else out if isinstance(out, Destination) else _mark_destination(out)
+    target, stream = out.tensor, _copy_streams(device)[0]
+    assert target.dtype == x.dtype, f"{x.dtype} is converted to {target.dtype} by a copy, which then waits"
+    stream.wait_event(out.ready)
     with torch.cuda.stream(stream):
         if after is not None:
             stream.wait_event(after)
-        if out is None:
-            out = x.to(device, non_blocking=True)
-        else:
-            assert out.dtype == x.dtype, f"{x.dtype} is converted to {out.dtype} by a copy, which then waits"
-            out.copy_(x, non_blocking=True)
-            out.record_stream(stream)
-        return Copied(out, _mark_copy(stream))
+        target.copy_(x, non_blocking=True)
+        return Copied(target, _mark_copy(stream), out.owner)
 
 
 def copy_in_parts(
@@ -94,38 +132,123 @@ def copy_in_parts(
     after, outs: as for `copy_in`, several events and a memory for each shape.
     """
     stream, _ = _copy_streams(device)
-    if outs is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))
+    row = reserve(x, device) if outs is None else _mark_destination(outs[0])
+    stream.wait_event(row.ready)
     with torch.cuda.stream(stream):
         for event in {id(event): event for event in after if event is not None}.values():
             stream.wait_event(event)
-        row = x.to(device, non_blocking=True).split([shape.numel() for shape in shapes])
-        parts = [part.view(shape) for part, shape in zip(row, shapes)]
+        there = row.tensor.copy_(x, non_blocking=True) if outs is None else x.to(device, non_blocking=True)
+        pieces = there.split([shape.numel() for shape in shapes])
+        parts = [piece.view(shape) for piece, shape in zip(pieces, shapes)]
         if outs is not None:
             torch_private.foreach_copy_(list(outs), parts)
-            for out in outs:
-                out.record_stream(stream)
             parts = list(outs)
         event = _mark_copy(stream)
-    return [Copied(part, event) for part in parts]
+    return [Copied(part, event, row.owner) for part in parts]
 
 
 def copy_out(x: Tensor, *, out: Tensor | None = None) -> Copied:
     """Start to copy `x` to memory of the host, after the work that the current stream was given so far.
 
-    out: pinned memory of the same shape and dtype; None: new memory, pinned for a GPU's tensor.
+    `x` may be freed from then on, not written over. out: pinned memory of the same shape and dtype; None: new memory,
+    pinned for a GPU's tensor.
     """
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=x.is_cuda)
     if not x.is_cuda:
+        if x.device != HOST:  # a plan's, of a GPU: what it keeps of memory is planned too
+            _sources(x.device).add(CopySource(x))
         return Copied(out.copy_(x))
     assert out.dtype == x.dtype, f"{x.dtype} is converted to {out.dtype} by a copy, which then waits"
     _, stream = _copy_streams(x.device)
-    stream.wait_stream(torch.cuda.current_stream(x.device))
+    owner = torch.cuda.current_stream(x.device)
+    stream.wait_stream(owner)
     with torch.cuda.stream(stream):
         out.copy_(x, non_blocking=True)
-        x.record_stream(stream)
-        return Copied(out, _mark_copy(stream))
+        copied = Copied(out, _mark_copy(stream))
+    _sources(x.device).add(CopySource(x, copied.event, owner))
+    return copied
+
+
+# ---- the sources of copies that leave a GPU ----
+
+
+class CopySource(NamedTuple):
+    """A tensor of a GPU that a copy to the host reads; of a plan, whose copies are made at once, the tensor alone."""
+
+    tensor: Tensor
+    event: Any = None  # after the copy
+    owner: Any = None  # the stream whose memory it is
+
+
+class CopySources:
+    """The sources of copies that leave a GPU, each kept until its owner has waited for its copy.
+
+    That is two groups later, so that the GPU computes a group while the tensors of the one before it leave.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[int, CopySource]] = deque()  # with the number of the group that was passed last
+        self.group, self.fetched = 0, None
+        self.lock = threading.Lock()
+
+    def add(self, source: CopySource) -> None:
+        """Keep a source."""
+        with self.lock:
+            self.waiting.append((self.group, source))
+            self._drop_copied()
+
+    def advance(self, group: Any, fetched: bool) -> None:
+        """See `pass_group`."""
+        with self.lock:
+            if fetched or group != self.fetched:
+                self.group += 1
+            self.fetched = group if fetched else None
+            self._drop_copied()
+            self._drop(self.group - 1)
+
+    def drop_all(self) -> None:
+        """Have the owners wait for all copies under way, and keep nothing."""
+        with self.lock:
+            self._drop(self.group + 1)
+
+    def _drop_copied(self) -> None:
+        """Drop the oldest ones whose copies the GPU has made, for which nothing must wait."""
+        while self.waiting and (event := self.waiting[0][1].event) is not None and event.query():
+            self.waiting.popleft()
+
+    def _drop(self, group: int) -> None:
+        """Drop those of before a group, once their owners wait for their copies."""
+        last: dict[Any, Any] = {}  # copies leave on one stream, so an owner waits for the last of its sources alone
+        dropped: list[CopySource] = []
+        while self.waiting and self.waiting[0][0] < group:
+            source = self.waiting.popleft()[1]
+            last[source.owner] = source.event
+            dropped.append(source)
+        for owner, event in last.items():
+            if owner is not None:
+                owner.wait_event(event)
+
+
+@functools.cache
+def _sources(device: torch.device) -> CopySources:
+    return CopySources()
+
+
+def pass_group(device: torch.device, group: Any, *, fetched: bool) -> None:
+    """Note that a pass over a model on `device` comes to a group of leaves: to its parameters (`fetched`) or gradients.
+
+    The current stream waits for the copies that left the GPU two groups ago or earlier, whose sources are free then.
+    Both calls for a group count once. Nothing for a CPU, and while a graph is recorded.
+    """
+    if device != HOST and not is_capturing(device):
+        _sources(device).advance(group, fetched)
+
+
+def free_sources(device: torch.device) -> None:
+    """Free all sources of copies that left a GPU: the streams that computed them wait for the copies under way."""
+    if device != HOST and not is_capturing(device):
+        _sources(device).drop_all()
 
 
 class Reading:

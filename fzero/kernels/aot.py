@@ -66,6 +66,7 @@ KNOWN_SPILLS: dict[tuple[int, ...], dict[str, int]] = {
         "_flash_dkv 128 32x128 bf16 bigbird documents at": 24,
     },
     (3, 8): {"_flash_dq 256 128x32 bf16 full": 12, "_update_blocks adamw copy 2048": 8},
+    (3, 9): {"_flash_dkv 256 32x64 bf16 window documents at": 160},
 }
 
 

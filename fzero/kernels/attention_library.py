@@ -1,13 +1,18 @@
-"""Attention by the libraries that PyTorch brings or activates on a GPU: cuDNN, and FlashAttention 2, 3 and 4.
+"""Attention by the libraries that PyTorch brings or activates on a GPU: cuDNN, FlashAttention 2, 3 and 4, and for
+float32 CUTLASS ("efficient").
 
-They serve whole causal sequences of bfloat16 or float16, with grouped heads, and keep what the Triton form keeps: out
-and the log-sum-exp of each query. PyTorch brings cuDNN's and FlashAttention 2. FlashAttention 3 and 4 are there from
+They serve whole causal sequences, with grouped heads, and keep what the Triton form keeps: out and the log-sum-exp of
+each query. PyTorch brings cuDNN's, FlashAttention 2 and CUTLASS's. FlashAttention 3 and 4 are there from
 PyTorch 2.11 on where their package is installed (`flash_attn_interface`, `flash_attn.cute`): PyTorch then puts their
 kernels in the place of FlashAttention 2's, for the whole process, so a call of one form activates its own.
 
 A second run of FlashAttention's backward pass gives the same bits only under PyTorch's switch for deterministic
-algorithms, which is on during its calls; cuDNN's has no such way (PyTorch refuses it under that switch), so "auto"
-never takes it.
+algorithms, which is on during its calls; cuDNN's has no such way (PyTorch refuses it under that switch, and does not
+pass on cuDNN's own), so "auto" never takes it.
+
+A float32 product is three of TensorFloat-32 in CUTLASS: with a = a1 + a2, a1 the first 11 bits of a and a2 the next 11,
+a b = a1 b1 + a1 b2 + a2 b1 but for a part in 2^22, added up in float32. These run on the matrix units. Triton's exact
+products of float32 run beside them, where an H100 has a seventh of the FLOP/s.
 
 Shapes: q [B, T, H, K], k and v [B, T, G, K], out [B, T, H, K], lse float32 [B, H, T].
 Ref: Dao 2023, arXiv:2307.08691 (FlashAttention-2); Shah et al. 2024, arXiv:2407.08608 (FlashAttention-3).
@@ -49,6 +54,7 @@ class Library(NamedTuple):
     activated: str = ""  # PyTorch's name for what takes the place of FlashAttention 2
     package: str = ""  # that must be installed for it
     repeats: bool = True  # whether a second run gives the same bits
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -79,6 +85,38 @@ def _flash_backward(
         )
 
 
+CAUSAL = 1  # CUTLASS's number of the mask
+LSE_ROWS = 32  # it keeps the log-sum-exps of a multiple of so many queries
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    every = [x.transpose(1, 2) for x in (q, *_for_each_head(q, k, v))]
+    options = {"compute_log_sumexp": True, "scale": scale}
+    out, lse, *_ = aten._efficient_attention_forward(*every, *(None,) * 5, 0.0, CAUSAL, **options)
+    return out.transpose(1, 2), lse[:, :, : q.shape[2]]
+
+
+def _efficient_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    none, t = torch.empty((), dtype=torch.int64, device=q.device), q.shape[2]
+    g, *every, out = (x.transpose(1, 2) for x in (g, q, *_for_each_head(q, k, v), out))
+    lse = torch.nn.functional.pad(lse, (0, -t % LSE_ROWS), value=torch.inf)
+    # With the keys in one part nothing is added to by two blocks at a time: a second run gives the same bits.
+    options = {"scale": scale, "num_splits_key": 1}
+    given = (g, *every, None, out, None, None, t, t, lse, 0.0, none, none, CAUSAL, False)
+    dq, dk, dv, _ = aten._efficient_attention_backward(*given, **options)
+    groups, share = k.shape[1], q.shape[1] // k.shape[1]
+    dk, dv = (x.unflatten(2, (groups, share)).sum(3) for x in (dk, dv))
+    return tuple(x.transpose(1, 2) for x in (dq, dk, dv))
+
+
+def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, G, T, K] for each of the heads of q."""
+    share = q.shape[1] // k.shape[1]
+    return (k, v) if share == 1 else (k.repeat_interleave(share, 1), v.repeat_interleave(share, 1))
+
+
 FLASH = _flash_forward, _flash_backward
 # What PyTorch asks for before it calls them: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, and
 # torch/nn/attention/_fa3.py and _fa4.py.
@@ -87,7 +125,9 @@ LIBRARIES = {
     "fa4": Library(*FLASH, ((9, 0), (10, 9)), 128, "FA4", "flash_attn.cute.interface"),
     "cudnn": Library(_cudnn_forward, _cudnn_backward, ((8, 0), (12, 1)), 128, repeats=False),
     "flash": Library(*FLASH, ((8, 0), (12, 1)), 256),
+    "efficient": Library(_efficient_forward, _efficient_backward, ((8, 0), (12, 1)), 256, dtypes=(torch.float32,)),
 }
+FEWEST = 64  # rows times heads from which on "auto" takes "efficient": its backward pass has a block for each
 
 
 @contextlib.contextmanager
@@ -202,8 +242,9 @@ def why_not(
         return "it has no sinks; triton has them"
     if pattern != FULL:
         return f"it has no patterns, such as {pattern.kind}; triton has them"
-    if q.dtype not in (torch.bfloat16, torch.float16) or not q.dtype == k.dtype == v.dtype:
-        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of bfloat16 or float16"
+    if q.dtype not in one.dtypes or not q.dtype == k.dtype == v.dtype:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in one.dtypes)
+        return f"the dtypes are {q.dtype}, {k.dtype} and {v.dtype}; it takes three of {names}"
     if v.shape != k.shape or k.shape != (b, t, groups, dim) or h % max(1, groups):
         return (
             f"the shapes are {list(q.shape)}, {list(k.shape)} and {list(v.shape)}; it takes as many queries as keys, "
@@ -250,13 +291,19 @@ def order(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[str, ...]:
     """The forms in the order in which "auto" should ask them on the device of q, the fastest first; () if unknown."""
     if kind_of(q) != "cuda":
         return ()
-    return chips.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])
+    found = chips.order_of_attention(target_of(q).name, str(q.dtype).removeprefix("torch."), q.shape[3], q.shape[1])
+    # Of float32 nothing is measured unless a table says so: what the matrix units compute comes first.
+    return found if q.dtype != torch.float32 or "efficient" in found else ("efficient", "triton", *found)
 
 
 def why_rather_not(q: Tensor, k: Tensor, v: Tensor, *, library: str, **options: Any) -> str:
     """The reason why "auto" should not take a library."""
     if not LIBRARIES[library].repeats:
         return "a second run of its backward pass gives other bits; ask for it by name"
+    if library == "efficient" and q.shape[0] * q.shape[2] < FEWEST:
+        return f"its backward pass has a block for each row and head, {q.shape[0] * q.shape[2]} here, below {FEWEST}"
+    if library in chips.without_repeats(target_of(q).name, str(q.dtype).removeprefix("torch.")):
+        return "a second run of its backward pass gave other bits when `fzero bench` measured it; ask for it by name"
     if LIBRARIES[library].package and fake_device_of(q) is not None:
         return f"a plan does not know whether {LIBRARIES[library].package} is installed; ask for it by name"
     return "" if library in order(q, k, v) else "no table says how fast it is on this GPU; `fzero bench` measures it"

@@ -32,6 +32,7 @@ class Speed(NamedTuple):
     dim: int  # of a head
     queries: int
     tflop_s: float
+    repeats: bool = True  # whether more runs gave the same bits
 
 
 def kernel_folder() -> Path:
@@ -105,7 +106,13 @@ def measured(gpu: str) -> tuple[Speed, ...]:
 
 def speeds_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Speed, ...]:
     """The Speeds of a file's rows; what else a row says, such as its source, is for readers."""
-    return tuple(Speed(*(row[field] for field in Speed._fields)) for row in rows)
+    fields = [(field, field in Speed._field_defaults) for field in Speed._fields]
+    return tuple(Speed(**{field: row[field] for field, usual in fields if field in row or not usual}) for row in rows)
+
+
+def without_repeats(gpu: str, dtype: str) -> set[str]:
+    """The forms of attention of which a second run gave other bits when `fzero bench` measured them on this machine."""
+    return {speed.form for speed in measured(gpu) if speed.dtype == dtype and not speed.repeats}
 
 
 def write_measured(gpu: str, speeds: Sequence[Speed]) -> Path:

@@ -279,8 +279,9 @@ def float8_product_of(a: Tensor, a_inverse: Tensor, b: Tensor, largest: Tensor, 
 
 
 def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
-    """The linear by torch._scaled_mm, with fewer bits in its sums if both operands are values, or the scaling is
-    rowwise, as torchao does.
+    """The linear by torch._scaled_mm, with fewer bits in its sums if both operands are values. Those of a gradient go
+    to float32 registers again and again, as a sum for dw is as long as there are tokens; torchao's rowwise recipe adds
+    all three with fewer bits.
 
     A tensor with one scale is read for it once, in the forward pass or as a gradient; a gradient is read once for its
     numbers in both orders. In a compiled block, linears that share an input share its scale and its numbers
@@ -301,9 +302,9 @@ def _by_scaled_mm(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> Tensor:
         by_row = _largest(g, 1, recipe)
         by_column = _largest(g, 0, recipe) if recipe.rowwise else by_row
         *numbers, turned, turned_inverse = float8_both(g, by_row, by_column, scaling, True)
-        dx = float8_product_of(*numbers, w, w_most, scaling, recipe.rowwise)
+        dx = float8_product_of(*numbers, w, w_most, scaling, False)
         x_numbers = float8_numbers(x.t(), x_most, scaling, False)
-        return dx, float8_product(*x_numbers, turned, turned_inverse, recipe.rowwise)
+        return dx, float8_product(*x_numbers, turned, turned_inverse, False)
 
     fused = Fused("float8_linear", forward=forward, backward=backward)
     return fused(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[1])

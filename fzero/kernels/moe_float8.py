@@ -31,6 +31,9 @@ from fzero.kernels.registry import Form, Op
 
 CONFIGS, DW_CONFIGS = chips.Table("_grouped_float8"), chips.Table("_grouped_float8_dw")
 LEAST = (8, 9)  # the compute capability from which on a GPU multiplies float8
+# Numbers that Hopper's matrix units may add up before the sum goes to a float32 register: they keep 14 bits or so.
+# The more there are, the larger the error, so without a bound it grows with K.
+PROMOTED = tl.constexpr(128)
 
 
 def group_of(rows: int, ends: Tensor) -> Tensor:
@@ -219,7 +222,7 @@ def _grouped_float8(
         w = tl.load(W + col[:, None] * stride_f + at[None, :], mask=(col[:, None] < F) & (at[None, :] < D), other=0.0)
         if UPCAST:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        total = tl.dot(x, tl.trans(w), total)
+        total = tl.dot(x, tl.trans(w), total, max_num_imprecise_acc=min(BLOCK_K, PROMOTED))
     ix = tl.load(X_INVERSE + row, mask=row < end, other=0.0)
     iw = tl.load(W_INVERSE + e.to(tl.int64) * F + col, mask=col < F, other=0.0)
     y = total * (ix[:, None] * iw[None, :])
@@ -249,7 +252,7 @@ def _grouped_float8_dw(
         x, g = tl.where(own, x, tl.zeros_like(x)), tl.where(own, g, tl.zeros_like(g))
         if UPCAST:
             x, g = x.to(tl.float32), g.to(tl.float32)
-        total = tl.dot(x, tl.trans(g), total)
+        total = tl.dot(x, tl.trans(g), total, max_num_imprecise_acc=min(BLOCK_K, PROMOTED))
     ix = tl.load(X_INVERSE + e * D + d, mask=d < D, other=0.0)
     ig = tl.load(G_INVERSE + e * F + f, mask=f < F, other=0.0)
     dw = total * (ix[:, None] * ig[None, :])

@@ -4,7 +4,6 @@ size."""
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 import weakref
 from collections import deque
@@ -13,20 +12,14 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core import gpu
 from fzero.core.gpu_copies import Copied
+from fzero.core.host_memory import HUGE as HUGE
+from fzero.core.host_memory import round_to_pages as round_to_pages
+from fzero.core.host_memory import take_pages
 from fzero.core.storage import PAGE
-
-HUGE = 2 << 20
-
-
-def round_to_pages(n: int) -> int:
-    """The smallest multiple of PAGE that is at least `n`."""
-    return -(-n // PAGE) * PAGE
 
 
 class Buffer(NamedTuple):
@@ -39,30 +32,16 @@ class Buffer(NamedTuple):
 class BufferPool:
     """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
 
-    The memory is anonymous, in huge pages if the system has them (then a direct transfer needs few descriptors),
-    touched once, and pinned if this process uses a GPU.
+    The memory is that of `take_pages`.
     """
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // HUGE) * HUGE
-        # a shared one has small pages
-        self.memory = mmap.mmap(-1, self.size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
-        self.base = -start % HUGE
-        np.frombuffer(self.memory, np.uint8)[:: mmap.PAGESIZE] = 0
-        if gpu.in_use():
-            code, unpin = gpu.pin_pages(start + self.base, self.size)
-            if code:
-                raise ValueError(
-                    f"CUDA cannot pin the {self.size:,} bytes of the offload buffers (error {code}); give them less "
-                    "memory (nvme.buffer_mb, --buffer-mb), or allow more locked memory (ulimit -l)"
-                )
-            weakref.finalize(self.memory, unpin).atexit = False
+        remedy = "give them less memory (nvme.buffer_mb, --buffer-mb)"
+        self.memory = take_pages(self.size, "the offload buffers", remedy, align=HUGE, awaited=True)
         self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        self.leaving: deque[tuple[Tensor, Copied]] = deque()  # memory that copies to a GPU read, oldest first
+        self.leaving: deque[Copied] = deque()  # memory that copies to a GPU read, oldest first
         self.lock = threading.Lock()
         self.lent = self.peak = 0
 
@@ -89,7 +68,7 @@ class BufferPool:
                 )
             with suppress(Empty):
                 self.returned.put(self.returned.get(timeout=0.05))
-        block = np.ndarray((size,), np.uint8, buffer=self.memory, offset=self.base + offset)
+        block = self.memory[offset : offset + size]
         raw = torch.from_numpy(block)
         weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
@@ -97,31 +76,31 @@ class BufferPool:
     def keep(self, raw: Tensor, copied: Copied) -> None:
         """Lend `raw`, memory of a buffer, until a copy that reads it is made, whoever drops it before."""
         with self.lock:
-            self.leaving.append((raw, copied))
+            self.leaving.append(Copied(raw, copied.event))  # not what the GPU has of it
 
     def _release(self, *, wait: bool = False) -> bool:
         """Let go of what `keep` was given and is copied; returns whether there was any. wait: for the oldest copy."""
         with self.lock:
-            oldest = self.leaving[0][1] if wait and self.leaving else None
+            oldest = self.leaving[0] if wait and self.leaving else None
         if oldest is not None:
             oldest.finish()
         with self.lock:
             made = []
-            while self.leaving and self.leaving[0][1].made():
+            while self.leaving and self.leaving[0].made():
                 made.append(self.leaving.popleft())
         return bool(made)
 
     def drain(self) -> None:
         """Wait until nothing that `keep` was given is being copied."""
         with self.lock:
-            newest = self.leaving[-1][1] if self.leaving else None
+            newest = self.leaving[-1] if self.leaving else None
         if newest is not None:
             newest.finish()  # on one stream, so the others are made too
         self._release()
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies in this memory."""
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data + self.base
+        start = self.memory.ctypes.data
         return start <= storage.data_ptr() < start + self.size
 
     def _return(self, offset: int, size: int) -> None:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fzero.core.future import Future
-from fzero.core.gpu_copies import Copied, copy_in
+from fzero.core.gpu import HOST
+from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
@@ -88,17 +89,21 @@ class RowRead(NamedTuple):
         return self.buffer.view
 
     def copy_to(self, device: torch.device) -> Future[Tensor]:
-        """Have the rows copied to `device` as soon as they are read, without the thread that asks.
+        """Have the rows copied to `device` as soon as they are read, without the thread that asks, whose current stream
+        has the memory there from now on.
 
         The current stream of who waits for the rows there waits for the copy.
         """
-        if device.type != "cuda":
-            return Future(lambda: self.wait().to(device))
+        if device == HOST:
+            return Future(self.wait)
+        out = reserve(self.buffer.view, device)
+        if device.type != "cuda":  # a plan
+            return Future(lambda: out.tensor.copy_(self.wait()))
         started: list[Copied] = []
 
         def start() -> None:
             assert self.keep is not None
-            started.append(copy_in(self.buffer.view, device))
+            started.append(copy_in(self.buffer.view, device, out=out))
             self.keep(self.buffer.raw, started[0])
 
         def arrive() -> Tensor:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fzero.core.host_memory import bytes_cached
 from fzero.models.presets import body_of
 from fzero.models.score import head_rows
 from fzero.planner import experts
@@ -73,7 +74,7 @@ def memory(basis: Basis, c: Candidate) -> tuple[dict[str, float], float]:
     away = {name: groups[name] * tier.fraction for name, tier in where.items() if tier.memory != "device"}
     host = sum(size for name, size in away.items() if where[name].memory == "host")
     if tiers.acts.memory == "host":
-        host += rows * math.ceil(alive / max(1, remat.every)) * layer.input_bytes
+        host += math.ceil(alive / max(1, remat.every)) * bytes_cached(math.ceil(rows * layer.input_bytes))
     on_device = {name: groups[name] - away.get(name, 0.0) for name in ("params", "optimizer")}
     sums = weights(basis, c, micro_batches, groups["grads"] - away.get("grads", 0.0))
     on_device |= peak(activations(basis, c, alive), sums)

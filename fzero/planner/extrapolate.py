@@ -114,8 +114,10 @@ def shape(config: RunConfig, depth: int) -> tuple[int, int, int]:
         else 0
     )
     away = offload.acts.memory != "device"  # a group's backward pass prefetches the activations of the group before
+    leaving = 2 * (offload.grads.memory != "device")  # groups for which a GPU keeps what is copied to the host
     # The last layer's gradient sums get their memory while the layer before it computes.
-    before, behind = (-(-max(edge, ahead) // group) * group for edge in (1 + group * away, 2))
+    edges = max(1 + group * away, leaving), 2 + leaving
+    before, behind = (-(-max(edge, ahead) // group) * group for edge in edges)
     return before, group, before + group + behind + depth % group
 
 

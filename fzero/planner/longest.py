@@ -21,7 +21,7 @@ from fzero.core.device import Target
 from fzero.planner import extrapolate
 from fzero.planner.devices import Device
 from fzero.planner.format import duration, place, size, table
-from fzero.planner.plan import resolve_for
+from fzero.planner.plan import resolve_for, with_host_memory
 from fzero.planner.plan_report import has_rates, total_flop
 from fzero.planner.step_trace import Trace, make_trace, run_step
 from fzero.planner.timing import predict
@@ -239,6 +239,7 @@ def longest(config: RunConfig, device: Device, say: Callable[[str], None] = lamb
 
     Raises ValueError if none does, and for a config that a run would refuse.
     """
+    device = with_host_memory(device, config)
     capacity, host = device.capacity_bytes, device.host_capacity_bytes(1)
     offloads = (config.offload,) if config.offload or device.kind == "cpu" else LADDER
 

@@ -6,6 +6,7 @@ needed."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def plan(
     (True, 3082496)
     """
     config = config_for(model, settings)
-    device = device_for(gpu)
+    device = with_host_memory(device_for(gpu), config)
     sizes = sizes_of(config, mesh)
     report = reports_of(resolve_for(config, device), sizes, device, rank=rank, say=say, cache=cache)
     say("simulating the step" if sizes.get("pp", 1) == 1 else "playing the schedule")
@@ -118,6 +119,16 @@ def device_for(gpu: str | Device) -> Device:
     if gpu != "here" or machine.device_file().is_file():
         return devices.device(gpu)
     return unmeasured_here()
+
+
+def with_host_memory(device: Device, config: RunConfig) -> Device:
+    """The device with the memory of its host that a config gives to a run, if it gives any."""
+    size = int(config.host_memory_gb * 1e9)
+    if not size:
+        return device
+    if device.kind == "cpu":
+        return replace(device, memory_bytes=size)
+    return replace(device, host_memory_bytes=int(size / devices.HOST_PART))  # all of it is for tensors
 
 
 def unmeasured_here() -> Device:

@@ -23,6 +23,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_ranks import sums_made
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import hfu, mfu, token_flop
+from fzero.run.memory_check import rounded_on_host
 from fzero.sharding import AXES, fake_mesh
 from fzero.sharding.describe import once_in_full
 from fzero.sharding.pipelines import users_of
@@ -67,7 +68,7 @@ class PlanReport(NamedTuple):
     state_elsewhere: dict[str, int]  # between steps, of a rank: "host" and "nvme"
     state_bytes_per_rank: int  # params, gradients and optimizer states: the sum of state_bytes
     peak_bytes_per_rank: int
-    host_peak_bytes: int  # of a rank's tensors in the host's memory, at most
+    host_peak_bytes: int  # of a rank's tensors in the host's memory, at most, with what their allocators round up
     host_capacity_bytes: int | None  # available to a rank there; None: unknown, not checked
     peak: dict[str, Any]  # phase, layer, op, bytes, components, largest: [name, component, bytes] alive there
     phases: dict[str, int]  # the peak of each phase of the step
@@ -135,8 +136,9 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
     state = {**trace.state, "grads": grad_bytes(built)}
     share = node if device.kind == "cpu" else 1  # the ranks of a machine share its memory
     capacity, peak = device.capacity_bytes // share, trace.peak.bytes
-    host = device.host_capacity_bytes(node)
-    over, host_over = peak > capacity, host is not None and trace.host_peak > host
+    host, host_peak = device.host_capacity_bytes(node), trace.host_peak
+    host_peak += rounded_on_host(built) if device.kind == "cuda" else 0
+    over, host_over = peak > capacity, host is not None and host_peak > host
     if timing is None and has_rates(device) and not trace.turns:
         timing = predict(trace, device)
     phases = list[tuple[Timing, float]]()
@@ -170,7 +172,7 @@ def report_of(trace: Trace, device: Device, timing: Timing | None = None) -> Pla
         state_elsewhere=trace.state_elsewhere,
         state_bytes_per_rank=sum(state.values()),
         peak_bytes_per_rank=peak,
-        host_peak_bytes=trace.host_peak,
+        host_peak_bytes=host_peak,
         host_capacity_bytes=host,
         peak=moment_facts(trace.peak) | {"largest": [list(each) for each in trace.alive]},
         phases=phase_peaks(trace),

@@ -30,7 +30,7 @@ from fzero.planner.devices import Device
 from fzero.planner.format import duration, size
 from fzero.planner.launch import refuse_decided
 from fzero.planner.pipeline_report import pipeline_report
-from fzero.planner.plan import config_for, device_for, resolve_for
+from fzero.planner.plan import config_for, device_for, resolve_for, with_host_memory
 from fzero.planner.plan_report import PlanReport, has_rates, report_of
 from fzero.planner.search_result import (
     Found,
@@ -84,7 +84,8 @@ def search(
     refuse_decided(settings or {}, "settings")
     if isinstance(model, Mapping):
         refuse_decided(model, "the config")
-    given, device = config_for(model, settings), device_for(gpu)
+    given = config_for(model, settings)
+    device = with_host_memory(device_for(gpu), given)
     if not has_rates(device):
         raise ValueError(
             "a search needs the rates of a device; run `fzero bench` on this machine first, or name another "

@@ -22,6 +22,7 @@ LAYOUT = (
         "reshard",
         "guard.",
         "nvme.",
+        "host_memory_gb",
         "data.path",
         "data.cache",
         "data.retry_minutes",

@@ -261,6 +261,8 @@ class RunConfig:
         ""  # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     )
     nvme: Nvme = Nvme()
+    # GB of this host's memory for the run's processes, where the system tells too little; 0: what it says is available
+    host_memory_gb: float = 0.0
     guard: Guard = Guard()
     # of the run, before its last one: the last step of each and what it has otherwise than the one after it, such as
     # "1000: data.seq_len=8192"; --resume with another --seq-len writes them

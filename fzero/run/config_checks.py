@@ -85,6 +85,7 @@ BOUNDS: dict[str, Bounds] = {
         "zero": (0, True, 4),
         "prefetch": COUNT,
         "resident": COUNT,
+        "host_memory_gb": (0.0, True, 1e6),
     },
     **{
         "nvme.buffer_mb": COUNT,

@@ -17,7 +17,8 @@ import torch
 
 from fzero import data
 from fzero.comm.tables import any_rank
-from fzero.core import gpu, prng, pytree
+from fzero.core import prng, pytree
+from fzero.core.host_memory import to_host
 from fzero.data.mixed_corpus import sources_of
 from fzero.data.mixture import Mixture, described
 from fzero.data.packing import figures
@@ -149,7 +150,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         read = stack.enter_context(closing(data.prefetch(lambda step: batch_at(sample(step)), first)))
         batches = corpus.on_device_ahead((batch for _, batch in read), job.device)
         record = stack.enter_context(recorder(attempt, first)) if coordinator.first else None
-        room = snapshot_room(job, machine.available_bytes() // coordinator.local_size)
+        room = snapshot_room(job, machine.host_memory(job.config) // coordinator.local_size)
         saver = stack.enter_context(CheckpointSaver(job, folder, first, room, options.say))
         saver.reserve(state)
         step, fault, traffic = first, None, job.nvme.moved() if job.nvme else DiskTraffic()
@@ -340,7 +341,10 @@ def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
     # Weights from a disk are in the host's memory, from where each token takes them to the device.
-    params = pytree.map(lambda leaf: leaf if leaf.device == job.device else gpu.to_host(leaf, job.device), params)
+    leaves = pytree.named_leaves(params)
+    away = {name: leaf for name, leaf in leaves.items() if leaf.device != job.device}
+    leaves |= zip(away, to_host([*away.values()], job.device, "the weights to sample from"))
+    params = pytree.from_named(leaves, params)
     n = min(n, job.model.config.max_len - tokens.shape[1])
     key = prng.key(job.config.train.seed, job.device)
     out = generate(job.model, params, tokens, n, key, sampling=Sampling(0.7), vocab_size=tokenizer.vocab_size, eos=eos)

@@ -62,6 +62,14 @@ def available_bytes() -> int:
     return min(limits)
 
 
+def host_memory(config: RunConfig) -> int:
+    """The bytes of this host's memory that the processes of a run may have: as its config says, or `available_bytes`.
+
+    A virtual machine may grow as it is used, and say before that it has little.
+    """
+    return int(config.host_memory_gb * 1e9) or available_bytes()
+
+
 def product_rates(kinds: Sequence[Kind]) -> list[float]:
     """The FLOP/s of this process' products of each kind (dtype, way of float32), as `fzero bench` measured them, or as
     measured once here.

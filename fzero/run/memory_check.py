@@ -19,6 +19,7 @@ from fzero import models
 from fzero.core import gpu, pytree
 from fzero.core.autodiff import Remat
 from fzero.core.device import HOST
+from fzero.core.host_memory import bytes_cached, bytes_taken
 from fzero.core.pytree import Tree
 from fzero.models import LlamaConfig
 from fzero.models.presets import family_of
@@ -75,8 +76,9 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
     part = max(part_numels(plan).values())
     terms *= min(2, plan.delayed or 1)  # the sums of an update that is not made yet, and of the next one
-    sums = terms * numel(plan, plan.grads, ("device", "host"))
-    grads = sums * policy.accumulate.itemsize + 2 * part * policy.param.itemsize
+    sums = numel(plan, plan.grads, ("device",)) * policy.accumulate.itemsize
+    sums += numel(plan, plan.grads, ("host",)) * sums_dtype(job).itemsize
+    grads = terms * sums + 2 * part * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
     moved = plan.mesh.link().size > 1 and any("dp" in spec.axes for spec in at_rest)
     moved |= job.device != HOST and any(spec.memory != "device" for spec in at_rest)
@@ -93,6 +95,11 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)
+
+
+def sums_dtype(job: Job) -> torch.dtype:
+    """The dtype of sums of gradients that rest off the device: those of one micro-batch keep that of the parameters."""
+    return job.policy.param if local_micro_batches(job.config, job.mesh) == 1 else job.policy.accumulate
 
 
 def layers_alive(job: Job) -> int:
@@ -185,7 +192,7 @@ def disk_needed(job: Job) -> int:
     plan, policy, config = job.plan, job.policy, job.config
     like = meta_state(plan, job.tx)
     state = store_bytes(leaves_on_disk(like, specs_of(job), plan).values(), job.nvme.slots)
-    dtype = policy.param if local_micro_batches(config, job.mesh) == 1 else policy.accumulate
+    dtype = sums_dtype(job)
     off = [
         (leaf, spec)
         for (name, leaf), spec in zip(pytree.named_leaves(plan.like).items(), pytree.leaves(plan.grads))
@@ -291,23 +298,46 @@ def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def memory_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
-    """The part of `memory_needed` that rests in the host's memory where the device is a GPU: leaves, sums of gradients
-    and activations that the plan keeps there, and the buffers of a disk."""
-    plan, t = job.plan, job.config.train
+class OnHost(NamedTuple):
+    """The bytes of each tensor that a rank keeps in the host's memory where the device is a GPU."""
+
+    state: list[int]  # leaves
+    grads: list[int]  # their sums
+    activations: list[int]
+    buffers: int  # for transfers to and from a disk, together
+
+
+def sizes_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> OnHost:
+    """The bytes of leaves, sums of gradients and activations that the plan of `job` keeps in the host's memory. leaves:
+    its `bytes_of_state`, where that is known."""
+    plan, t, d_model = job.plan, job.config.train, job.model.config.d_model
     leaves = bytes_of_state(job) if leaves is None else leaves
-    state = sum(n for place, n in leaves.values() if place == "host")
-    c, acts = job.model.config, 0
+    state = [n for place, n in leaves.values() if place == "host"]
+    pairs, itemsize = zip(pytree.leaves(plan.like), pytree.leaves(plan.grads)), sums_dtype(job).itemsize
+    grads = [local_numel(x.shape, spec, plan.sizes) * itemsize for x, spec in pairs if spec.memory == "host"]
+    acts = []
     if plan.acts == "host":
-        kept = c.d_model * (layers_alive(job) // Remat.parse(t.remat).every)
-        acts = t.micro_batch * job.config.data.seq_len * kept * job.policy.compute.itemsize
-    buffers = job.nvme.pool_bytes if job.nvme is not None else 0
-    return Memory(state, numel(plan, plan.grads, ("host",)) * job.policy.accumulate.itemsize, 0, acts, buffers)
+        inputs = t.micro_batch * job.config.data.seq_len * d_model * job.policy.compute.itemsize
+        acts = [inputs] * (layers_alive(job) // Remat.parse(t.remat).every)
+    return OnHost(state, grads, acts, job.nvme.pool_bytes if job.nvme is not None else 0)
+
+
+def memory_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) -> Memory:
+    """The part of `memory_needed` that rests in the host's memory where the device is a GPU."""
+    state, grads, acts, buffers = sizes_on_host(job, leaves)
+    return Memory(sum(state), sum(grads), 0, sum(acts), buffers)
 
 
 def host_bytes(job: Job) -> int:
-    """The bytes of `memory_on_host`."""
-    return sum(memory_on_host(job))
+    """The bytes of the host's memory that a rank of `job` takes for what rests there: what lasts in whole pages,
+    activations as PyTorch's allocator rounds them up."""
+    state, grads, acts, buffers = sizes_on_host(job)
+    return bytes_taken(state) + bytes_taken(grads) + sum(map(bytes_cached, acts)) + buffers
+
+
+def rounded_on_host(job: Job) -> int:
+    """How many bytes more `host_bytes` is than those of the tensors."""
+    return host_bytes(job) - sum(memory_on_host(job))
 
 
 STATE = {

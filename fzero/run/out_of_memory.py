@@ -73,7 +73,7 @@ def explain(job: Job, folder: Path, coordinator: Coordinator, now: gpu.DeviceMem
         f"{gigabytes(now.tensors)}, and its allocator keeps {gigabytes(now.reserved - now.tensors)} for later ones"
         f"{others_hold(job.device)}"
     )
-    room = Room(ROOM * (now.free + now.reserved), machine.available_bytes() // coordinator.local_size)
+    room = Room(ROOM * (now.free + now.reserved), machine.host_memory(job.config) // coordinator.local_size)
     # What was in use and did not suffice is known now; the activations were the part that was reckoned roughly.
     rough = needs.get("activations", 0)
     longer = max(1.0, (now.tensors + asked - (sum(needs.values()) - rough)) / rough) if rough else 1.0

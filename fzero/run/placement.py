@@ -31,6 +31,7 @@ FLAGS = {
     "offload": "--offload",
     "nvme.folder": "--nvme",
     "nvme.buffer_mb": "--buffer-mb",
+    "host_memory_gb": "--host-memory",
     "precision.policy": "",  # decided once: config.json has it
 }
 KEYS = ("mesh", *FLAGS)

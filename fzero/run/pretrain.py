@@ -31,7 +31,7 @@ from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
 from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
-from fzero.run.memory_check import check_memory
+from fzero.run.memory_check import check_memory, gigabytes
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import fit_layout, keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
@@ -301,6 +301,8 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
     if coordinator.size > 1 and not config.mesh:
         config = replace(config, mesh={"dp": coordinator.size})
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
+    if config.host_memory_gb:
+        lines.append(f"host memory: {gigabytes(machine.host_memory(config))}, as host_memory_gb says")
     # Longer than the watchdog, whose report of a late rank is better.
     mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0), device)
     if coordinator.size > 1 or device != gpu.HOST:
@@ -319,7 +321,7 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
 
 def expect_memory(job: Job, coordinator: Coordinator) -> None:
     """Raise ValueError if the run does not fit into this rank's memory: its GPU's, and its share of the host's."""
-    host = machine.available_bytes() // coordinator.local_size
+    host = machine.host_memory(job.config) // coordinator.local_size
     check_memory(job, host if job.device == gpu.HOST else gpu.free_bytes(job.device), host)
 
 

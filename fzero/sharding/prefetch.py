@@ -17,7 +17,7 @@ from fzero.comm.collectives import Axis, start_all_gather
 from fzero.core import pytree
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
-from fzero.core.gpu_copies import Copied, copy_in
+from fzero.core.gpu_copies import Copied, copy_in, pass_group
 from fzero.core.pytree import Tree
 from fzero.sharding.codec import Coder
 from fzero.sharding.plan import Plan
@@ -272,6 +272,7 @@ class Prefetcher:
     def take(self, group: Group) -> Sequence[Tensor]:
         """The leaves of the next group, which must be `group`; those after it are started first."""
         self.fetcher.ledger.at(group.name, group.layer)
+        pass_group(self.fetcher.device, group, fetched=True)
         while self.waiting and len(self.flying) + len(self.reading) < self.ahead + 1 + self.further:
             after, phase = self.waiting.popleft()
             self.reading.append((after, phase, self.fetcher.read(after, phase)))
@@ -302,6 +303,8 @@ class Resident:
 
     def take(self, group: Group) -> Sequence[Tensor]:
         """The leaves of a group; those before it in the order of the first pass are fetched first."""
+        if group in self.whole:
+            pass_group(self.fetcher.device, group, fetched=True)
         while group not in self.whole:
             after = self.coming.popleft()
             self.whole[after] = self.ahead.take(after)

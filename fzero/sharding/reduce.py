@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_psum, start_psum_scatter
+from fzero.core.gpu_copies import pass_group
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.sharding.codec import Coder
@@ -74,6 +75,8 @@ class GradientReducer:
         last: whether the micro-batch is the last one. again: leaves for which another group gives a gradient in the
         same micro-batch.
         """
+        if grads:
+            pass_group(grads[0].device, group, fetched=False)
         self.finish()
         self.mesh.ledger.holds("grads", grads)
         self.rest.last = last

@@ -5,6 +5,7 @@ leaves again, small ones of a layer together."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, copy_out_toget
 from fzero.core.device import kind_of
 from fzero.core.future import Future
 from fzero.core.gpu_copies import Copied, copy_out
+from fzero.core.host_memory import empty_lasting
 from fzero.core.pytree import Tree
 from fzero.sharding.plan import Plan
 from fzero.sharding.slices import is_stacked, local_shape
+
+SUMS_MEMORY = "the sums of gradients in the host's memory"
 
 
 class LayerSums(NamedTuple):
@@ -196,7 +200,8 @@ class SumsAtRest:
                 depth = None if layer is None else self.depth[name]
                 fresh.setdefault(depth, []).append(((stream, name), total))
         for depth, found in fresh.items():
-            rooms = rooms_beside([total for _, total in found], depth, pinned=found[0][1].is_cuda)
+            empty = functools.partial(empty_lasting, what=SUMS_MEMORY, pinned=found[0][1].is_cuda)
+            rooms = rooms_beside([total for _, total in found], depth, empty)
             self.rooms |= {key: room for (key, _), room in zip(found, rooms)}
 
     def bring_home(self, name: str, piece: Tensor) -> Any:
@@ -261,7 +266,7 @@ class SumsAtRest:
         """Memory of the host for a sum of `value`'s dtype, kept from step to step."""
         room = self.rooms.get(place)
         if room is None or room.shape != torch.Size(shape) or room.dtype != value.dtype:
-            room = torch.empty(shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda)
+            room = empty_lasting(shape, value.dtype, SUMS_MEMORY, pinned=value.is_cuda)
             self.rooms[place] = room
         return room
 

@@ -211,8 +211,9 @@ class CapturedStep:
             graph, (metrics, packed) = gpu.record_graph(work, state.step.device, beside)
         except RuntimeError as error:
             return f"a step cannot be recorded: {cause_of(error)}"
-        entries = before, ledger.entries()
-        ledger.repeat(*reversed(entries))  # recording sends nothing
+        finally:
+            entries = before, ledger.entries()
+            ledger.repeat(*reversed(entries))  # recording sends nothing
         self.recorded[key] = Recorded(graph, addresses, fixed, inputs, metrics, packed, entries)
         return ""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.autodiff import Remat, needs_grad, transforms
 from fzero.core.device import fake_device_of
+from fzero.core.gpu_copies import free_sources
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.models import base
@@ -179,6 +180,7 @@ class StepGradient:
             reducer.sums(like, over_pp),
             {name: leaf.shape for name, leaf in pytree.named_leaves(plan.like).items()},
         )
+        free_sources(device)
         squares = {
             name: Squared(found, shapes[name], plan.policy.accumulate) for name, found in reducer.rest.squares().items()
         }

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from fzero.core import gpu, pytree
+from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import bring
+from fzero.core.host_memory import OWN_PAGES, to_host
 from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
@@ -22,6 +23,7 @@ from fzero.sharding.error_feedback import error_specs, first_errors
 from fzero.sharding.slices import local_shape
 from fzero.train.spike import LOSS, init_stats
 
+STATE_MEMORY = "the state in the host's memory"
 PREVIOUS = "previous"  # the name of the parameters before the last update in `TrainState.extra`
 
 
@@ -132,18 +134,17 @@ def with_previous(plan: Plan, params: Tree) -> dict[str, Tree]:
 
 def in_host_memory(state: TrainState, specs: TrainState) -> TrainState:
     """The state with the leaves whose spec says so in the host's memory, pinned if the others are on a GPU."""
-    named = pytree.named_leaves(specs)
-
-    def move(name: str, leaf: Any) -> Any:
-        if named[name].memory != "host" or not isinstance(leaf, Tensor):
-            return leaf
-        return gpu.to_host(leaf, state.step.device)
-
-    return pytree.map_named(move, state)
+    named, leaves = pytree.named_leaves(specs), pytree.named_leaves(state)
+    there = [name for name, leaf in leaves.items() if named[name].memory == "host" and isinstance(leaf, Tensor)]
+    moved = dict(zip(there, to_host([leaves[name] for name in there], state.step.device, STATE_MEMORY)))
+    return pytree.map_named(lambda name, leaf: moved.get(name, leaf), state)
 
 
 def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
-    """A leaf of a state on `device`, if its spec says that it rests there and not in host memory or on a disk."""
+    """A leaf of a state on `device`, if its spec says that it rests there and not on a disk; a large one that rests in
+    host memory is put there, so that nobody has a second copy of all."""
+    if spec.memory == "host" and leaf.nbytes >= OWN_PAGES:
+        return to_host([leaf], device, STATE_MEMORY)[0]
     return bring(leaf, device) if spec.memory == "device" else leaf
 
 

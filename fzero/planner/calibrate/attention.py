@@ -33,25 +33,36 @@ def measure_attention(
     threads: int = 1,
     device: str = "cuda",
     shapes: Sequence[Shape] = SHAPES,
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
 ) -> list[Speed]:
-    """The Speed of each form that serves, forward and backward together, of the FLOPs of causal pairs.
+    """The Speed of each form that serves, forward and backward together, of the FLOPs of causal pairs, and whether a
+    second run gave the same bits.
 
     All forms' FLOPs are counted alike, so a Speed is a pure matter of seconds.
     """
-    cases = []
+    cases, repeat = [], {}
     for shape in shapes:
         for dtype in dtypes:
             q = torch.empty(shape.batch, shape.queries, shape.heads, shape.dim, dtype=dtype, device=device)
             for form in attention.forms:
                 if not form.reason_against((q, q, q), {}):
-                    cases.append(Case((form.name, shape, dtype), _call(form.run, shape, dtype, device)))
+                    call = _call(form.run, shape, dtype, device)
+                    repeat[form.name, shape, dtype] = _repeats(call)
+                    cases.append(Case((form.name, shape, dtype), call))
     found = []
     for (name, shape, dtype), figure in time_cases(cases, seconds, threads=threads, device=device).items():
         products = 2 * shape.batch * shape.heads * shape.dim * pairs(FULL, shape.queries, shape.queries)
         rate = (FORWARD_PRODUCTS + BACKWARD_PRODUCTS) * products / figure.s
-        found.append(Speed(name, str(dtype).removeprefix("torch."), shape.dim, shape.queries, round(rate / 1e12, 4)))
+        speed = Speed(name, str(dtype).removeprefix("torch."), shape.dim, shape.queries, round(rate / 1e12, 4))
+        found.append(speed._replace(repeats=repeat[name, shape, dtype]))
     return found
+
+
+def _repeats(make: Callable[[], Callable[[], Any]], runs: int = 4) -> bool:
+    """Whether all of some runs of a call give the same bits."""
+    call = make()
+    first = call()
+    return all(torch.equal(x, y) for _ in range(runs - 1) for x, y in zip(first, call()))
 
 
 def _call(run: Callable[..., Any], shape: Shape, dtype: torch.dtype, device: str) -> Callable[[], Callable[[], Any]]:

@@ -20,7 +20,7 @@ from fzero.core import pytree
 from fzero.core.copy_buckets import SMALL_COPY, copy_in_together, rooms_beside, start_fetch
 from fzero.core.device import HOST, kind_of
 from fzero.core.gpu import pinned
-from fzero.core.gpu_copies import Copied, copy_in, copy_out
+from fzero.core.gpu_copies import Copied, copy_in, copy_out, free_sources, pass_group
 from fzero.core.pytree import Tree
 from fzero.offload import Buffer, DiskTensor, Nvme
 from fzero.offload.update_units import (
@@ -157,6 +157,7 @@ class Update:
     def run(self, units: list[UpdateUnit]) -> None:
         """Update some units."""
         for unit, begun in begin_ahead(units, self.begin, AHEAD):
+            pass_group(self.state.step.device, unit, fetched=True)
             self.update(unit, begun)
 
     def begin(self, unit: UpdateUnit) -> BegunUnit:
@@ -355,6 +356,7 @@ class Update:
             copied.use()
         if self.left is not None:
             self.left.finish()
+        free_sources(self.state.step.device)
 
     def finish(self) -> Tree:
         """The state, once all units were updated; what rests in the host's memory can be read there."""

@@ -1,0 +1,146 @@
+"""Memory of the host that lasts: whole pages, as many as are asked for, pinned if this process uses a GPU.
+
+PyTorch's allocator of pinned memory rounds each tensor up to a power of two, and never gives memory back. That serves
+what comes and goes; the leaves of a state are taken here. A large one has pages of its own, small ones lie side by side
+in one arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import resource
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero.core import gpu
+from fzero.core.storage import PAGE
+
+HUGE = 2 << 20
+OWN_PAGES = 1 << 20  # bytes from which on a tensor has pages of its own
+ALIGNED = 64  # bytes; where tensors of an arena begin
+# Dead memory that could not be given back yet: a graph was being recorded.
+_WAITING: list[tuple[mmap.mmap, torch.device, Callable[[], object]]] = []
+
+
+def round_to_pages(n: int) -> int:
+    """The smallest multiple of PAGE that is at least `n`."""
+    return -(-n // PAGE) * PAGE
+
+
+def bytes_taken(sizes: Iterable[int]) -> int:
+    """The bytes of the host's memory that `empty_together` takes for tensors of so many bytes.
+
+    >>> bytes_taken([3 << 20, 100, 4])
+    3149824
+    """
+    sizes = [*sizes]
+    small = sum(-(-n // ALIGNED) * ALIGNED for n in sizes if n < OWN_PAGES)
+    return sum(round_to_pages(n) for n in sizes if n >= OWN_PAGES) + round_to_pages(small)
+
+
+def bytes_cached(size: int) -> int:
+    """The bytes that PyTorch's allocator of pinned memory takes for a tensor of `size` bytes.
+
+    >>> bytes_cached(5000), bytes_cached(4096), bytes_cached(0)
+    (8192, 4096, 0)
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def take_pages(size: int, what: str, remedy: str, *, align: int = PAGE, awaited: bool = False) -> np.ndarray:
+    """`size` bytes of fresh memory as uint8, touched by the calling thread, pinned if this process uses a GPU. They go
+    back to the system with the last array or tensor that shares them, after the work that the GPU has been given then.
+
+    what, remedy: for the ValueError if CUDA cannot pin them. align: of the address, in bytes. awaited: the owner waits
+    for all copies before it lets go. Huge pages are used where the system has them: a direct transfer then needs few
+    descriptors.
+    """
+    _give_back_waiting()
+    # anonymous and private: a shared one has small pages
+    memory = mmap.mmap(-1, size + (align if align > PAGE else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel without them, as small virtual machines have
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -np.frombuffer(memory, np.uint8).ctypes.data % align
+    pages = np.ndarray((size,), np.uint8, buffer=memory, offset=first)
+    pages[:: mmap.PAGESIZE] = 0
+    if gpu.in_use():
+        code, unpin = gpu.pin_pages(pages.ctypes.data, size)
+        if code:
+            raise ValueError(f"CUDA cannot pin the {size:,} bytes of {what} (error {code}); {remedy}, or {_limit()}")
+        if hasattr(mmap, "MADV_DONTFORK"):  # else a page that is written after a fork is another than CUDA's
+            memory.madvise(mmap.MADV_DONTFORK)
+        busy = None if awaited else gpu.current_device()
+        weakref.finalize(pages, _give_back, memory, busy, unpin).atexit = False
+    return pages
+
+
+def _limit() -> str:
+    """What to do about the limit of locked memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "is not limited here" if soft == resource.RLIM_INFINITY else f"is {soft:,} bytes here"
+    return f"allow more locked memory (ulimit -l, which {limit})"
+
+
+def _give_back(memory: mmap.mmap, busy: torch.device | None, unpin: Callable[[], object]) -> None:
+    """Unpin memory that nobody has any more, once `busy`, a GPU, has made the copies under way; then it is unmapped."""
+    if busy is not None and gpu.in_use():
+        if gpu.is_capturing(busy):  # which a wait would end
+            _WAITING.append((memory, busy, unpin))
+            return
+        with contextlib.suppress(RuntimeError):  # of a GPU that has failed, on which nothing is under way
+            gpu.synchronize(busy)
+    unpin()
+
+
+def _give_back_waiting() -> None:
+    """Give back what could not be while a graph was being recorded."""
+    waiting = [*_WAITING]
+    _WAITING.clear()
+    for one in waiting:
+        _give_back(*one)
+
+
+def empty_together(like: Sequence[tuple[Sequence[int], torch.dtype]], what: str) -> list[Tensor]:
+    """Uninitialised tensors of these shapes and dtypes in memory of the host that lasts, each with a storage of its
+    own.
+
+    what: for the ValueError if CUDA cannot pin them.
+    """
+    remedy = "offload less (--offload), or to a disk"
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
+    starts, arena = {}, 0
+    for i, size in enumerate(sizes):
+        if size < OWN_PAGES:
+            starts[i], arena = arena, arena + -(-size // ALIGNED) * ALIGNED
+    small = take_pages(round_to_pages(arena), what, remedy) if arena else np.empty(0, np.uint8)
+    out = []
+    for i, (shape, dtype) in enumerate(like):
+        pages = small[starts[i] :] if i in starts else take_pages(round_to_pages(sizes[i]), what, remedy)
+        out.append(torch.from_numpy(pages[: sizes[i]]).view(dtype).view(tuple(shape)))
+    return out
+
+
+def empty_lasting(shape: Sequence[int], dtype: torch.dtype, what: str, *, pinned: bool) -> Tensor:
+    """One of `empty_together`; plain memory unless `pinned`, as on a CPU and in a plan."""
+    return empty_together([(shape, dtype)], what)[0] if pinned else torch.empty(shape, dtype=dtype, device=gpu.HOST)
+
+
+def to_host(tensors: Sequence[Tensor], device: torch.device, what: str) -> list[Tensor]:
+    """The tensors in memory of the host that lasts, pinned if `device`, which copies will go to, is a GPU; one that is
+    in pinned memory already stays the same.
+
+    what: for the ValueError if CUDA cannot pin them.
+    """
+    if device.type != "cuda":
+        return [x.to(gpu.HOST) for x in tensors]
+    moved = [i for i, x in enumerate(tensors) if x.is_cuda or not x.is_pinned()]
+    rooms = empty_together([(tensors[i].shape, tensors[i].dtype) for i in moved], what)
+    there = {i: room.copy_(tensors[i]) for i, room in zip(moved, rooms)}
+    return [there.get(i, x) for i, x in enumerate(tensors)]
