@@ -9,6 +9,7 @@ As Triton does on a GPU, it refuses memory of the host that is not pinned.
 
 import contextlib
 
+import kernel_laws  # noqa: F401  (which mends the interpreter)
 import pretend_gpu
 import torch
 from pretend_gpu import GpuTensor, PretendGpu, under

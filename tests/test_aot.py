@@ -9,6 +9,7 @@ import pytest
 import triton
 
 from fzero.cli import aot
+from fzero.kernels import aot as kernels
 
 SPILLS = """
 import triton
@@ -48,6 +49,36 @@ def test_a_kernel_that_falls_short_is_named(tmp_path):
     found = said.splitlines()[-1]
     assert status == 0 and "bytes spilled, " in found and "no matrix units" in found, said
     assert found.endswith("narrow accesses")
+
+
+HEAVY = """
+import importlib, sys; import spills; sys.modules["fzero.kernels.spills"] = spills
+from fzero.kernels import aot
+build = next(spills.builds())._replace(matrix=False, wide=False)
+spilled = aot.compile_build(aot.ARCHS["sm_90"], "spills", build).spilled
+here, elsewhere = aot.VERSION, (3, 5)
+for version, label, most in (
+    (here, "heavy", spilled), (here, "heavy", spilled - 1), (elsewhere, "heavy", spilled), (here, "heav", spilled)
+):
+    aot.KNOWN_SPILLS = {version: {label: most}}
+    print(aot.compile_build(aot.ARCHS["sm_90"], "spills", build).wrong or "sound")
+"""
+
+
+@pytest.mark.slow
+def test_a_known_spill_is_of_one_version_one_build_and_at_most_its_bytes(tmp_path):
+    (tmp_path / "spills.py").write_text(SPILLS)
+    status, said = run(code=HEAVY, folder=tmp_path)
+    sound, *wrong = said.splitlines()
+    assert status == 0 and sound == "sound", said
+    assert len(wrong) == 3 and all(line.endswith("bytes spilled") for line in wrong), said
+
+
+def test_known_spills_are_of_builds_that_there_are():
+    labels = {build.label for _, build in kernels.builds(kernels.ARCHS["sm_90"])}
+    assert all(version >= (3, 6) for version in kernels.KNOWN_SPILLS)
+    for table in kernels.KNOWN_SPILLS.values():
+        assert set(table) <= labels and all(0 < most <= 256 for most in table.values())
 
 
 PROMOTES = """

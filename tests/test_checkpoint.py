@@ -3,6 +3,7 @@ removed."""
 
 import json
 import os
+import sys
 
 import pytest
 import tensorstore
@@ -55,6 +56,17 @@ def test_zstd_makes_what_repeats_smaller(tmp_path):
         assert torch.equal(held.read("b", (777_777,), (5,)), torch.arange(777_777, 777_782))
         held.close()
     assert sizes["zstd"] < 0.3 * sizes[""]
+
+
+def test_without_zstandard_what_is_compressed_names_it(tmp_path, monkeypatch):
+    state = {"a": torch.zeros(1 << 10)}
+    path = checkpoint.save(tmp_path / "before", state, step=1, compress="zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ValueError, match=r"step-0+1/arrays/a/c.*: this needs the package zstandard; pip install"):
+        checkpoint.restore(path, state)
+    with pytest.raises(ValueError, match=r"train.compress = zstd: this needs the package zstandard; pip install"):
+        checkpoint.Writer(tmp_path / "after", compress="zstd")  # before a step is made
+    assert not (tmp_path / "after").exists()
 
 
 def as_zarr(leaf):

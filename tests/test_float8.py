@@ -28,6 +28,22 @@ every_scaling = pytest.mark.parametrize("scaling", RECIPES)
 FORMS = ("emulated", "scaled_mm")
 
 
+@functools.cache
+def lacking():
+    """Why this PyTorch has no product with a scale for each row on the CPU, as 2.11; "" where it has."""
+    a, rows = torch.zeros(16, 16).to(E4M3), torch.ones(16, 1)
+    try:
+        torch_private.scaled_mm(a, a.t(), scale_a=rows, scale_b=rows.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        return f"the CPU of torch {torch.__version__} has no rowwise _scaled_mm: {str(error)[:80]}"
+    return ""
+
+
+def skip_lacking(scaling, impl="scaled_mm"):
+    if scaling == "rowwise" and impl == "scaled_mm" and lacking():
+        pytest.skip(lacking())
+
+
 def relative(got, want):
     return float((got.double() - want.double()).norm() / want.double().norm())
 
@@ -131,6 +147,7 @@ def test_all_three_products_by_hand(scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_every_form_gives_the_same(impl, scaling):
+    skip_lacking(scaling, impl)
     x, w, _ = operands()
     results = {}
     for name in ("reference", impl):
@@ -146,6 +163,7 @@ def test_every_form_gives_the_same(impl, scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_strides_dims_and_repeats(impl, scaling):
+    skip_lacking(scaling, impl)
     x, w, _ = operands()
     expected = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
     assert_same(laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w]), expected)
@@ -159,6 +177,7 @@ def test_strides_dims_and_repeats(impl, scaling):
 
 @every_scaling
 def test_far_rows(scaling):
+    skip_lacking(scaling)
     x, w, _ = operands()
     far = laws.far_apart(16, 48, torch.bfloat16, apart=(1 << 31) // 15 + 8)
     far.copy_(x[:16])
@@ -168,6 +187,7 @@ def test_far_rows(scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", ("reference", *FORMS))
 def test_zeros_and_what_is_no_number(impl, scaling):
+    skip_lacking(scaling, impl)
     x, w, _ = operands()
     for leaves in ([0 * x, w], [x, 0 * w]):
         (y,), grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), leaves)
@@ -246,6 +266,7 @@ def test_vmap_is_a_loop(scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_a_trace_gives_the_same_bits(impl, scaling):
+    skip_lacking(scaling, impl)
     x, w, _ = operands()
     out, grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
     pair = vjp_pair(lambda *t: (float8_linear(*t, scaling, impl=impl),), 2, compiled=False, budget=0.99)
@@ -265,6 +286,7 @@ def test_a_trace_gives_the_same_bits(impl, scaling):
 )
 def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled, monkeypatch):
     """The bits are those of linears by themselves; no number of a weight is kept for the backward pass."""
+    skip_lacking(scaling)
     x, w, _ = operands()
     inputs, launched, launch = [x, w, w.flip(0)], [], float8._launch
 
@@ -333,7 +355,9 @@ def test_numbers_in_both_orders_are_made_by_one_read_where_they_can(f, joined):
     targets = [node.target for node in graph.graph.nodes]
     assert targets.count(float8.float8_both) == joined
     assert targets.count(float8.float8_numbers) == (0 if joined else 2)
-    assert_same([t.float() for t in graph(x, most)], [t.float() for t in f(x, most)])
+    # By their bits: numbers too large for the format are NaN in the interpreter of Triton 3.6, and the largest later.
+    bits = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t  # noqa: E731
+    assert_same([bits(t) for t in graph(x, most)], [bits(t) for t in f(x, most)])
 
 
 def test_what_it_refuses():

@@ -31,13 +31,8 @@ def test_no_byte_moved(expected, name):
     assert golden(CASES[name]) == expected[name]
 
 
-SLOW = ("8 h200 stage 3", "8 h200 tp")  # of make_gpu.CASES; the others take minutes
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive) for name in make_gpu.CASES],
-)
+@pytest.mark.exhaustive  # minutes; plans of few layers are in test_plan_versions.py
+@pytest.mark.parametrize("name", make_gpu.CASES)
 def test_no_plan_of_a_gpu_moved(name):
     table = json.loads(make_gpu.GPU.read_text())
     expected, found = table[name], make_gpu.golden(make_gpu.CASES[name])

@@ -87,6 +87,17 @@ def test_every_install_command_of_the_pages_uses_the_constraints():
     assert len(ours) >= 3 and all("-c constraints.txt" in line for line in ours), ours
 
 
+def test_the_oldest_versions_that_are_allowed_are_those_that_are_tested():
+    lines = [line for line in (ROOT / ".ci/oldest.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {Requirement(line).name: str(Requirement(line).specifier) for line in lines}
+    declared = [Requirement(text) for text in [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["test"]]]
+    least = {r.name: str(r.specifier).replace(">=", "==") for r in declared if r.name in ("torch", "triton")}
+    assert {name: pins[name].removesuffix(".0") for name in least} == least
+    assert {Requirement(text).name for text in PROJECT["dependencies"]} - set(pins) == {"crc32c", "zstandard"}
+    files = [line.split() for line in (ROOT / ".ci/oldest_tests.txt").read_text().splitlines() if line[0] != "#"]
+    assert len(files) > 35 and all((ROOT / name).is_file() and rest in ([], ["slow"]) for name, *rest in files)
+
+
 def test_checkers_and_editors_know_every_public_name():
     source = ast.parse((ROOT / "fzero/__init__.py").read_text())
     (block,) = [node for node in source.body if isinstance(node, ast.If)]

@@ -107,8 +107,10 @@ def test_apply_makes_no_temporary_larger_than_a_layer(name, monkeypatch):
 
 
 @every_optimizer
-def test_vmap_over_states_equals_the_loop(name):
-    tx, stacked, grads = OPTIMIZERS[name](0.1), tree(0, lead=(3,)), tree(1, lead=(3,))
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16], ids=str)
+def test_vmap_over_states_equals_the_loop(name, dtype):
+    """Of every optimizer and dtype of its state; those of 8 bits and rounded at random are in test_optim_lowbit.py."""
+    tx, stacked, grads = OPTIMIZERS[name](0.1, dtype), tree(0, lead=(3,)), tree(1, lead=(3,))
     pick = lambda t, i: pytree.map(lambda x: x[i], t)  # noqa: E731
     state = torch.func.vmap(tx.init)(stacked)
     together = stacked

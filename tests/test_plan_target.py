@@ -2,7 +2,9 @@
 is launched."""
 
 import math
+import mmap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from fzero import models, optim
 from fzero.comm.communicator import Communicator
 from fzero.core import precision, pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target, fake_device_of, kind_of, target_of
+from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.registry import explain, observe
 from fzero.planner.operations import Op
 from fzero.planner.step_trace import Transfer, trace_step
@@ -80,7 +83,7 @@ def test_a_tensor_says_what_it_stands_for():
         seen = []
         torch.func.vmap(torch.func.grad(lambda row: (seen.append(target_of(row)), row.sum())[1]))(x)
         assert seen == [H100]
-        with pytest.raises(RuntimeError, match="same device"):
+        with pytest.raises(RuntimeError, match=r"same device|two different devices"):
             _ = x + torch.zeros(3, 4)
         x.requires_grad_()
         ((x @ x.T).sum()).backward()
@@ -166,3 +169,66 @@ def test_sums_that_rest_elsewhere_are_added_on_the_device(offload):
     assert moved == {what: pytest.approx(size, abs=2000) for what, size in expected.items()}
     added = [op for op in trace.events if isinstance(op, Op) and op.name == "aten.add_"]
     assert sum(math.prod(op.shape) for op in added) >= (parts - 1) * trace.num_params
+
+
+PRODUCTS = {
+    "mm": ((4, 8), (8, 6)),
+    "addmm": ((4, 6), (4, 8), (8, 6)),
+    "bmm": ((2, 4, 8), (2, 8, 6)),
+    "baddbmm": ((2, 4, 6), (2, 4, 8), (2, 8, 6)),
+}
+
+
+@pytest.mark.parametrize("target", [CPU, H100], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("into", [False, True], ids=["new", "out"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_with_a_dtype_of_their_own(name, into, target):
+    """Each PyTorch multiplies them wrongly on fake tensors, or not at all: 2.11 addmm, for one."""
+    with FakeDevice(target) as mode:
+        *sums, a, b = (torch.empty(shape, dtype=torch.bfloat16, device=mode.device) for shape in PRODUCTS[name])
+        sums = [one.float() for one in sums]
+        out = torch.empty((*PRODUCTS[name][0][:-1], 6), device=mode.device)
+        for _ in range(2):  # made, and remembered
+            found = getattr(torch, name)(*sums, a, b, out_dtype=torch.float32, **({"out": out} if into else {}))
+            assert (found is out) == into
+            assert (found.shape, found.dtype, found.device) == (out.shape, torch.float32, mode.device)
+        with pytest.raises(RuntimeError):
+            getattr(torch, name)(*sums, b, b, out_dtype=torch.float32)
+        if sums and target is H100:
+            with pytest.raises(RuntimeError, match="cpu"):
+                getattr(torch, name)(sums[0].to(HOST), a, b, out_dtype=torch.float32)
+
+
+def test_a_sum_over_chunks_of_tokens_has_no_product_beside_it():
+    """The float32 sum of a weight's gradient: [V, D] once, in every version, as CUDA adds products of 16 bits to it."""
+    with FakeDevice(H100) as mode:
+        sums = torch.zeros(64, 32, device=mode.device)
+        g, x = (torch.empty(shape, dtype=torch.bfloat16, device=mode.device) for shape in ((64, 16), (16, 32)))
+        with LiveBytes(sums, g, x) as live:
+            start = live.now
+            assert lce._add_product(sums, g, x) is sums
+    assert live.peak == start
+
+
+def test_the_cuda_library_takes_a_wide_sum_of_products():
+    """What `_add_product` rests on; no GPU is needed to see whether a build refuses it."""
+    library = Path(torch.__file__).parent / "lib/libtorch_cuda.so"
+    if not library.is_file():
+        pytest.skip("this PyTorch is built without CUDA")
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert content.find(b"self dtype must match either out_dtype or mat1 dtype") > 0
+        assert content.find(b"self and mat2 must have the same dtype, but got ") < 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_adds_products_to_a_wide_sum_in_its_memory():
+    g, x = (torch.randn(shape, device="cuda").bfloat16() for shape in ((512, 128), (128, 256)))
+    sums = torch.randn(512, 256, device="cuda")
+    wanted = sums.double() + g.double() @ x.double()
+    lce._add_product(sums.clone(), g, x)  # cuBLAS takes its workspace
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert lce._add_product(sums, g, x) is sums
+    assert torch.cuda.max_memory_allocated() == before
+    torch.testing.assert_close(sums.double(), wanted, rtol=1e-5, atol=1e-4)

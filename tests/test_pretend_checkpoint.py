@@ -124,6 +124,8 @@ def saved(seen, folder, **options):
 
 @pytest.mark.parametrize("compress", ["", "zstd"])
 def test_leaves_of_any_strides_leave_by_pinned_memory_that_may_be_less_than_them(seen, tmp_path, monkeypatch, compress):
+    if compress:
+        pytest.importorskip("zstandard")
     monkeypatch.setattr(snapshot, "SLAB_OF_GPU", 16384)
     seen.gate.set()
     found, wanted = saved(seen, tmp_path, compress=compress, buffer_bytes=1), some()

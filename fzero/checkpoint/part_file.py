@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from crc32c import crc32c
 from torch import Tensor
 
 from fzero.checkpoint.layout import (
@@ -24,9 +23,11 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.manifest import Folder
 from fzero.checkpoint.part_storage import FileWriter, aligned_memory
+from fzero.core.crc32c import crc32c
 from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
+from fzero.core.zstd import zstandard_for
 from fzero.offload.buffer_pool import round_to_pages
 
 Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> elements of this rank's shard
@@ -153,9 +154,8 @@ def make_header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
 
 def compress(data: np.ndarray) -> np.ndarray:
     """Compress the bytes to a zstd frame."""
-    import zstandard
-
-    return np.frombuffer(zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(memoryview(data)), np.uint8)
+    packer = zstandard_for("train.compress = zstd").ZstdCompressor(level=ZSTD_LEVEL)
+    return np.frombuffer(packer.compress(memoryview(data)), np.uint8)
 
 
 class ObjectWriter:

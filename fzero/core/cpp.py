@@ -42,6 +42,11 @@ _VECTORISED = (
 _ALL = ("-O3", "-DNDEBUG", *_MATH, "-shared", "-fPIC", "-std=c++20", "-fopenmp", *_VECTORISED)
 
 
+def compiler() -> str:
+    """The path of the C++ compiler of this machine, "" for none."""
+    return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), "")
+
+
 @functools.cache
 def library(module: str, rounding: tuple[str, ...], part: str = "") -> ctypes.CDLL:
     """Compile the .cpp file beside a module (given by its `__file__`), or load what was kept of it.
@@ -117,12 +122,12 @@ def trust_vector_flags() -> None:
     """
     from fzero.core.torch_private import inductor_config, supported_vec_isa_list
 
-    compiler = next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None)
-    if inductor_config.cpp.vec_isa_ok is not None or platform.machine() != "x86_64" or compiler is None:
+    program = compiler()
+    if inductor_config.cpp.vec_isa_ok is not None or platform.machine() != "x86_64" or not program:
         return
     here = [isa for isa in supported_vec_isa_list if "avx" in str(isa)]  # the others are ARM's
     flags = sorted({flag for isa in here for flag in isa.build_arch_flags().split()})
-    known = subprocess.run([compiler, *flags, "-fsyntax-only", "-x", "c++", "-"], input=b"", capture_output=True)
+    known = subprocess.run([program, *flags, "-fsyntax-only", "-x", "c++", "-"], input=b"", capture_output=True)
     if known.returncode == 0:
         inductor_config.cpp.vec_isa_ok = True
 

@@ -26,6 +26,15 @@ from fzero.core.torch_private import FakeTensor, FakeTensorMode, get_unwrapped, 
 ELSEWHERE = torch.device("cpu", 0)
 
 
+# Products with a dtype of their own that PyTorch's fake tensors do not have, or not rightly: 2.11 takes the dtype of
+# addmm for a factor, and lacks bmm into a tensor; baddbmm's is taken for a factor up to 2.15. They have mm.
+WIDE_PRODUCTS = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("addmm", "bmm", "baddbmm")
+    for overload in ("dtype", "dtype_out")
+)
+
+
 class Target(NamedTuple):
     """The properties of a device on which the choice of kernels and block sizes depends."""
 
@@ -71,7 +80,19 @@ class FakeDevice(FakeTensorMode):
             and isinstance(args[0], FakeTensor)
         ):
             args[0].constant = None
-        return self.results(super().__torch_dispatch__, func, types, args, kwargs or {})
+        run = self._multiply if func in WIDE_PRODUCTS else super().__torch_dispatch__
+        return self.results(run, func, types, args, kwargs or {})
+
+    def _multiply(self, func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+        """The result of one of WIDE_PRODUCTS: its `out`, or a new tensor, as of the product alone."""
+        *_, a, b = (arg for arg in args if isinstance(arg, Tensor))
+        dtype = next(arg for arg in args if isinstance(arg, torch.dtype))
+        alone = torch.ops.aten.bmm.dtype if a.dim() == 3 else torch.ops.aten.mm.dtype
+        product = super().__torch_dispatch__(alone, types, (a, b, dtype), {})
+        for x in (*args, kwargs.get("out", product)):
+            if isinstance(x, Tensor) and x.device != product.device:
+                raise RuntimeError(f"{func}: a tensor is on {x.device}, and the product on {product.device}")
+        return kwargs.get("out", product)
 
 
 @functools.cache

@@ -75,12 +75,18 @@ def _added(x: Tensor, a: Tensor, b: Tensor, *rest: Any, out_val: Any = None, **k
     return 2 * a.numel() * b.shape[-1]
 
 
+def _for_heads(q: Tensor, *others: Tensor) -> Iterator[tuple[int, ...]]:
+    """The shapes [B, H, S, K] of keys and values as if each head of q [B, H, T, K] had its own: torch 2.11 counts no
+    others."""
+    return ((x.shape[0], q.shape[1], *x.shape[2:]) for x in others)
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return sdpa_flop_count(q.shape, k.shape, v.shape)
+    return sdpa_flop_count(q.shape, *_for_heads(q, k, v))
 
 
 def _sdpa_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
+    return sdpa_backward_flop_count(g.shape, q.shape, *_for_heads(q, k, v))
 
 
 for name, formula in (

@@ -12,8 +12,8 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from crc32c import crc32c
 
+from fzero.core.crc32c import crc32c
 from fzero.core.storage import naming
 
 CHUNK = 1 << 16  # bytes

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 
+from fzero.core.crc32c import crc32c
 from fzero.data.first_reading import Corpus, put_together, texts_of
 from fzero.data.piece_file import read_piece, write_piece
 from fzero.data.preparing import Preparing

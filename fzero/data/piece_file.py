@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from crc32c import crc32c
 
+from fzero.core.crc32c import crc32c
 from fzero.core.storage import naming
 
 TAIL = struct.Struct("<QI")

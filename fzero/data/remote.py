@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
-from crc32c import crc32c
 
+from fzero.core.crc32c import crc32c
 from fzero.core.object_store import Objects, Refused
 from fzero.core.storage import user_folder
 from fzero.data.checksums import CHUNK

@@ -17,9 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from crc32c import crc32c
-
 from fzero.core.arguments import checked
+from fzero.core.crc32c import crc32c
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, naming, write_text
 from fzero.data.checksums import CHUNK, FIX, split_sums

@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import zstandard
-
 from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
 from fzero.core.storage import naming
 from fzero.data import tables
@@ -208,7 +206,7 @@ def _open(file: SourceFile) -> Iterator[io.BufferedIOBase]:
     try:
         with OPENERS[file.packed](file.path) as stream:
             yield stream
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         what = {".gz": "not a sound gzip file", ".zst": "not a sound zstd file"}.get(file.packed, "cannot be read")
         raise ValueError(f"{file.name}: {what} ({error}); replace it or leave it out") from None
 

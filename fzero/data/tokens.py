@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from crc32c import crc32c
 
 from fzero.core.arguments import checked
+from fzero.core.crc32c import crc32c
 from fzero.core.foreign import parse_json
 from fzero.core.storage import is_url, read_text
 from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums, split_sums

@@ -6,16 +6,16 @@ import io
 from pathlib import Path
 from typing import Any
 
-import zstandard
+from fzero.core.zstd import zstandard_for
 
 READ = 4096  # compressed bytes at a time: they may stand for 100 MB
 
 
 class ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file of one frame or several; raises EOFError and zstandard.ZstdError where it
-    is not sound.
+    """The decompressed bytes of a .zst file of one frame or several; raises OSError where it is not sound, EOFError
+    where it ends within a frame, and ValueError without the package zstandard.
 
-    >>> import tempfile
+    >>> import tempfile, zstandard
     >>> path = Path(tempfile.mkdtemp(), "text.zst")
     >>> _ = path.write_bytes(zstandard.compress(b"one, ") + zstandard.compress(b"two"))
     >>> io.BufferedReader(ZstdFile(path)).read()
@@ -23,7 +23,9 @@ class ZstdFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path) -> None:
-        self.file, self.ready, self.frame = path.open("rb"), b"", zstandard.ZstdDecompressor().decompressobj()
+        self.file, self.ready = path.open("rb"), b""
+        self.zstandard = zstandard_for(path.name)
+        self.frame = self.zstandard.ZstdDecompressor().decompressobj()
         self.within = False  # a frame that has begun
 
     def readable(self) -> bool:
@@ -39,11 +41,14 @@ class ZstdFile(io.RawIOBase):
                 if self.within:
                     raise EOFError("it ends inside a frame")
                 return 0
-            self.ready, self.within = self.frame.decompress(data), True
+            try:
+                self.ready, self.within = self.frame.decompress(data), True
+            except self.zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
             left = b""
             if self.frame.eof:
                 left, self.within = self.frame.unused_data, False
-                self.frame = zstandard.ZstdDecompressor().decompressobj()
+                self.frame = self.zstandard.ZstdDecompressor().decompressobj()
             if left and self.ready:  # of the next frame, for the next call
                 self.file.seek(-len(left), io.SEEK_CUR)
                 left = b""

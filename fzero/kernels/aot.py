@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
 from fzero.core.storage import naming
-from fzero.kernels.optional_triton import triton
+from fzero.kernels.optional_triton import VERSION, triton
 
 FILES = (
     "attention_flash",
@@ -55,7 +55,19 @@ class Build(NamedTuple):
         True  # at least half of the loads and stores must be of 128 bits: pointers and `aligned` are multiples of 16
     )
     aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16
-    spills: int = 0  # bytes of spills allowed; above 0 only with a reason in a comment
+    spills: int = 0  # bytes that any version may spill; above 0 only with a reason in a comment (see KNOWN_SPILLS)
+
+
+# Bytes at most that a version of Triton spills of a build for sm_90, where others spill none: this costs time and no
+# digit. Labels are whole; whatever else spills is a fault.
+KNOWN_SPILLS: dict[tuple[int, ...], dict[str, int]] = {
+    (3, 6): {
+        "_flash_forward 128 128x64 bf16 bigbird documents at": 4,
+        "_flash_dkv 128 32x128 bf16 bigbird documents at": 24,
+    },
+    (3, 8): {"_flash_dq 256 128x32 bf16 full": 12, "_update_blocks adamw copy 2048": 8},
+    (3, 9): {"_flash_dkv 256 32x64 bf16 window documents at": 160},
+}
 
 
 class Arch(NamedTuple):
@@ -116,12 +128,21 @@ def compile_build(arch: Arch, file: str, build: Build) -> Result:
         return failed(str(error).strip().splitlines()[-1])
     read = read_code(arch, compiled)
     faults = [
-        f"{read.spilled} bytes spilled" if read.spilled > build.spills else "",
+        f"{read.spilled} bytes spilled" if read.spilled > allowed_spills(build) else "",
         too_much_shared(arch, read.shared),
         "no matrix units" if build.matrix and not read.matrix else "",
         "narrow accesses" if build.wide and 2 * read.wide < read.accesses else "",
     ]
     return read._replace(wrong=", ".join(filter(None, faults)))
+
+
+def allowed_spills(build: Build) -> int:
+    """The bytes that the Triton that is installed may spill of a build.
+
+    >>> allowed_spills(Build("label", "kernel", {}, {}, {}, spills=8))
+    8
+    """
+    return max(build.spills, KNOWN_SPILLS.get(VERSION, {}).get(build.label, 0))
 
 
 def read_code(arch: Arch, compiled: Any) -> Result:

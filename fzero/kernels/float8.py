@@ -27,6 +27,7 @@ from fzero.core.both_orders import BOTH
 from fzero.core.device import kind_of, target_of
 from fzero.core.graph import SHARED
 from fzero.core.pytree import nearest
+from fzero.core.reinterpret import reinterpret
 from fzero.kernels import chips, flops, tuning
 from fzero.kernels.aot import Build
 from fzero.kernels.op_function import Fused, on_cuda, operator, triton_runs
@@ -77,7 +78,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
     scale = torch.finfo(dtype).max / torch.where(amax < SMALLEST, SMALLEST, amax)
     # The exponent alone. From NaN that makes another number, but the product with the NaN in x is NaN whatever the
     # scale.
-    return (scale.view(torch.int32) & -0x800000).view(torch.float32) if powers_of_2 else scale
+    return reinterpret(reinterpret(scale, torch.int32) & -0x800000, torch.float32) if powers_of_2 else scale
 
 
 def quantise(x: Tensor, dtype: torch.dtype, dim: int | None, powers_of_2: bool) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad, remat
-from fzero.core.device import fake_device_of, kind_of
-from fzero.core.torch_private import disable_current_modes
+from fzero.core.device import kind_of
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss, weights_of
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
@@ -149,27 +148,14 @@ def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
     return torch.stack((lse, at_target, sums[0] if sums else torch.zeros_like(lse)), -1)
 
 
-@functools.cache
-def _adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether addmm adds a product of this dtype to a float32 sum: on CUDA from some version of PyTorch on, on the CPU
-    it does not.
-    """
-    with disable_current_modes():  # on real tensors, also if all others are fake
-        a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
-        try:
-            torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)
-        except (RuntimeError, TypeError):
-            return False
-    return True
-
-
 def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`sums`, in float32 or wider, and the product a b: in place, or the product alone if there are no sums yet."""
     wider = torch.promote_types(a.dtype, torch.float32)
     if sums is not None and a.dtype == wider:
         return sums.addmm_(a, b)
     cuda = kind_of(a) == "cuda"
-    if sums is not None and cuda and (fake_device_of(a) is not None or _adds_wide(a.dtype, a.device)):
+    if sums is not None and cuda:
+        # From 2.11 on PyTorch's CUDA adds a product of 16 bits to a float32 sum, so that none is alive beside the sum.
         return torch.addmm(sums, a, b, out_dtype=wider, out=sums)
     product = torch.mm(a, b, out_dtype=wider) if cuda and a.dtype != wider else a @ b
     return product.to(wider) if sums is None else sums.add_(product)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import prng
+from fzero.core.reinterpret import reinterpret
 from fzero.kernels.optional_triton import tl, triton
 
 SHIFT = tl.constexpr(20)  # a step of the codes in float32's bits
@@ -91,7 +92,7 @@ def step_words(where: Place, count: Tensor, local: int, shape: torch.Size) -> Te
 
 def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """float32 `x` as bfloat16, up or down by 16 random bits (integers of x's shape); non-finite values stay so."""
-    rounded = ((x.view(torch.int32) + bits.to(torch.int32)) & -0x10000).view(torch.float32)
+    rounded = reinterpret((reinterpret(x, torch.int32) + bits.to(torch.int32)) & -0x10000, torch.float32)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
@@ -171,14 +172,14 @@ def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     eps.
     """
     levels = 127 if signed else 255
-    raw = _by_block(x, block).contiguous().view(torch.int32)
+    raw = reinterpret(_by_block(x, block).contiguous(), torch.int32)
     size = raw & 0x7FFFFFFF
     top = size.amax(-1, keepdim=True)  # as integers magnitudes are ordered too
     code = levels - ((top - size + HALF.value) >> SHIFT.value)
     code = torch.where(size == 0, 0, code.clamp(min=0 if signed else 1))
     code = code | ((raw >> 24) & 0x80) if signed else code
     codes = code.flatten(-2)[..., : x.shape[-1]].to(torch.uint8)
-    return codes, top.squeeze(-1).view(torch.float32)
+    return codes, reinterpret(top.squeeze(-1), torch.float32)
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
@@ -186,10 +187,11 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
     levels = 127 if signed else 255
     code = _by_block(codes, block).to(torch.int32)
     steps = code & levels
-    raw = (scales.contiguous().view(torch.int32).unsqueeze(-1) - ((levels - steps) << SHIFT.value)).clamp(min=0)
+    top = reinterpret(scales.contiguous(), torch.int32).unsqueeze(-1)
+    raw = (top - ((levels - steps) << SHIFT.value)).clamp(min=0)
     raw = torch.where(steps == 0, 0, raw)
     raw = raw | ((code & 0x80) << 24) if signed else raw
-    return raw.view(torch.float32).flatten(-2)[..., : codes.shape[-1]].contiguous()
+    return reinterpret(raw, torch.float32).flatten(-2)[..., : codes.shape[-1]].contiguous()
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.core.pytree import nearest
+from fzero.core.reinterpret import reinterpret
 
 
 class Quantized(NamedTuple):
@@ -140,8 +141,8 @@ def quantize_reference(x: Tensor, kind: str, block: int, *, key: Tensor | None =
     word = None if key is None else prng.bits(key, x.shape, first=first)
     if mantissa and word is not None:
         # float8 numbers near y are 2^(exponent - mantissa) apart; round to one of them, so that the cast is exact.
-        exponent = ((y.view(torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
-        unit = ((exponent - mantissa) << 23).view(torch.float32)
+        exponent = ((reinterpret(y, torch.int32) >> 23) & 0xFF).clamp(min=127 + lowest)
+        unit = reinterpret((exponent - mantissa) << 23, torch.float32)
         y = torch.copysign(_round(y.abs() / unit, word) * unit, y)
     codes = y if mantissa else _nearest_level(y, levels) if levels else _round(y, word)
     if codes_a_byte(kind) == 2:
@@ -167,7 +168,7 @@ def dequantize_reference(
     if levels := KINDS[kind].levels:
         data = _level_of(torch.stack((data & 15, data >> 4), -1).flatten(-2)[..., :n], levels)
     elif codes_a_byte(kind) == 2:
-        data = torch.stack((data << 4, data), -1).flatten(-2)[..., :n].view(torch.int8) >> 4
+        data = reinterpret(torch.stack((data << 4, data), -1).flatten(-2)[..., :n], torch.int8) >> 4
     return (_split(data.to(torch.float32), block) * scale[..., None]).flatten(-2)[..., :n].to(dtype)
 
 

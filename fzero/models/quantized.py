@@ -15,6 +15,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree, nearest
+from fzero.core.reinterpret import reinterpret
 from fzero.core.stack import Block
 from fzero.kernels.quantize import quantize
 from fzero.kernels.quantize_codes import KINDS, codes_a_byte
@@ -141,7 +142,7 @@ def quantize_weights(model: Model, params: Tree) -> Tree:
         if name not in names:
             return leaf
         found = quantize(leaf, config.kind, config.block)
-        return {CODES: found.data, SCALES: found.scale.view(torch.int32)}
+        return {CODES: found.data, SCALES: reinterpret(found.scale, torch.int32)}
 
     return pytree.map_named(codes_of, params)
 

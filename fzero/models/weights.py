@@ -19,6 +19,7 @@ from fzero.core import pytree
 from fzero.core.arguments import expect_regex
 from fzero.core.autodiff import Function
 from fzero.core.pytree import nearest
+from fzero.core.reinterpret import reinterpret
 from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
 from fzero.sharding.slices import is_stacked
@@ -134,7 +135,7 @@ class QuantizedWeight(WeightInParts):
 
 
 def _dense(codes: Tensor, scales: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:
-    return dequantize(Quantized(codes, scales.view(torch.float32)), kind, block, dtype)
+    return dequantize(Quantized(codes, reinterpret(scales, torch.float32)), kind, block, dtype)
 
 
 class _FrozenProduct(Function):

@@ -14,7 +14,7 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core import gpu, numa
+from fzero.core import crc32c, gpu, numa
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base, forward
 from fzero.run.build_optim import make_policy
@@ -23,10 +23,13 @@ from fzero.run.config_table import from_table
 from fzero.run.machine import available_bytes, choose_fp32_matmul, compiler, cores, peak_rate, resolve_here
 from fzero.run.memory_check import gigabytes
 
+# Packages that a run can do without: what they are for, and what it costs that one is not here.
 OPTIONAL = {
-    "tensorboard": "logging beside metrics.jsonl",
-    "transformers": "a check of imports and exports (tests)",
-    "triton": "CUDA kernels",
+    "crc32c": ("checksums of checkpoints and corpora", ""),
+    "zstandard": ("texts in .zst files, train.compress = zstd", "those are refused"),
+    "tensorboard": ("logging beside metrics.jsonl", ""),
+    "transformers": ("a check of imports and exports (tests)", ""),
+    "triton": ("CUDA kernels", ""),
 }
 
 
@@ -58,6 +61,17 @@ def usable_device() -> tuple[torch.device, str]:
     return device, names or f"none{f' ({why})' if (why := gpu.complaint()) else ''}"
 
 
+def describe_package(name: str) -> str:
+    """Whether a package that a run can do without is here, what it is for, and what it costs that it is not."""
+    use, cost = OPTIONAL[name]
+    if importlib.util.find_spec(name):
+        return f"here: {use}"
+    if name == "crc32c":
+        instead = {"C++": "by fzero's own loop", "google_crc32c": "by google_crc32c, with Python's lock held"}
+        cost = instead.get(crc32c.provider(), "none can be computed: no run starts; pip install crc32c, or install g++")
+    return f"not here: {use}{f'; {cost}' if cost else ''}"
+
+
 def diagnose() -> str:
     """The page that `fzero doctor` prints."""
     found, plan = [], []
@@ -82,8 +96,7 @@ def diagnose() -> str:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     ]
     found.append(("products", ", ".join(rates)))
-    for name, use in OPTIONAL.items():
-        found.append((name, ("here" if importlib.util.find_spec(name) else "not here") + f": {use}"))
+    found += [(name, describe_package(name)) for name in OPTIONAL]
     config, _ = resolve_here(replace(from_table({}), device=kind))
     plan.append(("device", gpu.describe_device(device)))
     plan.append(("precision", config.precision.policy))

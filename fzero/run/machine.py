@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fzero.core import gpu
+from fzero.core import cpp, gpu
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.foreign import in_form, read_json
@@ -338,4 +337,4 @@ def compiler() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caller reports it in one line
         found = have_compiler()
-    return next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), "") if found else ""
+    return cpp.compiler() if found else ""

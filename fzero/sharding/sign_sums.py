@@ -31,6 +31,7 @@ from torch import Tensor
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import start_all_gather, start_all_to_all, start_psum
 from fzero.comm.tables import links_of
+from fzero.core.reinterpret import reinterpret
 from fzero.sharding.at_rest import shard_axes, shard_over_data
 from fzero.sharding.moves import ranks_of, reduce_dtype
 from fzero.sharding.slices import is_stacked, local_numel, local_shape, narrow_part, shard_dim
@@ -87,7 +88,7 @@ def decode(bits: Tensor, scale: Tensor, mask: Tensor) -> Tensor:
 def to_message(bits: Tensor, scale: Tensor) -> Tensor:
     """One message [ranks, bytes] of bits [blocks, ranks, n / 8] and scales [blocks, ranks]."""
     ranks = bits.shape[1]
-    of_ranks = scale.t().reshape(-1).view(torch.uint8).view(ranks, -1)
+    of_ranks = reinterpret(scale.t().reshape(-1), torch.uint8).view(ranks, -1)
     return torch.cat([bits.transpose(0, 1).reshape(ranks, -1), of_ranks], 1)
 
 
@@ -95,7 +96,9 @@ def from_message(message: Tensor, blocks: int, dtype: torch.dtype) -> tuple[Tens
     """(bits [blocks, ranks, n / 8], scales [blocks, ranks]) of a message [ranks, bytes]."""
     ranks, scales = message.shape[0], blocks * dtype.itemsize
     bits, scale = message.split([message.shape[1] - scales, scales], 1)
-    return bits.reshape(ranks, blocks, -1).transpose(0, 1), scale.reshape(-1).view(dtype).view(ranks, blocks).t()
+    return bits.reshape(ranks, blocks, -1).transpose(0, 1), reinterpret(scale.reshape(-1), dtype).view(
+        ranks, blocks
+    ).t()
 
 
 # ---- plans ----

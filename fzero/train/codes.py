@@ -11,6 +11,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.autodiff import Function
 from fzero.core.pytree import Tree
+from fzero.core.reinterpret import reinterpret
 from fzero.kernels import quantize as kernels
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
 from fzero.kernels.quantize_codes import KINDS
@@ -35,15 +36,15 @@ def coder_of(kind: str, block: int, impl: Kernels) -> Coder:
     own = KINDS[kind].dtype
 
     def sent(made: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        return made[0].view(torch.uint8), made[1]
+        return reinterpret(made[0], torch.uint8), made[1]
 
     def encode(x: Tensor) -> tuple[Tensor, ...]:
         return sent(quantize(x if x.dtype in NARROW else x.to(torch.float32), kind, block))
 
     def decode(parts: tuple[Tensor, ...], dtype: torch.dtype, size: int) -> Tensor:
-        return dequantize((parts[0].view(own), parts[1]), kind, block, dtype, size)
+        return dequantize((reinterpret(parts[0], own), parts[1]), kind, block, dtype, size)
 
-    return Coder(encode, decode, lambda parts, size: sent(add(parts[0].view(own), parts[1], kind, block, size)))
+    return Coder(encode, decode, lambda parts, size: sent(add(reinterpret(parts[0], own), parts[1], kind, block, size)))
 
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)  # what the kernels read
