@@ -1,7 +1,6 @@
-"""What the benchmarks call each operation with: tensors of some sizes, what is differentiated, and the bytes or FLOPs
-at least.
+"""What each operation of the registry is called with at a training shape, and what of that is differentiated.
 
-`cases(device, tiny)` serves gpu.py; tiny sizes are for finding mistakes, and mean nothing.
+`cases(device, tiny)` serves ten.py; tiny sizes are for finding mistakes, and mean nothing.
 """
 
 from __future__ import annotations
@@ -11,213 +10,268 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fzero.core import prng
+from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.optim_leaf import Leaf, Rates
 from fzero.kernels.registry import Op, op
 from fzero.kernels.rope import rope_frequencies
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
+CORRECTIONS = 1 - 0.9**10, (1 - 0.95**10) ** 0.5  # of AdamW's tenth step
 
 
 class Case(NamedTuple):
-    """One operation at one size. `run(impl, *tensors)` computes it; the first `wanted` tensors are differentiated."""
+    """One operation at one size. `run(impl, *tensors)` computes it: a tensor, or several.
+
+    The first `wanted` tensors are differentiated. precise: whether the definition in float64 is what the numbers are
+    compared with; else they are codes or places, and compared with the definition in the same dtype. exact: computes
+    what `run("reference", ...)` of float64 tensors cannot.
+    """
 
     label: str
     op: Op
     run: Callable[..., Any]
     tensors: tuple[Tensor, ...]
-    wanted: int
-    bound: str  # "bytes" or "flops": what limits it
-    forward: float  # bytes or FLOPs at least
-    both: float  # of forward and backward together
-    peers: dict[str, Callable[..., Any]] = {}  # noqa: RUF012  (never mutated)
+    wanted: int = 0
+    precise: bool = True
+    exact: Callable[..., Any] | None = None
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """(the arguments, the options) of the operation in this call, for what its forms say of it."""
+        seen: list[Any] = []
+        with_recorder = functools.partial(_record, seen)
+        self.run(with_recorder, *self.tensors)
+        return seen[0]
 
 
-def _case(
-    label: str,
-    name: str,
-    tensors: tuple[Any, ...],
-    wanted: int,
-    bound: str,
-    forward: float,
-    both: float,
-    **options: Any,
-) -> Case:
-    peers = options.pop("peers", {})
-    return Case(
-        label,
-        op(name),
-        lambda impl, *t: op(name)(*t, impl=impl, **options),
-        tensors,
-        wanted,
-        bound,
-        forward,
-        both,
-        peers,
-    )
+def _record(seen: list[Any], *args: Any, **options: Any) -> Any:
+    seen.append((args, options))
+
+
+def _case(name: str, tensors: tuple[Tensor, ...], wanted: int, *more: Any, label: str = "", **options: Any) -> Case:
+    def run(impl: Any, *t: Tensor) -> Any:
+        return call(name, impl, *t, *more, **options)
+
+    return Case(label or name, op(name), run, tensors, wanted)
+
+
+def call(name: str, impl: Any, *args: Any, **options: Any) -> Any:
+    """The operation by the form `impl`; a function takes its arguments and options instead."""
+    return impl(*args, **options) if callable(impl) else op(name)(*args, impl=impl, **options)
 
 
 def cases(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     """A function for each case that makes its tensors, so that one case's memory is free before the next."""
-    draw = functools.partial(torch.randn, device=device, dtype=BF16)
-    rows = 16 if tiny else 16384
+    yield from norms(device, tiny)
+    yield from pointwise(device, tiny)
+    yield from losses(device, tiny)
+    yield from attentions(device, tiny)
+    yield from optimizers(device, tiny)
+    yield from codes(device, tiny)
+    yield from experts(device, tiny)
 
-    def norm(name: str, n: int) -> Case:
-        m = max(1, rows * 4096 // n) if not tiny else 4
-        n = 64 if tiny else n
+
+def norms(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """The four norms, at the widths of the 1B and the 124M."""
+
+    def norm(name: str) -> Case:
         layer, add = "layer" in name, "add" in name
-        x = tuple(draw(m, n) for _ in range(1 + add))
+        m, n = (4, 64) if tiny else (16384, 768 if layer else 2048)
+        x = tuple(torch.randn(m, n, device=device, dtype=BF16) for _ in range(1 + add))
         params = tuple(torch.rand(n, device=device) + 0.5 for _ in range(1 + layer))
-        elements, weights = m * n, tuple(params)
-
-        def peer(*tensors: Tensor) -> Any:
-            s = tensors[0] + tensors[1] if add else tensors[0]
-            w = [p.to(s.dtype) for p in tensors[1 + add :]]
-            out = F.layer_norm(s, (n,), *w, 1e-5) if layer else F.rms_norm(s, (n,), *w, 1e-5)
-            return (out, s) if add else out
-
-        def run(impl: str, *tensors: Tensor) -> Any:
-            return op(name)(*tensors, 1e-5, impl=impl)
-
-        both = elements * (14 if add else 10)
-        peers = {"torch's own": peer}
-        return Case(
-            f"{name} {m}x{n}",
-            op(name),
-            run,
-            (*x, *weights),
-            len(x) + len(params),
-            "bytes",
-            elements * (8 if add else 4),
-            both,
-            peers,
-        )
+        return _case(name, (*x, *params), 2 + layer + add, 1e-5)
 
     for name in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
-        for n in (1024, 4096, 32768) if name == "rms_norm" else (4096,):
-            yield functools.partial(norm, name, n)
+        yield functools.partial(norm, name)
+
+
+def pointwise(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """Gated units, rotations, dropout."""
+    draw = functools.partial(torch.randn, device=device, dtype=BF16)
 
     def glu(name: str) -> Case:
-        shape = (rows, 64 if tiny else 14336)
-        n = shape[0] * shape[1]
-        return _case(f"{name} {shape[0]}x{shape[1]}", name, (draw(shape), draw(shape)), 2, "bytes", 6 * n, 16 * n)
+        shape = (16, 64) if tiny else (16384, 8192)
+        return _case(name, (draw(shape), draw(shape)), 2)
 
-    yield functools.partial(glu, "swiglu")
-    yield functools.partial(glu, "geglu")
+    for name in ("swiglu", "geglu", "clamped_swiglu"):
+        yield functools.partial(glu, name)
 
-    def rope() -> Case:
-        b, t, h, g, k = (1, 16, 2, 1, 16) if tiny else (4, 4096, 32, 8, 128)
-        q, key = draw(b, t, h, k), draw(b, t, g, k)
-        angles = rope_frequencies(k, 5e5, None, torch.device(device))
-        n = q.numel() + key.numel()
-        return _case("rope_qk", "rope_qk", (q, key, torch.arange(t, device=device), angles), 2, "bytes", 4 * n, 8 * n)
+    def rope(name: str) -> Case:
+        b, t, h, g, k = (1, 16, 2, 1, 16) if tiny else (4, 4096, 32, 8, 64)
+        angles, positions = rope_frequencies(k, 5e5, None, torch.device(device)), torch.arange(t, device=device)
+        x = (draw(b, t, h, k), draw(b, t, g, k))[: 2 if name == "rope_qk" else 1]
+        return Case(name, op(name), lambda impl, *t: call(name, impl, *t, positions, angles), x, len(x))
 
-    yield rope
+    for name in ("rope", "rope_qk"):
+        yield functools.partial(rope, name)
 
     def dropout() -> Case:
-        shape = (4, rows // 4, 64 if tiny else 4096)
-        x, n = draw(shape), rows * shape[2]
+        shape = (4, 4, 64) if tiny else (4, 4096, 2048)
         key, first = prng.key(0, device), torch.tensor(0, device=device)
-        name = "dropout_add"
-
-        def run(impl: str, x: Tensor, residual: Tensor) -> Tensor:
-            return op(name)(x, residual, 0.1, key, first, impl=impl)
-
-        return Case(name, op(name), run, (x, draw(shape)), 2, "bytes", 6 * n, 10 * n)
+        return _case("dropout_add", (draw(shape), draw(shape)), 2, 0.1, key, first)
 
     yield dropout
 
-    def loss(v: int) -> Case:
-        n, v = (8, 100) if tiny else (8192, v)
-        logits, targets = draw(n, v), torch.randint(v, (n,), device=device)
-        peers = {"F.cross_entropy": lambda x, t: F.cross_entropy(x.float(), t, reduction="sum")}
-        return _case(
-            f"cross_entropy {n}x{v}", "cross_entropy", (logits, targets), 1, "bytes", 2 * n * v, 4 * n * v, peers=peers
-        )
 
-    yield functools.partial(loss, 32000)
-    yield functools.partial(loss, 128256)
+def losses(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """Cross entropy on logits, and with the head's product; the head of the 124M, and that of the 1B on few tokens."""
+    draw = functools.partial(torch.randn, device=device, dtype=BF16)
 
-    def head(n: int) -> Case:
-        n, h, v = (8, 32, 100) if tiny else (n, 4096, 128256)
-        x, w, targets = draw(n, h), draw(v, h) * h**-0.5, torch.randint(v, (n,), device=device)
-        flop = 2.0 * n * h * v
-        peers = {"F.cross_entropy(x @ w.T)": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t, reduction="sum")}
-        return _case(
-            f"linear_cross_entropy {n}",
-            "linear_cross_entropy",
-            (x, w, targets),
-            2,
-            "flops",
-            flop,
-            3 * flop,
-            peers=peers,
-        )
+    def loss() -> Case:
+        n, v = (8, 100) if tiny else (4096, 50257)
+        targets = torch.randint(v, (n,), device=device)
+        run = functools.partial(_call_loss, "cross_entropy", {"compiled": device == "cuda"}, targets)
+        return Case("cross_entropy", op("cross_entropy"), run, (draw(n, v),), 1)
 
-    for n in (2048,) if tiny else (2048, 8192, 16384):
-        yield functools.partial(head, n)
+    def head(n: int, d: int, v: int) -> Case:
+        targets = torch.randint(v, (n,), device=device)
+        name, options = "linear_cross_entropy", {"compiled": device == "cuda"}
+        run = functools.partial(_call_loss, name, options, targets)
+        return Case(f"{name} V={v}", op(name), run, (draw(n, d), draw(v, d) * d**-0.5), 2)
 
-    def attention(t: int, k: int) -> Case:
-        b, h, g = max(1, 16384 // t), 4096 // k, 4096 // k // 4
-        b, t, h, g, k = (1, 32, 2, 1, 16) if tiny else (b, t, h, g, k)
-        q, key, v = draw(b, t, h, k), draw(b, t, g, k), draw(b, t, g, k)
-        flop = 2.0 * b * h * t * t * k  # two products, half of them visible
+    yield loss
+    for sizes in ((8, 32, 100),) if tiny else ((4096, 768, 50257), (1024, 2048, 128256)):
+        yield functools.partial(head, *sizes)
 
-        def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(
-                *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
-            ).transpose(1, 2)
 
-        return _case(
-            f"attention T={t} K={k}", "attention", (q, key, v), 3, "flops", flop, 3.5 * flop, peers={"SDPA": sdpa}
-        )
+def _call_loss(name: str, options: dict[str, Any], targets: Tensor, impl: Any, *tensors: Tensor) -> Any:
+    return call(name, impl, *tensors, targets, **options)
+
+
+def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """Whole sequences with grouped heads, in float32 too; windows in documents; at positions; with its log-sum-exp."""
+
+    def attention(label: str, name: str, k: int, dtype: torch.dtype, **options: Any) -> Case:
+        b, t, h, g, k = (1, 32, 2, 1, 16) if tiny else (2, 2048, 16, 4, k)
+        q, key, v = (torch.randn(b, t, heads, k, device=device, dtype=dtype) for heads in (h, g, g))
+        more = []
+        if options.pop("documents", False):
+            options["documents"] = (torch.arange(t, device=device) // (t // 3)).expand(b, t).contiguous()
+        if name == "attention_at":
+            more = [torch.arange(t, device=device), torch.arange(t, device=device)]
+        return _case(name, (q, key, v), 3, *more, label=label, **options)
 
     for k in (64, 128):
-        for t in (32,) if tiny else (1024, 4096, 16384):
-            yield functools.partial(attention, t, k)
+        yield functools.partial(attention, f"attention K={k}", "attention", k, BF16)
+    yield functools.partial(attention, "attention float32", "attention", 64, F32)
+    window = Pattern("window", size=16 if tiny else 512)
+    yield functools.partial(attention, "attention window", "attention", 64, BF16, pattern=window, documents=True)
+    yield functools.partial(attention, "attention_with_lse", "attention_with_lse", 64, BF16)
+    yield functools.partial(attention, "attention_at", "attention_at", 64, BF16)
 
-    def adamw(states: torch.dtype, copy: bool) -> Case:
-        sizes = [(8, 64)] * 3 if tiny else [(4096, 4096)] * 30
-        f32 = functools.partial(torch.randn, device=device)
-        leaves = [
-            Leaf(
-                f32(s),
-                f32(s),
-                (torch.zeros(s, device=device, dtype=states),) * 1 + (torch.zeros(s, device=device, dtype=states),),
-                0.1,
-                copy=torch.zeros(s, device=device, dtype=BF16) if copy else None,
-            )
-            for s in sizes
-        ]
-        scalars = tuple(torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, 0.1, 0.3))
-        rates = Rates(scalars, torch.tensor(9, device=device), 0.9, 0.95, 1e-8)
-        cost = float(op("adamw").bytes(leaves, rates))
-        label = f"adamw, {str(states)[6:]} states{', bf16 copy' if copy else ''}"
-        return Case(label, op("adamw"), lambda impl: op("adamw")(leaves, rates, impl=impl), (), 0, "bytes", cost, 0.0)
 
-    yield functools.partial(adamw, torch.float32, False)
-    yield functools.partial(adamw, torch.float32, True)
-    yield functools.partial(adamw, BF16, False)
+def optimizers(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """A step of several leaves, with states in float32 and in bfloat16; the norm; the orthogonal factor."""
+    f32 = functools.partial(torch.randn, device=device)
+    sizes = [(8, 64), (7,), (3, 5)] if tiny else [(2048, 8192), (2048,), (128256, 64)]
 
-    def quantize(kind: str) -> Case:
-        x = draw(rows, 64 if tiny else 4096)
-        name = "quantize"
-        cost = float(op(name).bytes(x, kind, 64))
-        return Case(
-            f"quantize {kind}", op(name), lambda impl, x: op(name)(x, kind, 64, impl=impl), (x,), 0, "bytes", cost, 0.0
+    def step(name: str, states: torch.dtype) -> Case:
+        count = 2 if name == "adamw" else 1
+        scalars = tuple(
+            torch.tensor(x, dtype=torch.float64, device=device) for x in (1e-3, *CORRECTIONS)[: 2 * count - 1]
         )
+        rates = Rates(scalars, torch.tensor(9, device=device), 0.9, 0.95, 1e-8)
+        tensors = [[f32(s), f32(s), *(f32(s).abs().to(states) for _ in range(count))] for s in sizes]
+
+        def run(impl: Any, *t: Tensor) -> Any:
+            given = [x.clone() for x in t]
+            each = [given[i : i + 2 + count] for i in range(0, len(given), 2 + count)]
+            leaves = [Leaf(p, g, tuple(state), 0.1) for p, g, *state in each]
+            done = call(name, impl, leaves, rates)
+            return done if callable(impl) else tuple(x for leaf in leaves for x in (leaf.p, *leaf.state))
+
+        return Case(f"{name}, {str(states)[6:]} states", op(name), run, tuple(x for leaf in tensors for x in leaf))
+
+    for name in ("adamw", "lion"):
+        yield functools.partial(step, name, F32)
+    yield functools.partial(step, "adamw", BF16)
+
+    def norm() -> Case:
+        tensors = tuple(f32(s) for s in sizes)
+        exact = lambda *t: torch.stack([x.square().sum() for x in t]).sum().sqrt()  # noqa: E731
+
+        def run(impl: Any, *t: Tensor) -> Any:
+            found = call("grad_norm", impl, t)
+            return found[0] if isinstance(found, tuple) else found
+
+        return Case("grad_norm", op("grad_norm"), run, tensors, exact=exact)
+
+    yield norm
+    yield lambda: _case("newton_schulz", (f32((1, 16, 32) if tiny else (4, 768, 3072)).to(BF16),), 0)
+
+
+def codes(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """Numbers in fewer bits: codes as the definition has them, and products of float8 numbers."""
+    n = (16, 64) if tiny else (4096, 4096)
+
+    def coded(name: str, kind: str) -> Case:
+        x = torch.randn(n, device=device)
+        parts = op("quantize")(x, kind, 64, impl="reference")
+        if name == "quantize":
+            case = _case(name, (x.to(BF16),), 0, kind, 64)
+        elif name == "dequantize":
+            case = Case(name, op(name), lambda impl, *q: call(name, impl, q, kind, 64), (*parts,))
+        else:
+            several = tuple(torch.stack([part] * 3) for part in parts)
+            case = _case(name, several, 0, kind, 64)
+        return case._replace(label=f"{name} {kind}", precise=False)
 
     for kind in ("int8", "int4", "fp8_e4m3"):
-        yield functools.partial(quantize, kind)
+        yield functools.partial(coded, "quantize", kind)
+    yield functools.partial(coded, "dequantize", "int8")
+    yield functools.partial(coded, "dequantize_sum_requantize", "int8")
 
-    def experts() -> Case:
-        n, e, d, f = (32, 2, 16, 32) if tiny else (16384, 8, 4096, 14336)
-        x, w = draw(n, d), draw(e, d, f) * d**-0.5
-        ends = (torch.arange(1, e + 1, device=device) * (n // e)).to(torch.int32)
-        flop = 2.0 * n * d * f
-        return _case("grouped_mm", "grouped_mm", (x, w, ends), 2, "flops", flop, 3 * flop)
+    def weight(name: str) -> Case:
+        w = torch.randn(n, device=device, dtype=BF16)
+        most = w.abs().amax().float()
+        w = op("narrow_weight")(w, most, impl="reference") if name == "widen_weight" else w
+        return _case(name, (w, most), 0)._replace(precise=False)
 
-    yield experts
+    for name in ("narrow_weight", "widen_weight"):
+        yield functools.partial(weight, name)
+
+    def linear(scaling: str) -> Case:
+        m, k, f = (16, 32, 48) if tiny else (4096, 2048, 8192)
+        x, w = (torch.randn(s, device=device, dtype=BF16) for s in ((m, k), (k, f)))
+        return _case("float8_linear", (x, w * k**-0.5), 2, label=f"float8_linear {scaling}", scaling=scaling)
+
+    for scaling in ("tensorwise", "rowwise"):
+        yield functools.partial(linear, scaling)
+
+
+def experts(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
+    """What a mixture of experts does: choose, sort, move rows, multiply."""
+    n, e, d, f = (32, 2, 16, 32) if tiny else (4096, 8, 1024, 2048)
+    ends = (torch.arange(1, e + 1, device=device) * (n // e)).to(torch.int32)
+
+    def product(name: str) -> Case:
+        x, w = (torch.randn(s, device=device, dtype=BF16) for s in ((n, d), (e, d, f)))
+        return _case(name, (x, w * d**-0.5), 2, ends)
+
+    for name in ("grouped_mm", "float8_grouped_mm"):
+        yield functools.partial(product, name)
+    logits = functools.partial(torch.randn, n, e, device=device)
+    yield lambda: Case("route", op("route"), lambda impl, x: _behind_ids(call("route", impl, x, 2)), (logits(),), 1)
+
+    def places() -> tuple[Tensor, Any]:
+        ids = torch.randint(e, (n, 2), device=device)
+        return ids, op("group")(ids, e, impl="reference")
+
+    yield lambda: _case("group", (places()[0],), 0, e)._replace(precise=False)
+
+    def moved(name: str) -> Case:
+        _, groups = places()
+        if name == "permute":
+            return _case(name, (torch.randn(n, d, device=device, dtype=BF16),), 1, groups.order, groups.place)
+        y, weights = torch.randn(2 * n, d, device=device, dtype=BF16), torch.rand(n, 2, device=device)
+        return _case(name, (y, weights), 2, groups.order, groups.place)
+
+    for name in ("permute", "unpermute"):
+        yield functools.partial(moved, name)
+
+
+def _behind_ids(found: Any) -> Any:
+    return found[1:] if isinstance(found, tuple) else found

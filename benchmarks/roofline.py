@@ -3,7 +3,7 @@
     python benchmarks/roofline.py --out benchmarks/results/roofline.json
     python benchmarks/roofline.py --precision bf16_float8 --out benchmarks/results/roofline-float8.json
 
-Nothing is measured: a plan needs no GPU. Where steps were measured, the figures of benchmarks/gpu.py stand beside."""
+Nothing is measured: a plan needs no GPU. Where steps were measured, the figures of benchmarks/ten.py stand beside."""
 
 from __future__ import annotations
 
