@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 LAWS = {"norm": 2, "rope": 1, "glu": 1, "cross_entropy_kernels": 1, "flash": 3, "optim_kernels": 1, "optim_lowbit": 1,
         "float8": 1, "moe_kernels": 1}  # fmt: skip  # files of tests, and the processes that share one
-GPU_TESTS = ("attention_library", "communicator", "digest", "moe_kernels", "offload_disk", "quantize")
+GPU_TESTS = ("attention_library", "communicator", "digest", "moe_kernels", "offload_disk", "plan_target", "quantize")
 COMPILED = ("124m fzero", "124m nn.Module", "1b fzero", "1b nn.Module")
 FEW_COMPILERS = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # a process, of which several are beside each other
 SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}

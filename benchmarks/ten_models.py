@@ -356,7 +356,8 @@ def profile(name: str, where: Where) -> dict[str, Any]:
     key = "self_device_time_total" if where.cuda else "self_cpu_time_total"
     events = [one for one in found.key_averages() if getattr(one, key) > 0]
     if where.cuda:  # an operator has the time of the kernels that it launches: those alone are counted
-        events = [one for one in events if one.device_type == torch.autograd.DeviceType.CUDA]
+        on_gpu = [one for one in events if one.device_type == torch.autograd.DeviceType.CUDA]
+        events = [one for one in on_gpu if not getattr(one, "is_user_annotation", False)]
     events.sort(key=lambda one: -getattr(one, key))
     total = sum(getattr(one, key) for one in events)
     kernels = [[one.key[:90], one.count, round(getattr(one, key) / 1e3, 3)] for one in events[:20]]

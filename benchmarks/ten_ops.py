@@ -11,10 +11,9 @@ from kernel_cases import Case, cases
 from ten_rows import Rows, Where, median_seconds
 from torch import Tensor
 
-from fzero.kernels import flops
+from fzero.kernels import flops, linear_cross_entropy
 from fzero.kernels.attention import attention
 from fzero.kernels.attention_pattern import FULL
-from fzero.kernels.linear_cross_entropy import _adds_wide
 from fzero.kernels.registry import op
 
 ALLOWED_CODES = 1e-3  # of codes that may differ from the definition's, where a value is half-way between two
@@ -127,11 +126,8 @@ def float8_error(k: int, where: Where) -> dict[str, Any]:
 
 
 def adds_wide(where: Where) -> dict[str, Any]:
-    """Whether a bf16 product is added to a float32 sum in one call; else a product as large as the head is made for
-    each chunk, which no plan counts."""
-    found = _adds_wide(torch.bfloat16, torch.device(where.device))
-    sizes = {"124m": 50257 * 768, "1b": 128256 * 2048}
-    return {"adds wide": found, "bytes a chunk beside": {name: 0 if found else 4 * n for name, n in sizes.items()}}
+    """Whether a bf16 product is added to a float32 sum in one call; else it is made and added by blocks of rows."""
+    return {"adds wide": linear_cross_entropy.adds_wide(torch.bfloat16, torch.device(where.device))}
 
 
 # ---- attention ----

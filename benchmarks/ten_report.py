@@ -178,7 +178,7 @@ def _float32_attention(found: Found) -> Judged:
 
 def _adds_wide(found: Found) -> Judged:
     row = found.row("ops", "adds wide")
-    return Judged(f"{row['adds wide']}; beside, a chunk: {row['bytes a chunk beside']}", row["adds wide"])
+    return Judged(str(row["adds wide"]), row["adds wide"])
 
 
 def _growing(found: Found) -> Judged:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from law_cases import step_options
+from pretend_gpu import pretend
 
 import fzero
 from fzero import models, optim
@@ -208,6 +209,22 @@ def test_a_sum_over_chunks_of_tokens_has_no_product_beside_it():
             start = live.now
             assert lce._add_product(sums, g, x) is sums
     assert live.peak == start
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_products_are_added_to_a_wide_sum_also_by_rows(wide, monkeypatch):
+    monkeypatch.setattr(lce, "adds_wide", lambda dtype, device: wide)
+    monkeypatch.setattr(lce, "PRODUCT_BYTES", 5 * 32 * 4)  # five rows
+    with pretend() as gpu:
+        g, x = (torch.randn(shape, device="cuda").bfloat16() for shape in ((64, 16), (16, 32)))
+        sums = torch.randn(64, 32, device="cuda")
+        wanted = sums.under + g.under.float() @ x.under.float()
+        gpu.forget()
+        before = gpu.peak
+        assert lce._add_product(sums, g, x) is sums
+        torch.testing.assert_close(sums.under, wanted)
+    # The pretend GPU's own product stands for one that is added in place.
+    assert wide or gpu.peak - before <= 2 * lce.PRODUCT_BYTES
 
 
 def test_the_cuda_library_takes_a_wide_sum_of_products():

@@ -20,7 +20,7 @@ from fzero.sharding.pipelines import Pipeline
 from fzero.train.init import init_state
 from fzero.train.spike import Skip
 
-D, F, TOKENS, LAYERS = 32, 64, 8 * 32, 8
+D, F, TOKENS, LAYERS = 32, 64, 8 * 32, 6
 CONFIG = models.LlamaConfig(vocab_size=32, max_len=32, d_model=D, n_layers=LAYERS, n_heads=2, n_kv_heads=2, d_ff=F)
 ON_HOST = "params=host,grads=host,opt=host"
 ON_DISK = "params=nvme,grads=nvme,opt=nvme"
@@ -104,10 +104,17 @@ CASES = {
     f"{ON_DISK},acts=nvme": {},
     f"{ON_DISK},acts=nvme backward": {"update": "backward"},
 }
-OFTEN = ("grads=host", f"{ON_HOST},acts=host")
+OFTEN = (f"{ON_HOST},acts=host",)
+LATER = ("grads=host", f"{ON_HOST} speculate", f"{ON_DISK},acts=nvme")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
+def tiers(names, often, later):
+    """The names as parameters, with the mark of their tier."""
+    marks = {name: pytest.mark.slow if name in later else pytest.mark.exhaustive for name in names if name not in often}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
+
+
+@pytest.mark.parametrize("name", tiers(CASES, OFTEN, LATER))
 def test_a_host_that_runs_ahead_takes_two_layers_more_at_most(name, tmp_path):
     offload, options = name.partition(" ")[0], CASES[name]
     _, ahead, layer, stream_peaks = peaks(tmp_path / "a", offload, **options)
@@ -117,9 +124,7 @@ def test_a_host_that_runs_ahead_takes_two_layers_more_at_most(name, tmp_path):
     assert sum(size for stream, size in stream_peaks.items() if stream) <= layer
 
 
-@pytest.mark.parametrize(
-    "name", ["acts=host", *(pytest.param(name, marks=pytest.mark.slow) for name in ("params=host", "grads=host"))]
-)
+@pytest.mark.parametrize("name", tiers(("acts=host", "params=host", "grads=host"), ("acts=host",), ("grads=host",)))
 def test_memory_that_waits_for_the_host_is_found(name, tmp_path):
     _, ahead, layer, _ = peaks(tmp_path / "a", name, record_streams, **CASES[name])
     in_order, _, _, _ = peaks(tmp_path / "b", name, free_at_once, **CASES[name])
@@ -152,11 +157,10 @@ RANKS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RANKS)
+@pytest.mark.parametrize("name", tiers(RANKS, (), ("dp2 stage 3 all host", "pp2 all host")))
 def test_so_does_one_of_several_ranks(name, tmp_path):
     sizes, case = RANKS[name]
-    case = case | {"layers": 16}
+    case = case | {"layers": 10}
     model = models.build(models.LlamaConfig(**test_pretend_ranks.SIZES))
     params = model.init(lambda name, shape, *_: torch.empty(shape))
     sizes_of_layer = 8 * 8, test_pretend_ranks.SIZES["d_model"], test_pretend_ranks.SIZES["n_layers"]

@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+import torch
 from test_pretend_triton import BENCHMARKS, ROOT
 
 from fzero.kernels.registry import OPS
@@ -219,7 +220,7 @@ def test_goals_stand_beside_what_was_measured(ten):
         *({"part": "ops", "row": f"float8 K={k}", "K": k, "tensorwise": e, "rowwise": 1e-3, "experts": 1e-5}
           for k, e in ((64, 1e-3), (4096, 2e-3), (16384, 9e-3))),
         {"part": "ops", "row": "attention K=64: triton", "times plain": 1.1},
-        {"part": "ops", "row": "adds wide", "adds wide": False, "bytes a chunk beside": {"1b": 1}},
+        {"part": "ops", "row": "adds wide", "adds wide": False},
         *({"part": "attention", "row": f"{shape}: auto", "form": "triton"} for shape in ("1b", "124m float32")),
         *({"part": "attention", "row": f"{shape}: {form}", "both_tflops": rate, "repeats": form != "cudnn"}
           for shape in ("1b", "124m float32") for form, rate in (("triton", 300.0), ("cudnn", 500.0))),
@@ -279,6 +280,9 @@ EXPECTED = {  # of each part: its rows, and what all of them have
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.11."), reason=".ci/oldest runs it, with the versions of a machine with a GPU"
+)
 def test_every_part_runs_at_tiny_sizes(ten, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, str(BENCHMARKS / "ten.py"), "--device", "cpu", "--tiny", "--seconds", "540"]

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from fzero.comm.collectives import Axis, all_gather, psum
 from fzero.core.autodiff import needs_grad, remat
-from fzero.core.device import kind_of
+from fzero.core.device import fake_device_of, kind_of
+from fzero.core.torch_private import disable_current_modes
 from fzero.kernels.cross_entropy import DTYPES, IGNORE, ValueAndGradients, mark_targets, total_loss, weights_of
 from fzero.kernels.cross_entropy import reference as cross_entropy_reference
 from fzero.kernels.cross_entropy_rows import NONE, WRONG, Terms, cap_logits, log_sum_exp, rows_of, widen
@@ -43,6 +44,7 @@ CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 # tokens, 6% at 4096, 3% at 8192, from where more gains little. Loss and g take 4 n V bytes, 120 / D of that time: 3% at
 # D = 4096. At V = 128K, 1 GiB is 4186 tokens.
 CHUNK_ROWS = 8192
+PRODUCT_BYTES = 32 << 20  # of a product beside the sum that it is added to
 WHOLE = Axis("tp")  # of size 1: all of the vocabulary is here
 
 
@@ -148,15 +150,32 @@ def _gather_statistics(statistics: Tensor, terms: Terms, axis: Axis) -> Tensor:
     return torch.stack((lse, at_target, sums[0] if sums else torch.zeros_like(lse)), -1)
 
 
+@functools.cache
+def adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether addmm of a GPU adds a product of this dtype to a float32 sum: by its library it does from PyTorch 2.11
+    on."""
+    with disable_current_modes():  # on real tensors, also if all others are fake
+        a, sums = (torch.zeros((16, 16), dtype=t, device=device) for t in (dtype, torch.float32))
+        try:
+            torch.addmm(sums, a, a, out_dtype=torch.float32, out=sums)
+        except (RuntimeError, TypeError):
+            return False
+    return True
+
+
 def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """`sums`, in float32 or wider, and the product a b: in place, or the product alone if there are no sums yet."""
     wider = torch.promote_types(a.dtype, torch.float32)
     if sums is not None and a.dtype == wider:
         return sums.addmm_(a, b)
     cuda = kind_of(a) == "cuda"
-    if sums is not None and cuda:
-        # From 2.11 on PyTorch's CUDA adds a product of 16 bits to a float32 sum, so that none is alive beside the sum.
+    if sums is not None and cuda and (fake_device_of(a) is not None or adds_wide(a.dtype, a.device)):
         return torch.addmm(sums, a, b, out_dtype=wider, out=sums)
+    if sums is not None and cuda:  # by rows, so that no product as large as the head is alive, which no plan counts
+        rows = max(1, PRODUCT_BYTES // (sums.shape[1] * wider.itemsize))
+        for part, of in zip(sums.split(rows), a.split(rows)):
+            part.add_(torch.mm(of, b, out_dtype=wider))
+        return sums
     product = torch.mm(a, b, out_dtype=wider) if cuda and a.dtype != wider else a @ b
     return product.to(wider) if sums is None else sums.add_(product)
 
