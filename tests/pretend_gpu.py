@@ -640,7 +640,8 @@ def pretend():
         put(norm, "_by_kernel", lambda leaves, dtype: False)
         check = leaf_source.kind_fault  # which refuses subclasses of Tensor
         put(leaf_source, "kind_fault", lambda leaf: check(under(leaf)))
-        for cache in (gpu_copies._copy_streams, gpu_copies._snapshots, gpu._capture_stream, device.target_on):
+        caches = gpu_copies._copy_streams, gpu_copies._snapshots, gpu_copies._sources
+        for cache in (*caches, gpu._capture_stream, device.target_on):
             cache.cache_clear()
             stack.callback(cache.cache_clear)
         stack.callback(setattr, sys.modules[__name__], "WHOLE", WHOLE)

@@ -142,6 +142,23 @@ def test_a_copy_that_nobody_uses_ends_before_its_memory_is_free(waits, monkeypat
     assert bool(seen.freed) is not waits
 
 
+def test_what_the_host_has_waited_for_is_kept_by_nobody():
+    with pretend() as seen:
+        device, x = torch.device("cuda", 0), torch.ones(1 << 10, device="cuda")
+        fetched = copy_buckets.start_fetch([x])
+        before = sum(seen.live.values())
+        del x
+        assert sum(seen.live.values()) == before  # the copy may still read it
+        fetched.wait()
+        gc.collect()
+        assert sum(seen.live.values()) == before - (4 << 10)
+        gpu_copies.copy_out(torch.ones(1 << 10, device="cuda"))
+        gpu_copies.free_sources(device)
+        gc.collect()
+        assert sum(seen.live.values()) == before - (4 << 10)
+    assert not seen.freed and not seen.races
+
+
 def test_a_copy_that_another_stream_uses_keeps_its_memory_for_both():
     with pretend() as seen:
         device = torch.device("cuda", 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.core.future import Future
 from fzero.core.gpu import HOST
-from fzero.core.gpu_copies import Copied, copy_in, copy_in_parts, copy_out
+from fzero.core.gpu_copies import Copied, copy_in, copy_in_parts, copy_out, free_copied
 
 PIECE_BYTES = 16 << 20  # of pinned memory, on the way to a GPU
 # Bytes below which a copy takes no longer than its start, some 10 us, over a link of 64 GB/s; and those from which on
@@ -134,10 +134,12 @@ def start_fetch(tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     outs = [next(rooms) if x.nbytes < SMALL_COPY else rooms_beside([x])[0] for x in leaving]
     started = copy_out_together(leaving, outs)
     there = [None if x.is_cuda else x.to(HOST) for x in tensors]
+    device = leaving[0].device if leaving else HOST
 
     def fetched() -> list[Tensor]:
         if started:
             started[-1].finish()
+            free_copied(device)
         gone = iter(started)
         return [next(gone).tensor if x is None else x for x in there]
 

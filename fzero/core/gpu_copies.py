@@ -190,13 +190,13 @@ class CopySources:
     def __init__(self) -> None:
         self.waiting: deque[tuple[int, CopySource]] = deque()  # with the number of the group that was passed last
         self.group, self.fetched = 0, None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # a destructor may run while it is held
 
     def add(self, source: CopySource) -> None:
         """Keep a source."""
         with self.lock:
             self.waiting.append((self.group, source))
-            self._drop_copied()
+            self.drop_copied()
 
     def advance(self, group: Any, fetched: bool) -> None:
         """See `pass_group`."""
@@ -204,7 +204,7 @@ class CopySources:
             if fetched or group != self.fetched:
                 self.group += 1
             self.fetched = group if fetched else None
-            self._drop_copied()
+            self.drop_copied()
             self._drop(self.group - 1)
 
     def drop_all(self) -> None:
@@ -212,10 +212,11 @@ class CopySources:
         with self.lock:
             self._drop(self.group + 1)
 
-    def _drop_copied(self) -> None:
+    def drop_copied(self) -> None:
         """Drop the oldest ones whose copies the GPU has made, for which nothing must wait."""
-        while self.waiting and (event := self.waiting[0][1].event) is not None and event.query():
-            self.waiting.popleft()
+        with self.lock:
+            while self.waiting and (event := self.waiting[0][1].event) is not None and event.query():
+                self.waiting.popleft()
 
     def _drop(self, group: int) -> None:
         """Drop those of before a group, once their owners wait for their copies."""
@@ -243,6 +244,12 @@ def pass_group(device: torch.device, group: Any, *, fetched: bool) -> None:
     """
     if device != HOST and not is_capturing(device):
         _sources(device).advance(group, fetched)
+
+
+def free_copied(device: torch.device) -> None:
+    """Free the sources of copies that left a GPU and are made, as those are for which the host has waited."""
+    if device != HOST:
+        _sources(device).drop_copied()
 
 
 def free_sources(device: torch.device) -> None:

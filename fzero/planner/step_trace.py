@@ -22,6 +22,7 @@ from fzero import models
 from fzero.comm.ledger import Row
 from fzero.core import pytree
 from fzero.core.device import CPU, HOST, FakeDevice, Target
+from fzero.core.gpu_copies import free_sources
 from fzero.core.pytree import Tree
 from fzero.offload import DiskTensor
 from fzero.optim.average import AVERAGE
@@ -166,6 +167,7 @@ def run_step(
         if nvme is not None:
             nvme.disk.tell = lambda event, number, what, size: record.transfer(event, number, what, "nvme", size)
         record.parts = run_build.local_micro_batches(config, mesh) if short else 0
+        free_sources(mode.device)  # of a step that ended early, or by an error
         with contextlib.suppress(EndOfRecord), recorded(record, mesh.ledger):
             state_after, _ = step(state, batch)
             record.close(state_after)
