@@ -246,7 +246,9 @@ def product_of(named: Mapping[str, Any], name: str, model: Model | None) -> Any:
         return w
     wide, scale = torch.promote_types(w.dtype, torch.float32), model.config.alpha / model.config.rank
     a, b = (named[f"{name}_lora_{factor}"].to(wide) for factor in "ab")
-    return (w + scale * (b @ a)).to(w.dtype)
+    # Layer by layer, as `to_module` takes them: a batched product has other bits on some CPUs.
+    product = torch.stack([y @ x for x, y in zip(a, b)]) if w.dim() == 3 else b @ a
+    return (w + scale * product).to(w.dtype)
 
 
 def _factor_shapes(model: Model, shape: tuple[int, ...], rank: int) -> tuple[list[tuple[int, ...]], float]:
