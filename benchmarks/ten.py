@@ -35,6 +35,8 @@ from typing import Any, NamedTuple
 import ten_report
 
 ROOT = Path(__file__).resolve().parent.parent
+CACHES = ROOT / ".ten"  # of compilers, which a second call on the same machine finds; git ignores it
+ROW_BYTES = 1 << 20  # of a line of OUT/results.jsonl at most
 LOG_BYTES = 12 << 20  # of OUT/log.txt at most; what a part says behind that is dropped
 NOT_OURS = "CI", "TRITON_INTERPRET"  # variables of those who test: budgets of files, kernels without a GPU
 AGAIN = 75  # the exit code of a process that cannot go on with the rows behind a failed one
@@ -50,6 +52,7 @@ class Part(NamedTuple):
     beside: bool = False  # it runs together with its neighbours that do; no times are measured in it
     row_limit: float = 60.0  # seconds of one row, after which the part goes on with the next
     environ: dict[str, str] = {}  # noqa: RUF012  (never mutated)
+    whole: bool = False  # its rows build on each other: a second call does all of them again
     blocking: bool = False  # in a second call: one kernel at a time, so that an error names its line
 
 
@@ -71,11 +74,11 @@ PARTS = (
     *(Part(f"laws {one}", 20, 105, (f"-n{n}", f"tests/test_{one}.py"), beside=True) for one, n in LAWS.items()),
     Part("marked", 20, 105, ("-n2", "-mgpu", *(f"tests/test_{one}.py" for one in GPU_TESTS)), beside=True),
     Part("124m", 40, 90, "ten_models:gpt2_rows", row_limit=75),
-    Part("1b", 40, 100, "ten_models:llama_rows"),
+    Part("1b", 50, 120, "ten_models:llama_rows", row_limit=80),
     Part("profile", 25, 50, "ten_models:profile_rows"),
     Part("attention", 15, 40, "ten_ops:attention_rows", row_limit=15),
     Part("offload", 35, 90, "ten_models:offload_rows", row_limit=30),
-    Part("pretrain", 60, 110, "ten_command:rows", row_limit=90),
+    Part("pretrain", 60, 110, "ten_command:rows", row_limit=90, whole=True),
     Part("capture", 20, 45, "ten_models:capture_rows", row_limit=25),
     Part("sanitizer", 10, 40, "ten_steps:sanitizer_rows", beside=True, environ=SANITIZER),
     Part("memcheck", 10, 40, "ten_machine:memcheck_rows", beside=True),
@@ -96,10 +99,10 @@ class Record:
 
     def __init__(self, out: Path, before: Sequence[dict[str, Any]] = ()) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.begun, self.lock = out, time.monotonic(), threading.Lock()
+        self.out, self.begun, self.lock = out, time.monotonic(), threading.RLock()
         self.lines = (out / "results.jsonl").open("a")
         self.log = (out / "log.txt").open("ab", buffering=0)
-        self.found = [*before]
+        self.before, self.found = [*before], [*before]
 
     def __enter__(self) -> Record:
         return self
@@ -115,17 +118,23 @@ class Record:
     def add(self, part: str, **row: Any) -> None:
         """Enter a row, and echo its beginning."""
         with self.lock:
-            row = {"part": part, "t": round(self.now(), 1), **row}
+            row = {**row, "part": part, "t": round(self.now(), 1)}
             line = json.dumps(row)
-            self.lines.write(line + "\n")
-            self.lines.flush()
-            os.fsync(self.lines.fileno())
+            if len(line) > ROW_BYTES:
+                row = {"part": part, "row": str(row.get("row"))[:200], "failed": f"a row of {len(line):,} bytes"}
+                line = json.dumps(row)
             self.found.append(row)
             print(line if len(line) < 320 else line[:317] + "...", flush=True)
+            try:
+                self.lines.write(line + "\n")
+                self.lines.flush()
+                os.fsync(self.lines.fileno())
+            except OSError as error:  # a full disk: the echo above is what is left
+                print(f"results.jsonl: {error}", flush=True)
 
     def say(self, part: str, line: bytes) -> None:
         """Enter a line of a part's output."""
-        with self.lock:
+        with self.lock, contextlib.suppress(OSError):
             if self.log.tell() < LOG_BYTES:
                 self.log.write(f"[{part}] ".encode() + line[:4000].rstrip(b"\n") + b"\n")
 
@@ -145,11 +154,12 @@ class Running:
     def __init__(self, part: Part, options: Options, record: Record, ends: float) -> None:
         self.part, self.options, self.record, self.ends = part, options, record, ends
         self.begun, self.rows, self.failed, self.last = record.now(), set[str](), set[str](), ""
+        self.before = good_rows(part, record)  # of an earlier call: no later figure takes their place
         self.start()
 
     def start(self) -> None:
         """Start the process for the rows that there are not yet."""
-        self.at, self.at_since = "", self.record.now()
+        self.at, self.at_since, self.rows_at_start = "", self.record.now(), len(self.rows)
         self.sofar: dict[str, Any] = {}  # what the row that is under way has said
         self.process = subprocess.Popen(
             command_of(self.part, self.options, self.record, self.rows, self.failed),
@@ -169,13 +179,16 @@ class Running:
             before, figure, text = line.partition(b"FIGURE ")
             try:
                 row = json.loads(text) if figure else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
             self.last = line.decode(errors="replace").strip()[-200:] or self.last
             if row is None or before.strip():
                 self.record.say(self.part.name, before if row else line)
             if isinstance(row, dict) and isinstance(row.get("row", row.get("starts")), str):
-                self.enter(row)
+                try:
+                    self.enter(row)
+                except Exception as error:  # a row that nobody expects; the next ones are read
+                    self.record.say(self.part.name, f"{error!r} of {line[:300]!r}".encode())
         process.stdout.close()
 
     def enter(self, row: dict[str, Any]) -> None:
@@ -185,6 +198,10 @@ class Running:
         if "starts" in row:
             self.sofar = {}
             return
+        if row["row"] in self.before:
+            return
+        if self.part.blocking:
+            row["blocking"] = True  # its times are no figures
         if row.pop("last", True):
             self.rows.add(row["row"])
         elif row["row"] == self.at:
@@ -214,7 +231,8 @@ class Running:
         if at:
             why = f"its process ended with code {code}" if ended else f"not done in {now - self.at_since:.0f} s"
             self.enter(self.sofar | {"row": at, "cut" if self.sofar else "failed": why})
-        if (at or code == AGAIN) and not late and isinstance(code, int):
+        between = bool(code) and len(self.rows) > self.rows_at_start  # it ended behind a row, and before the next
+        if (at or code == AGAIN or between) and not late and isinstance(code, int):
             self.start()
             return False
         failed = f"failed: {', '.join(sorted(self.failed)[:9])}" if self.failed else ""
@@ -228,13 +246,13 @@ def command_of(part: Part, options: Options, record: Record, rows: set[str], fai
     """The command line of a part, without these rows (some of which failed) and those that an earlier call has."""
     before = [row for row in record.found if row["part"] == part.name and "row" in row]
     if isinstance(part.rows, str):
-        done = rows | {row["row"] for row in ten_report.latest(before).values() if not {"failed", "cut"} & {*row}}
+        done = rows | good_rows(part, record)
         words = ["--rows", part.rows, "--name", part.name, "--device", options.device, *["--tiny"] * options.tiny]
         words += ["--out", str(options.out), "--folder", str(options.folder), "--done", json.dumps(sorted(done))]
         words += ["--failed", json.dumps(sorted(failed))]
         return [sys.executable, str(ROOT / "benchmarks/ten_rows.py"), *words]
     named = [row["row"] for row in ten_report.latest(before).values() if "failed" in row and "::" in row["row"]]
-    words = list(part.rows)
+    words = [*part.rows, "--max-worker-restart=1000"]
     if 0 < len(named) <= 50:
         words = [word for word in words if not word.endswith(".py")] + named
     words += [f"--timeout={part.row_limit:g}", "--timeout-method=thread"] if util.find_spec("pytest_timeout") else []
@@ -242,11 +260,19 @@ def command_of(part: Part, options: Options, record: Record, rows: set[str], fai
     return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "ten_pytest", *words]
 
 
+def good_rows(part: Part, record: Record) -> set[str]:
+    """The rows of a part that an earlier call has."""
+    if part.whole:
+        return set()
+    before = [row for row in record.before if row["part"] == part.name]
+    return {row["row"] for row in ten_report.latest(before).values() if not {"failed", "cut"} & {*row}}
+
+
 def environment(part: Part, options: Options) -> dict[str, str]:
     """The variables of a part: all parts of a sitting on a GPU share its caches."""
     on_gpu = options.device == "cuda"
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR") if on_gpu else ()
-    caches = {name: str(options.folder / name) for name in names}
+    caches = {name: str(CACHES / name) for name in names}
     paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
     more = {"XDG_CACHE_HOME": str(options.folder / "cache"), "XDG_CONFIG_HOME": str(options.folder / "config")}
     more |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "FZERO_WARM_UP": "0"}
@@ -340,7 +366,27 @@ def parse() -> argparse.Namespace:
         parser.error("give --out FOLDER, or --plans FILE")
     if args.failed and args.before is None:
         parser.error("--failed is of an earlier call: give its --before OUT/results.jsonl too")
+    if args.before is not None and not args.before.is_file():
+        parser.error(f"--before {args.before}: there is no such file")
+    names = {name for part in PARTS for name in (part.name, part.name.split()[0])}
+    if unknown := {*filter(None, args.only.split(","))} - names:
+        parser.error(f"--only {', '.join(sorted(unknown))}: there is no such part; {', '.join(sorted(names))}")
     return args
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier call; a line that was cut is left out, with a word."""
+    found = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and "part" in row:
+            found.append(row)
+        else:
+            print(f"{path}: line {number} is no row, and is left out", flush=True)
+    return found
 
 
 def main() -> int:
@@ -350,12 +396,13 @@ def main() -> int:
 
         ten_models.write_plans(args.plans, facts(args.commit)["commit"])
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     wanted = [*filter(None, args.only.split(","))]
     parts = [part for part in PARTS if not wanted or {part.name, part.name.split()[0]} & {*wanted}]
     if args.tiny:  # of a machine that may be slow, on which time is no matter
         parts = [part._replace(limit=4 * part.limit, row_limit=4 * part.row_limit) for part in parts]
-    before = [json.loads(line) for line in args.before.read_text().splitlines()] if args.before else []
+    before = rows_of(args.before) if args.before else []
     parts = second_call(parts, before, args.failed) if args.before else parts
     scratch = tempfile.TemporaryDirectory(prefix="ten-", ignore_cleanup_errors=True)
     with Record(args.out, before) as record, scratch as folder:

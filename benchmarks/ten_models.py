@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from peers import problem, torch_module
 from peers.gpt2_module import GPT2
+from ten_process import is_sticky
 from ten_rows import (
     NEEDS_GPU,
     Rows,
@@ -44,7 +45,7 @@ from fzero.train.capture import take_news
 HOST = "params=host,grads=host,opt=host"
 PRESETS = {"124m": ("gpt2-124m", 32, 1024), "1b": ("llama-1b", 4, 4096)}  # batch, length
 SIZES = {"1b": {"tied": False, "max_len": 4096}}  # as the nn.Module has it
-ROOM = {"1b fzero": 16e9, "1b nn.Module": 12e9}  # bytes for compiling beside others
+ROOM = {"1b fzero": 16e9, "1b nn.Module": 12e9, "124m nn.Module": 20e9}  # bytes for compiling beside others
 CONTENDERS: dict[str, dict[str, Any]] = {
     "fzero compiled": {},
     "fzero captured": {"capture": "auto"},
@@ -224,6 +225,8 @@ def in_turns(contenders: dict[str, Contender], seconds: float, where: Where) -> 
             try:
                 one.turn()
             except RuntimeError as error:
+                if is_sticky(str(error)):
+                    raise
                 one.facts["cut"] = gist_of(error)
         rounds += 1
         if rounds == 3 or time.perf_counter() - told > 5:

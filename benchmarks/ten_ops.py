@@ -27,10 +27,14 @@ def rows(where: Where) -> Rows:
     if where.cuda:  # others share the card
         torch.cuda.set_per_process_memory_fraction(0.3)
     for make in cases(where.device, where.tiny):
-        case = make()
-        args, options = case.arguments
-        forms = ["reference"] * (not case.op.forms)
-        forms += [form.name for form in case.op.forms if not form.reason_against(args, options)]
+        try:
+            case = make()
+            args, options = case.arguments
+            forms = ["reference"] * (not case.op.forms)
+            forms += [form.name for form in case.op.forms if not form.reason_against(args, options)]
+        except Exception as error:  # a row of its own: those behind it follow
+            yield f"making {getattr(make, 'func', make).__name__} {getattr(make, 'args', ())}", failing(error)
+            continue
         compared = Compared(case)
         del case, args, options
         for name in forms or ["reference"]:
@@ -38,6 +42,15 @@ def rows(where: Where) -> Rows:
     for k in SIZES_K:
         yield f"float8 K={k}", functools.partial(float8_error, k, where)
     yield "adds wide", functools.partial(adds_wide, where)
+
+
+def failing(error: Exception) -> Callable[[], dict[str, Any]]:
+    """What measures nothing, and raises this error."""
+
+    def fail() -> dict[str, Any]:
+        raise error
+
+    return fail
 
 
 class Compared:
@@ -158,10 +171,15 @@ def attention_rows(where: Where) -> Rows:
     for name, shape in SHAPES.items():
         shape = Shape(1, 32, 2, 1, 16, shape.dtype) if where.tiny else shape
         yield f"{name}: auto", functools.partial(chosen, shape, where)
-        q, k, v = tensors_of(shape._replace(batch=1, length=2), where)
-        for form in attention.forms:
-            if not form.reason_against((q, k, v), {}) and not (where.cuda and form.name in OF_CPU):
-                yield f"{name}: {form.name}", functools.partial(rate, shape, form.name, where)
+        try:
+            q, k, v = tensors_of(shape._replace(batch=1, length=2), where)
+            forms = [form.name for form in attention.forms if not form.reason_against((q, k, v), {})]
+        except Exception as error:
+            yield f"{name}: forms", failing(error)
+            continue
+        for form in forms:
+            if not (where.cuda and form in OF_CPU):
+                yield f"{name}: {form}", functools.partial(rate, shape, form, where)
 
 
 def tensors_of(shape: Shape, where: Where) -> list[Tensor]:

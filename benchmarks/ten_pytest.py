@@ -9,7 +9,8 @@ import os
 import time
 from typing import Any
 
-STICKY = ("illegal memory access", "device-side assert", "launch failure", "misaligned address", "CUDA error")
+from ten_process import die_with_parent, is_sticky
+
 EVERY = 5.0  # seconds between two counts
 
 
@@ -19,6 +20,7 @@ class Rows:
     def __init__(self, config: Any) -> None:
         self.config, self.told, self.spoilt = config, time.monotonic(), False
         self.worker = hasattr(config, "workerinput")
+        self.named = any("::" in word for word in config.args)  # tests that failed in an earlier call
         self.files: dict[str, dict[str, Any]] = {}
 
     def say(self, **row: Any) -> None:
@@ -41,18 +43,22 @@ class Rows:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         text = getattr(report, "longreprtext", "") if report.failed else ""
-        self.spoilt |= any(words in text for words in STICKY)
+        self.spoilt |= is_sticky(text)
         if self.worker:
             return
         row = self.file(report.nodeid.partition("::")[0])
         if report.failed:
             row["failed tests"].append(report.nodeid)
-            self.say(row=report.nodeid, failed=" | ".join(text.splitlines()[-2:])[-400:])
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.say(row=report.nodeid, failed=(str(crash.message) if crash else text)[:600])
+            self.config.get_terminal_writer().line(text[-4000:])  # pytest itself says it at its end, if it comes to it
         elif report.skipped:
             why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
             row["skipped"][why[:120]] = row["skipped"].get(why[:120], 0) + 1
         elif report.when == "call":
             row["passed"] += 1
+            if self.named:
+                self.say(row=report.nodeid, passed=1)
         if time.monotonic() - self.told > EVERY:
             self.counts(False)
 
@@ -76,4 +82,6 @@ class Rows:
 
 
 def pytest_configure(config: Any) -> None:
+    if not hasattr(config, "workerinput"):
+        die_with_parent()
     config.pluginmanager.register(Rows(config), "ten")

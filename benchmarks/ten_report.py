@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 Row = dict[str, Any]
 DATASHEET = {"H100": 989e12, "H200": 989e12}  # dense bf16 FLOP/s
 PLANS = Path(__file__).with_name("ten_plans.json")
+NO_FIGURE = {"failed", "needs a GPU", "blocking"}  # the last: of a call with one kernel at a time
 
 
 class Found(NamedTuple):
@@ -22,17 +23,13 @@ class Found(NamedTuple):
     def row(self, part: str, name: str) -> Row:
         """A row that has figures. Raises LookupError where it has not."""
         row = self.rows[part, name]
-        if "failed" in row or "needs a GPU" in row:
+        if NO_FIGURE & {*row}:
             raise LookupError(f"{part}: {name}")
         return row
 
     def of(self, part: str) -> dict[str, Row]:
         """All rows of a part that have figures."""
-        return {
-            name: row
-            for (its, name), row in self.rows.items()
-            if its == part and not {"failed", "needs a GPU"} & {*row}
-        }
+        return {name: row for (its, name), row in self.rows.items() if its == part and not NO_FIGURE & {*row}}
 
 
 class Judged(NamedTuple):
@@ -86,7 +83,7 @@ def _plan_off(planned: str, measured: Callable[[Row], float], most: float) -> Ca
         off = {}
         for name, plan in found.plans.items():
             row = found.rows.get(tuple(name.split(": ")), {})
-            if "ms" in row and "captured" not in name:
+            if "ms" in row and "captured" not in name and not NO_FIGURE & {*row}:
                 off[name] = measured(row) / plan[planned] - 1
         if not off:
             raise LookupError("no row stands beside a plan")

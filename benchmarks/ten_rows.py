@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from ten_process import die_with_parent, is_sticky
 
 from fzero.core import gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 AGAIN = 75  # as in ten.py
-STICKY = ("illegal memory access", "device-side assert", "launch failure", "misaligned address", "illegal instruction",
-          "unspecified launch", "CUDA error", "cudaError")  # fmt: skip
 Rows = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # (its name, what measures it)
 
 
@@ -65,23 +64,32 @@ def gist_of(error: BaseException) -> str:
 
 def run_rows(rows: Rows, done: set[str], where: Where) -> int:
     """Measure what is not done; returns the exit code."""
-    for name, measure in rows:
+    name = "the beginning"
+    while True:
+        try:
+            name, measure = next(rows)
+        except StopIteration:
+            return 0
+        except Exception as error:  # between two rows
+            print(traceback.format_exc(), flush=True)
+            say(row=f"behind {name}", failed=gist_of(error))
+            return AGAIN if is_sticky(str(error)) else 1
         if name in done:
             continue
         say(starts=name)
         begin = time.perf_counter()
         try:
             found = measure()
+            synchronize(where.device)  # a fault of its kernels is this row's
+            forget(where.device)
         except Exception as error:
             print(traceback.format_exc(), flush=True)
             found = {"failed": gist_of(error)}
             memory = isinstance(error, torch.OutOfMemoryError)
-            if where.cuda and not memory and any(words in str(error) for words in STICKY):
+            if where.cuda and not memory and is_sticky(str(error)):
                 say(row=name, **found)
                 return AGAIN
         say(row=name, **found, s=round(time.perf_counter() - begin, 2))
-        forget(where.device)
-    return 0
 
 
 # ---- what rows share ----
@@ -197,6 +205,7 @@ def main() -> int:
     parser.add_argument("--done", type=json.loads, default=[], help="rows that are not measured any more")
     parser.add_argument("--failed", type=json.loads, default=[], help="those of them that failed")
     args = parser.parse_args()
+    die_with_parent()
     where = Where(args.device, args.tiny, Path(args.out), Path(args.folder), args.name, frozenset(args.failed))
     module, _, function = args.rows.partition(":")
     rows = getattr(importlib.import_module(module), function)

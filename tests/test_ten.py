@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_pretend_triton import BENCHMARKS, ROOT
 
+import fzero
 from fzero.kernels.registry import OPS
 
 # A part of the tests below: rows that a process goes through, without torch.
@@ -48,8 +49,8 @@ def sitting(ten, monkeypatch, tmp_path):
 
     monkeypatch.setattr(ten, "command_of", command_of)
 
-    def run(*parts, seconds=20):
-        with ten.Record(tmp_path / "out") as record:
+    def run(*parts, seconds=20, before=()):
+        with ten.Record(tmp_path / "out", before) as record:
             ten.run_parts(parts, ten.Options("cpu", True, tmp_path / "out", tmp_path), record, seconds)
         return rows_of(tmp_path / "out"), (tmp_path / "out/report.md").read_text()
 
@@ -148,7 +149,7 @@ def test_a_second_call_does_what_failed_and_then_what_was_skipped(ten, tmp_path)
     assert ten.environment(again[0], options)["CUDA_LAUNCH_BLOCKING"] == "1"
     assert "CUDA_LAUNCH_BLOCKING" not in ten.environment(again[2], options)
     assert {ten.environment(part, options)["TRITON_CACHE_DIR"] for part in again} == {
-        str(tmp_path / "TRITON_CACHE_DIR")
+        str(ten.CACHES / "TRITON_CACHE_DIR")
     }
 
 
@@ -165,6 +166,62 @@ def test_a_row_that_fails_costs_the_next_one_nothing(ten, capsys):
     ]
     assert said[:2] == [{"starts": "b"}, {"row": "b", "failed": "ValueError: of one", "s": said[1]["s"]}]
     assert said[3]["ms"] == 1 and len(said) == 4
+
+
+def test_a_fault_behind_a_row_is_of_that_row_and_a_mistake_between_rows_has_one(ten, capsys, monkeypatch):
+    module = importlib.import_module("ten_rows")
+    where = module.Where("cuda", True, ROOT, ROOT, "x")
+    faults = iter([None, RuntimeError("CUDA error: an illegal memory access")])
+
+    def synchronize(device):
+        if error := next(faults):
+            raise error
+
+    monkeypatch.setattr(module, "synchronize", synchronize)
+    monkeypatch.setattr(module, "forget", lambda device: None)
+    assert module.run_rows(iter([("a", dict), ("b", dict), ("c", dict)]), set(), where) == module.AGAIN
+    said = [
+        json.loads(line.partition("FIGURE ")[2]) for line in capsys.readouterr().out.splitlines() if "FIGURE" in line
+    ]
+    assert "failed" not in said[1] and "illegal" in said[3]["failed"] and len(said) == 4
+
+    def broken():
+        yield "a", dict
+        raise ValueError("of a generator")
+
+    assert module.run_rows(broken(), {"a"}, where) == 1
+    assert '"behind a", "failed": "ValueError: of a generator"' in capsys.readouterr().out
+
+
+def test_a_second_call_leaves_the_figures_of_the_first_alone(ten, sitting, tmp_path):
+    before = [{"part": "a", "row": "one", "ms": 410}, {"part": "a", "row": "raises", "failed": "x"},
+              {"part": "a", "end": "failed: raises"}]  # fmt: skip
+    rows, _ = sitting(ten.Part("a", 1, 9, "one raises", blocking=True), before=before)
+    assert [(row["row"], row.get("blocking")) for row in rows if row.get("part") == "a" and "row" in row] == [
+        ("raises", True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the plans are of PyTorch 2.13")
+@pytest.mark.parametrize("name", ["124m: fzero eager", "offload: all"])
+def test_the_plans_that_figures_stand_beside_are_those_of_now(ten, name):
+    models = importlib.import_module("ten_models")
+    plan = json.loads((BENCHMARKS / "ten_plans.json").read_text())["plans"]["h100"][name]
+    now = fzero.plan(models.tables()[name], gpu="h100")
+    assert plan["peak_bytes"] == now.peak_bytes_per_rank and plan["step_ms"] == pytest.approx(1e3 * now.step_s)
+
+
+def test_odd_results_of_an_earlier_call_and_unknown_parts_are_named(ten, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"part": "a", "row": "x"}\n{"part": "a", "ro\n[1]\n')
+    assert ten.rows_of(path) == [{"part": "a", "row": "x"}]
+    assert "line 2 is no row" in capsys.readouterr().out
+    for words in (["--only", "124M"], ["--before", str(tmp_path / "none"), "--failed"]):
+        monkeypatch.setattr(sys, "argv", ["ten.py", "--out", str(tmp_path), *words])
+        with pytest.raises(SystemExit):
+            ten.parse()
+        assert words[1] in capsys.readouterr().err
 
 
 # ---- what it measures ----

@@ -83,4 +83,7 @@ def by_cpp(part: str = "") -> Checksum:
 
 def _bytes_of(data: Buffer) -> np.ndarray:
     """The bytes of contiguous memory, as an array that only reads."""
-    return np.frombuffer(memoryview(data).toreadonly(), np.uint8)
+    try:
+        return np.frombuffer(memoryview(data).toreadonly(), np.uint8)
+    except BufferError as error:
+        raise ValueError(f"crc32c: {error}; give contiguous bytes") from None

@@ -215,8 +215,12 @@ class CopySources:
     def drop_copied(self) -> None:
         """Drop the oldest ones whose copies the GPU has made, for which nothing must wait."""
         with self.lock:
-            while self.waiting and (event := self.waiting[0][1].event) is not None and event.query():
-                self.waiting.popleft()
+            while self.waiting:
+                oldest = self.waiting[0]
+                if oldest[1].event is None or not oldest[1].event.query():
+                    break
+                if self.waiting and self.waiting[0] is oldest:  # else a destructor has dropped it meanwhile
+                    self.waiting.popleft()
 
     def _drop(self, group: int) -> None:
         """Drop those of before a group, once their owners wait for their copies."""

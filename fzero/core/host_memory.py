@@ -122,6 +122,9 @@ def empty_together(like: Sequence[tuple[Sequence[int], torch.dtype]], what: str)
     small = take_pages(round_to_pages(arena), what, remedy) if arena else np.empty(0, np.uint8)
     out = []
     for i, (shape, dtype) in enumerate(like):
+        if not sizes[i]:
+            out.append(torch.empty(tuple(shape), dtype=dtype, device=gpu.HOST))
+            continue
         pages = small[starts[i] :] if i in starts else take_pages(round_to_pages(sizes[i]), what, remedy)
         out.append(torch.from_numpy(pages[: sizes[i]]).view(dtype).view(tuple(shape)))
     return out

@@ -67,7 +67,7 @@ def host_memory(config: RunConfig) -> int:
 
     A virtual machine may grow as it is used, and say before that it has little.
     """
-    return int(config.host_memory_gb * 1e9) or available_bytes()
+    return int(config.host_memory_gb * 1e9) if config.host_memory_gb else available_bytes()
 
 
 def product_rates(kinds: Sequence[Kind]) -> list[float]:
