@@ -124,13 +124,13 @@ class Record:
                 row = {"part": part, "row": str(row.get("row"))[:200], "failed": f"a row of {len(line):,} bytes"}
                 line = json.dumps(row)
             self.found.append(row)
-            print(line if len(line) < 320 else line[:317] + "...", flush=True)
             try:
                 self.lines.write(line + "\n")
                 self.lines.flush()
                 os.fsync(self.lines.fileno())
-            except OSError as error:  # a full disk: the echo above is what is left
+            except OSError as error:  # a full disk: the echo is what is left
                 print(f"results.jsonl: {error}", flush=True)
+            print(line if len(line) < 320 else line[:317] + "...", flush=True)
 
     def say(self, part: str, line: bytes) -> None:
         """Enter a line of a part's output."""

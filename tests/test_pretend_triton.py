@@ -11,6 +11,7 @@ import pytest
 import torch
 from pretend_gpu import GpuTensor, pretend
 from pretend_triton import interpreted
+from test_float8 import lacking
 
 import fzero
 from fzero.core import gpu, gpu_copies
@@ -39,7 +40,7 @@ def test_every_form_takes_tensors_of_the_gpu_and_waits_for_nothing(made):
     with pretend() as seen, interpreted():
         for make in made:
             case = make()
-            if case.label in labels:
+            if case.label in labels or ("rowwise" in case.label and lacking()):  # on the CPU of PyTorch 2.11
                 continue
             labels.add(case.label)
             seen.forget()
