@@ -93,7 +93,7 @@ def test_one_function_takes_the_metrics_of_a_step_to_all_loggers_on_the_first_ra
             got.append((name, value, step))
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Board))
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(loggers.packages, "installed", lambda name: True)
     metrics = Metrics(
         torch.tensor(2.0), torch.tensor(8), torch.tensor(0.5), torch.tensor(False), torch.ones(()), {"z": 1.5}
     )
@@ -119,7 +119,7 @@ def test_one_function_takes_the_metrics_of_a_step_to_all_loggers_on_the_first_ra
     ],
 )
 def test_names_that_are_no_loggers(value, said, monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(loggers.packages, "installed", lambda name: False)
     with pytest.raises(ValueError, match=said):
         config_table.from_table({"train": {"loggers": value}})
 

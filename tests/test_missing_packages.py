@@ -11,9 +11,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import fzero
+from fzero.core import packages
 
 ROOT = Path(fzero.__file__).parents[1]
-WITHOUT = {"crc32c", "zstandard", "triton"}  # of what is installed with fzero, or with torch's CUDA build
+# Of what is installed with fzero, or with torch's CUDA build: all but torch, numpy, einops and click.
+WITHOUT = {
+    *("crc32c", "zstandard", "triton", "tokenizers", "jinja2", "matplotlib", "tensorstore", "tqdm", "safetensors"),
+}
 # Its folder is the first of the path: what every process of Python there runs at its start.
 BLOCKING = """
 import sys
@@ -32,6 +36,7 @@ sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_spec") else finder 
 """
 PROGRAM = """
 import importlib, pkgutil, runpy, sys
+from pathlib import Path
 import fzero
 for module in pkgutil.walk_packages(fzero.__path__, "fzero."):
     if not module.name.endswith("__main__"):
@@ -40,11 +45,21 @@ from fzero.cli.main import main
 QUIET = ["--prompt", "", "--peak-tflops", "1"]
 TINY = "pretrain --model mlp-tiny --steps 2 --batch 4 --micro-batch 1 --seq-len 16 --precision fp32 --out run"
 SETTINGS = "--set train.compiled=false --set precision.fp32_matmul=default --set train.eval_batches=2"
-for command in ("doctor", f"{TINY} {SETTINGS} --stop-at 1", "pretrain --out run --resume", "ckpt verify run"):
+REFUSED = (
+    "report run",
+    "data prepare text.txt --tokenizer bpe:300 --out corpus",
+    "data prepare text.zst --out corpus",
+    "data prepare text.parquet --out corpus",
+    f"{TINY}2 {SETTINGS} --set train.compress=zstd",
+    f"{TINY}2 {SETTINGS} --offload opt=nvme",
+)
+COMMANDS = ("doctor", f"{TINY} {SETTINGS} --stop-at 1", "pretrain --out run --resume", "ckpt verify run", *REFUSED)
+for command in COMMANDS:
     try:
         main([*command.split(), *QUIET * command.startswith("pretrain")])
     except SystemExit as ended:
-        assert not ended.code, command
+        assert (ended.code or 0) == 2 * (command in REFUSED), command
+assert not Path("run2").exists()
 assert not BLOCKED & {name.partition(".")[0] for name in sys.modules}
 """
 
@@ -81,7 +96,9 @@ def blocked():
 def test_a_run_needs_nothing_but_its_dependencies(tmp_path):
     names = blocked()
     assert names >= WITHOUT | {"pytest"}
-    assert not names & {"torch", "numpy", "einops", "tensorstore", "click", "tqdm", "jinja2", "matplotlib"}
+    assert not names & {"torch", "numpy", "einops", "click"}
+    for suffix in ("txt", "zst", "parquet"):
+        (tmp_path / f"text.{suffix}").write_text("some words\n" * 100)
     (tmp_path / "sitecustomize.py").write_text(f"BLOCKED = {sorted(names)}\n{BLOCKING}")
     where = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path), "FZERO_WARM_UP": "0"}
     ran = subprocess.run(
@@ -92,8 +109,12 @@ def test_a_run_needs_nothing_but_its_dependencies(tmp_path):
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert "Traceback" not in ran.stderr and "fault" not in ran.stderr
     assert "crc32c         not here: checksums of checkpoints and corpora; by fzero's own loop" in ran.stdout
-    assert "zstandard      not here: texts in .zst files, train.compress = zstd; those are refused" in ran.stdout
+    for name in {*packages.OPTIONAL} - {"crc32c"}:
+        assert f"{name:14} not here: {packages.OPTIONAL[name][0]}" in ran.stdout, name
+    for name in ("matplotlib", "tokenizers", "zstandard", "pyarrow", "tensorstore"):
+        assert f"needs the package {name}; pip install {name}" in ran.stderr, name
+    assert "no pictures: this needs the package matplotlib; pip install matplotlib" in ran.stdout
     assert "resuming run at step 1 of 2" in ran.stdout
     assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == "step-00000002"

@@ -23,11 +23,11 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.manifest import Folder
 from fzero.checkpoint.part_storage import FileWriter, aligned_memory
+from fzero.core import packages
 from fzero.core.crc32c import crc32c
 from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
-from fzero.core.zstd import zstandard_for
 from fzero.offload.buffer_pool import round_to_pages
 
 Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> elements of this rank's shard
@@ -154,7 +154,7 @@ def make_header(table: np.ndarray, sums: np.ndarray, size: int) -> np.ndarray:
 
 def compress(data: np.ndarray) -> np.ndarray:
     """Compress the bytes to a zstd frame."""
-    packer = zstandard_for("train.compress = zstd").ZstdCompressor(level=ZSTD_LEVEL)
+    packer = packages.load("zstandard", "train.compress = zstd").ZstdCompressor(level=ZSTD_LEVEL)
     return np.frombuffer(packer.compress(memoryview(data)), np.uint8)
 
 

@@ -24,11 +24,10 @@ from fzero.checkpoint.layout import (
 )
 from fzero.checkpoint.manifest import Folder, Leaf, join, parse_leaf, read_manifest
 from fzero.checkpoint.part_storage import PartReader, as_integers, as_tensor, empty_tensor
-from fzero.core import pytree
+from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.storage import Damaged
-from fzero.core.zstd import zstandard_for
 from fzero.sharding.slices import Window
 
 RUN = 4 << 20  # most bytes of neighbouring chunks to read at a time
@@ -219,7 +218,7 @@ def read_verified(held: CheckpointReader, name: str, part: Index, slab: Slab) ->
             raise Damaged(f"leaf {name} is damaged: {at} does not match its checksum")
     if not layout.compress:
         return rows.reshape(-1)[: n if layout.chunks == 1 else None]
-    zstandard = zstandard_for(str(part_path(held, name, part)))
+    zstandard = packages.load("zstandard", str(part_path(held, name, part)))
     try:
         found = zstandard.ZstdDecompressor().decompress(memoryview(rows[0, :n]), layout.chunk_bytes)
     except zstandard.ZstdError as error:

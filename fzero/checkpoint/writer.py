@@ -31,7 +31,7 @@ from fzero.checkpoint.manifest import Folder, join
 from fzero.checkpoint.part_file import PartFile
 from fzero.checkpoint.save_state import Save, Saved, SaveFailed, error_line, wait_for_all
 from fzero.checkpoint.snapshot import SnapshotPlan, is_on_gpu, plan_snapshot, traits_of
-from fzero.core import gpu
+from fzero.core import gpu, packages
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.digest import prepare
@@ -40,7 +40,6 @@ from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.numa import cores
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system
-from fzero.core.zstd import zstandard_for
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 
@@ -96,7 +95,7 @@ class Writer:
         # What the first save needs and is not here is said now, and our own loop is compiled before it.
         crc32c(b"")
         if compress:
-            zstandard_for("train.compress = zstd")
+            packages.load("zstandard", "train.compress = zstd")
         self.checkpoint_dir: Folder = checkpoint_dir if is_url(checkpoint_dir) else Path(checkpoint_dir)
         self.mesh = one_process() if mesh is None else mesh
         self.keep_last, self.keep_every = keep_last, keep_every

@@ -12,6 +12,7 @@ import click
 
 from fzero.cli.flags import DEVICE, EMA, FOLDER
 from fzero.cli.process import say
+from fzero.core import packages
 
 
 @click.group(name="data")
@@ -82,7 +83,7 @@ def prepare(
 def bytes_bar() -> Iterator[Callable[[str, int, int], None] | None]:
     """A context of a function that shows (what is done now, bytes done, bytes of all) in a bar; None without a
     terminal."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() and packages.installed("tqdm")):
         yield None
         return
     from tqdm import tqdm

@@ -13,6 +13,7 @@ import click
 
 from fzero.cli.flags import FOLDER, add_flags, config_flags, config_of, table_of
 from fzero.cli.process import coordinated, leave, quiet, say, versions
+from fzero.core import packages
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
@@ -187,7 +188,9 @@ def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], N
     if coordinator.first:
         from fzero.report.plots import write_pictures
 
-        if pictures := write_pictures(folder):
+        if not packages.installed("matplotlib"):
+            line(packages.explain("matplotlib", "no pictures"))
+        elif pictures := write_pictures(folder):
             line(f"pictures: {', '.join(map(str, pictures))}")
     return leave(coordinator, stopped)
 
@@ -231,7 +234,7 @@ def all_values(value: Any) -> dict[str, Any]:
 
 def bar_or_lines() -> Any:
     """A context of (whether to show a progress bar, a function that prints a line); the bar is for terminals."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() and packages.installed("tqdm")):
         return contextlib.nullcontext((False, say))
     from tqdm import tqdm
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fzero import __version__
+from fzero.core import packages
 from fzero.core.importing import without_collection
 from fzero.run.ranks import signals
 
@@ -123,6 +124,8 @@ def end_failed(error: BaseException) -> int:
     # torch raises RuntimeError if it runs out of memory.
     if isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error)):
         return print_error(f"out of memory ({error}); use a smaller --micro-batch, --seq-len or model", error)
+    if isinstance(error, ModuleNotFoundError) and (package := packages.missing_package(error)):
+        return print_error(packages.explain(package, "this command"), error)
     if isinstance(error, KNOWN) or kind == "RankError":
         return print_error(str(error) or kind, error)
     path = write_traceback(error)

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fzero.core import packages
 from fzero.core.crc32c import crc32c
 from fzero.data.first_reading import Corpus, put_together, texts_of
 from fzero.data.piece_file import read_piece, write_piece
@@ -58,12 +59,8 @@ def leave_out_near(corpus: Corpus, folder: Path, preparing: Preparing) -> Corpus
 
 
 def library() -> Any:
-    """The module datasketch; raises ValueError if it is not installed."""
-    try:
-        import datasketch
-    except ImportError:
-        raise ValueError('duplicates="near" needs datasketch: pip install fzero[near]') from None
-    return datasketch
+    """The module datasketch; raises ValueError where it is missing."""
+    return packages.load("datasketch", 'duplicates="near"')
 
 
 def sign(corpus: Corpus, number: int, folder: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fzero.core import packages
 from fzero.core.foreign import read_json
 
 SUFFIXES = (".parquet", ".arrow")
@@ -47,10 +48,7 @@ def group_bytes(path: Path, name: str) -> list[int]:
 @contextlib.contextmanager
 def _sound(path: Path, name: str) -> Iterator[None]:
     """A context whose errors say that a file is damaged, or that pyarrow is not there."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise ValueError(f"{name}: reading it needs pyarrow: pip install fzero[parquet]") from None
+    pyarrow = packages.load("pyarrow", name)
     try:
         yield
     except (OSError, pyarrow.ArrowException) as error:

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from fzero.core.zstd import zstandard_for
+from fzero.core import packages
 
 READ = 4096  # compressed bytes at a time: they may stand for 100 MB
 
@@ -24,7 +24,7 @@ class ZstdFile(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.file, self.ready = path.open("rb"), b""
-        self.zstandard = zstandard_for(path.name)
+        self.zstandard = packages.load("zstandard", path.name)
         self.frame = self.zstandard.ZstdDecompressor().decompressobj()
         self.within = False  # a frame that has begun
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 import sys
@@ -14,7 +13,7 @@ import torch
 
 import fzero
 from fzero import models
-from fzero.core import crc32c, gpu, numa
+from fzero.core import crc32c, gpu, numa, packages
 from fzero.kernels.registry import Kernels, describe, observe
 from fzero.models import base, forward
 from fzero.run.build_optim import make_policy
@@ -22,15 +21,6 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
 from fzero.run.machine import available_bytes, choose_fp32_matmul, compiler, cores, peak_rate, resolve_here
 from fzero.run.memory_check import gigabytes
-
-# Packages that a run can do without: what they are for, and what it costs that one is not here.
-OPTIONAL = {
-    "crc32c": ("checksums of checkpoints and corpora", ""),
-    "zstandard": ("texts in .zst files, train.compress = zstd", "those are refused"),
-    "tensorboard": ("logging beside metrics.jsonl", ""),
-    "transformers": ("a check of imports and exports (tests)", ""),
-    "triton": ("CUDA kernels", ""),
-}
 
 
 def forms(config: RunConfig) -> dict[str, set[str]]:
@@ -61,11 +51,9 @@ def usable_device() -> tuple[torch.device, str]:
     return device, names or f"none{f' ({why})' if (why := gpu.complaint()) else ''}"
 
 
-def describe_package(name: str) -> str:
-    """Whether a package that a run can do without is here, what it is for, and what it costs that it is not."""
-    use, cost = OPTIONAL[name]
-    if importlib.util.find_spec(name):
-        return f"here: {use}"
+def describe_missing(name: str) -> str:
+    """What a package is for that is not here, and what that costs."""
+    use, cost = packages.OPTIONAL[name]
     if name == "crc32c":
         instead = {"C++": "by fzero's own loop", "google_crc32c": "by google_crc32c, with Python's lock held"}
         cost = instead.get(crc32c.provider(), "none can be computed: no run starts; pip install crc32c, or install g++")
@@ -96,7 +84,9 @@ def diagnose() -> str:
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
     ]
     found.append(("products", ", ".join(rates)))
-    found += [(name, describe_package(name)) for name in OPTIONAL]
+    here = {name: packages.installed(name) for name in packages.OPTIONAL}
+    found.append(("packages", ", ".join(name for name in here if here[name])))
+    found += [(name, describe_missing(name)) for name in here if not here[name]]
     config, _ = resolve_here(replace(from_table({}), device=kind))
     plan.append(("device", gpu.describe_device(device)))
     plan.append(("precision", config.precision.policy))

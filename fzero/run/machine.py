@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fzero.core import cpp, gpu
+from fzero.core import cpp, gpu, packages
 from fzero.core.compile import have_compiler
 from fzero.core.device import CPU, Target, target_on
 from fzero.core.foreign import in_form, read_json
@@ -267,12 +267,24 @@ def _expect_float8(config: RunConfig, target: Target) -> None:
         )
 
 
+def check_packages(config: RunConfig) -> None:
+    """Raise ValueError for a package that this run needs later on and that is not installed."""
+    uses: dict[str, str | bool] = {
+        "zstandard": config.train.compress.endswith("zstd") and f"train.compress = {config.train.compress}",
+        "tensorstore": "=nvme" in config.offload and "states on a disk (nvme)",
+    }
+    for name, use in uses.items():
+        if isinstance(use, str) and not packages.installed(name):
+            raise ValueError(packages.explain(name, use))
+
+
 def resolve_here(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """(`config` with every "auto" decided for this machine, lines with the decisions and their reasons).
 
     Sets how the process makes float32 products. Raises ValueError if something asked for is not here. config.device is
     decided already, and is this process's (see `place` in fzero/run/pretrain.py).
     """
+    check_packages(config)
     if config.device == "cuda":
         return resolve_gpu(config, gpu.device_here("cuda"))
     flops, lines = None, []

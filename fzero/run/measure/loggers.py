@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.util
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.foreign import read_text_file
 from fzero.core.pytree import nearest
@@ -22,7 +21,7 @@ from fzero.sharding import Mesh
 
 Log = Callable[[int, Any], None]  # takes the number of a step, and its values
 LOGGERS = ("tensorboard", "wandb", "csv")
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+PACKAGES = ("tensorboard", "wandb")
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -32,7 +31,7 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ValueError(
                 f"train.loggers has {name!r}{nearest(name, LOGGERS)}; it must be a list of auto, {', '.join(LOGGERS)}"
             )
-        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+        if name in PACKAGES and not packages.installed(name):
             raise ValueError(f"train.loggers has {name!r} and its package is not installed: pip install fzero[{name}]")
 
 
@@ -84,7 +83,7 @@ def open_loggers(
     2,0.5
     """
     check_loggers(names)
-    found = importlib.util.find_spec("tensorboard") is not None
+    found = packages.installed("tensorboard")
     wanted = dict.fromkeys(one for name in names for one in (("tensorboard",) * found if name == "auto" else (name,)))
     if mesh is not None and mesh.rank != 0:
         wanted = {}
