@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import ranks
+import torch
 from close import assert_close, assert_same
 from zero_cases import FP64, OPTIMIZERS, batch_for, expect_one_process, model_of, train, whole
 
@@ -17,7 +18,7 @@ from fzero.train.batch import local_batch
 from fzero.train.state import state_specs
 
 STEPS = 5
-FORMS = ("gather", "exchange:4")
+FORMS = ("gather", "exchange:1")
 MESHES = {
     "ep2": {"ep": 2},
     "ep4": {"ep": 4},
@@ -75,33 +76,33 @@ def equals_one_process(mesh, cases, steps=STEPS):
 
 FEW = {
     "ep2": [
-        ("moe dropless", "clipped adam", 3, 2, options_of("exchange:4")),
+        ("moe dropless", "clipped adam", 3, 2, options_of("exchange:1")),
         ("deepseek", "sgd", 0, 1, {**options_of("gather"), "dropout": 0.1}),
     ],
-    "ep4": [("moe dropless", "adam", 2, 1, options_of("exchange:4")), ("deepseek", "sgd", 3, 1, options_of("gather"))],
+    "ep4": [("moe dropless", "adam", 2, 1, options_of("exchange:1")), ("deepseek", "sgd", 3, 1, options_of("gather"))],
     "dp2 x ep2": [
-        ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:4"), "remat": "full"}),
+        ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:1"), "remat": "full"}),
         ("moe dropless", "sgd", 2, 1, options_of("gather", reduce="once")),
-        ("deepseek", "adam", 1, 2, options_of("exchange:4")),
+        ("deepseek", "adam", 1, 2, options_of("exchange:1")),
         ("moe capacity", "adam", 3, 1, options_of("auto")),
     ],
     "ep2 x tp2": [
-        ("moe dropless", "adam", 3, 1, options_of("exchange:4", sequence=True)),
+        ("moe dropless", "adam", 3, 1, options_of("exchange:1", sequence=True)),
         ("deepseek", "sgd", 1, 2, options_of("gather", sequence=True)),
     ],
     "pp2 x ep2": [
-        ("moe dropless", "adam", 3, 2, options_of("exchange:4")),
+        ("moe dropless", "adam", 3, 2, options_of("exchange:1")),
         ("deepseek", "sgd", 1, 2, options_of("gather")),  # the last rank has no dense layer
     ],
-    "cp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:4"))],
+    "cp2 x ep2": [("moe dropless", "adam", 3, 2, options_of("exchange:1"))],
     "rp2 x ep2": [("deepseek", "adam", 3, 2, options_of("gather"))],
     # Biases of experts, of a product whose parts ranks of tp add too, and a sink for each head.
-    "ep2, gpt-oss": [("gpt-oss", "clipped adam", 3, 2, options_of("exchange:4"))],
+    "ep2, gpt-oss": [("gpt-oss", "clipped adam", 3, 2, options_of("exchange:1"))],
     "ep4, gpt-oss": [("gpt-oss", "adam", 2, 1, {**options_of("gather"), "of": 6})],
-    "dp2 x ep2, gpt-oss": [("gpt-oss", "clipped adam", 3, 2, {**options_of("exchange:4"), "remat": "full"})],
-    "ep2 x tp2, gpt-oss": [("gpt-oss", "adam", 3, 1, options_of("exchange:4", sequence=True))],
+    "dp2 x ep2, gpt-oss": [("gpt-oss", "clipped adam", 3, 2, {**options_of("exchange:1"), "remat": "full"})],
+    "ep2 x tp2, gpt-oss": [("gpt-oss", "adam", 3, 1, options_of("exchange:1", sequence=True))],
     "pp2 x ep2, gpt-oss": [("gpt-oss", "adam", 1, 2, options_of("gather"))],
-    "cp2 x ep2, gpt-oss": [("gpt-oss", "adam", 3, 2, options_of("exchange:4"))],
+    "cp2 x ep2, gpt-oss": [("gpt-oss", "adam", 3, 2, options_of("exchange:1"))],
 }
 
 
@@ -123,29 +124,29 @@ def test_every_product_equals_one_process(mesh, form):
 
 
 UNEVEN = {
-    "ep2, muon": [("moe dropless", "muon", 3, 2, {**options_of("exchange:4"), "of": 3})],
+    "ep2, muon": [("moe dropless", "muon", 3, 2, {**options_of("exchange:1"), "of": 3})],
     "ep4, muon": [
         ("moe dropless", "muon", 2, 1, {**options_of("gather"), "of": 6}),
-        ("gpt-oss", "muon", 1, 1, {**options_of("exchange:4"), "of": 5}),
+        ("gpt-oss", "muon", 1, 1, {**options_of("exchange:1"), "of": 5}),
     ],
-    "dp2 x ep2, muon": [("moe dropless", "muon", 3, 1, {**options_of("exchange:4"), "of": 3})],
+    "dp2 x ep2, muon": [("moe dropless", "muon", 3, 1, {**options_of("exchange:1"), "of": 3})],
     "ep2 x tp2, muon": [("moe dropless", "muon", 3, 1, {**options_of("gather"), "of": 3})],
     "ep2": [
-        ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:4"), "of": 5}),
+        ("moe dropless", "clipped adam", 3, 2, {**options_of("exchange:1"), "of": 5}),
         ("moe capacity", "adam", 1, 1, {**options_of("auto"), "of": 3}),
     ],
     "ep4": [
-        ("moe dropless", "adam", 3, 1, {**options_of("exchange:4"), "of": 6}),
+        ("moe dropless", "adam", 3, 1, {**options_of("exchange:1"), "of": 6}),
         ("moe dropless", "adam", 2, 1, {**options_of("gather"), "of": 5}),
         ("deepseek", "sgd", 0, 1, {**options_of("gather"), "of": 6}),
     ],
     "dp2 x ep2": [
-        ("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "remat": "full", "of": 3}),
-        ("moe dropless", "adam", 1, 1, {**options_of("exchange:4"), "of": 3}),
+        ("moe dropless", "adam", 3, 2, {**options_of("exchange:1"), "remat": "full", "of": 3}),
+        ("moe dropless", "adam", 1, 1, {**options_of("exchange:1"), "of": 3}),
     ],
-    "ep2 x tp2": [("moe dropless", "adam", 3, 1, {**options_of("exchange:4", sequence=True), "of": 3})],
+    "ep2 x tp2": [("moe dropless", "adam", 3, 1, {**options_of("exchange:1", sequence=True), "of": 3})],
     "pp2 x ep2": [("moe dropless", "adam", 2, 2, {**options_of("gather"), "of": 3})],
-    "cp2 x ep2": [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "of": 5})],
+    "cp2 x ep2": [("moe dropless", "adam", 3, 2, {**options_of("exchange:1"), "of": 5})],
 }
 
 
@@ -165,21 +166,63 @@ def test_canonical_sums():
 @pytest.mark.exhaustive
 def test_compiled_blocks():
     """Beside compiled blocks of one process."""
-    cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:4"), "compiled": True})]
+    cases = [("moe dropless", "adam", 3, 2, {**options_of("exchange:1"), "compiled": True})]
     equals_one_process("ep2", cases, steps=2)
 
 
 @pytest.mark.exhaustive
 def test_compiled_blocks_with_sinks_and_biases():
     """Of gpt-oss, whose layers of two kinds are two programs."""
-    equals_one_process("ep2", [("gpt-oss", "adam", 1, 2, {**options_of("exchange:4"), "compiled": True})], steps=2)
+    equals_one_process("ep2", [("gpt-oss", "adam", 1, 2, {**options_of("exchange:1"), "compiled": True})], steps=2)
 
 
 @pytest.mark.exhaustive
 def test_compiled_blocks_over_tp():
     """Whose loops are other ones than those of a process that has all heads."""
-    how = {**options_of("exchange:4", sequence=True), "compiled": True}
+    how = {**options_of("exchange:1", sequence=True), "compiled": True}
     equals_one_process("ep2 x tp2", [("gpt-oss", "adam", 3, 1, how)], steps=2)
+
+
+# ---- slack -----------------------------------------------------------------------------------------------------------
+
+
+def same_tokens(mesh, experts, update="end", offload="", **options):
+    """(the state after four steps of batches whose tokens are alike, how often a gradient was computed again, by step):
+    all rows go to the experts of one token."""
+    model, tx = model_of("deepseek", **SIZES["deepseek"]), OPTIMIZERS["adam"]
+    plan = fzero.zero_plan(2, model, mesh, policy=FP64, offload=offload).with_experts(experts)
+    state, again = fzero.init_state(model, tx, plan, seed=3), []
+    step = fzero.make_train_step(model, tx, plan, update=update, execution=fzero.Execution(**options))
+    for i in range(4):
+        batch = batch_for(i, 4)
+        if i != 1:
+            batch = {**batch, "tokens": torch.full_like(batch["tokens"], 3)}
+        state, metrics = step(state, local_batch(batch, mesh))
+        again.append(int(metrics.recomputed) if isinstance(metrics.recomputed, torch.Tensor) else None)
+    return whole(state, state_specs(plan, tx), mesh), again
+
+
+def expect_slack_without_effect(mesh, **options):
+    size = math.prod(mesh.values())
+    some = ranks.run(size, functools.partial(same_tokens, experts="exchange:1", **options), mesh=mesh)
+    for (state, again), (wanted, never) in zip(
+        some, ranks.run(size, functools.partial(same_tokens, experts="exchange:all", **options), mesh=mesh)
+    ):
+        assert_same(state, wanted)
+        assert never == [None] * 4
+        assert again == ([1, 0, 0, 0] if options.get("update", "end") == "end" else never)
+
+
+def test_more_rows_than_the_slack_are_computed_again_with_the_bits_of_slack_for_all():
+    """On every rank once, whichever was sent too many; an update in the backward pass has slack for all."""
+    expect_slack_without_effect({"ep": 2})
+    expect_slack_without_effect({"ep": 2}, update="speculate", offload="opt=host")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2 x ep2", "pp2 x ep2", "ep2 x tp2"])
+def test_every_rank_of_a_mesh_computes_it_again(mesh):
+    expect_slack_without_effect(MESHES[mesh])
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -37,12 +37,12 @@ def trained_elsewhere(mesh, folder, offload, optimizer, stage, form):  # noqa: F
 
 
 CASES = {
-    "host": ("params=host,opt=host", "clipped adam", 3, "exchange:4", 2),
-    "nvme": ("params=nvme,opt=nvme", "clipped adam", 3, "exchange:4", 2),
+    "host": ("params=host,opt=host", "clipped adam", 3, "exchange:1", 2),
+    "nvme": ("params=nvme,opt=nvme", "clipped adam", 3, "exchange:1", 2),
     "nvme, dp": ("params=nvme,opt=nvme", "adam", 3, "gather", 4),
     "opt": ("opt=nvme", "adam", 1, "gather", 2),
-    "part of opt": ("params=host,opt=nvme:0.5", "adam", 2, "exchange:4", 2),
-    "muon": ("params=nvme,opt=nvme", "muon", 3, "exchange:4", 2),
+    "part of opt": ("params=host,opt=nvme:0.5", "adam", 2, "exchange:1", 2),
+    "muon": ("params=nvme,opt=nvme", "muon", 3, "exchange:1", 2),
 }
 
 

@@ -119,9 +119,7 @@ def test_near_copies_are_resumed_and_need_datasketch(tmp_path, many, monkeypatch
     prepare(many, tmp_path / "out", duplicates="near")
     assert signed[2] == 1 and 0 not in signed[2:] and content(tmp_path / "out") == expected
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(
-        ValueError, match='="near": this needs the package datasketch; pip install datasketch'
-    ):
+    with pytest.raises(ValueError, match='="near": this needs the package datasketch; pip install datasketch'):
         prepare(many, tmp_path / "again", duplicates="near")
     assert not (tmp_path / "again.partial").exists()
 

@@ -54,6 +54,23 @@ def communicator_of(number: int) -> Communicator:
     return communicator
 
 
+def cut_counts(table: list[list[int]], sends: int, receives: int) -> list[list[int]]:
+    """The counts [sender, receiver] of an exchange, the last ones less, so that a rank sends at most `sends` rows and
+    is sent at most `receives`.
+
+    >>> cut_counts([[3, 3], [4, 0]], 6, 5)
+    [[3, 3], [2, 0]]
+    """
+    columns = [_cut(column, receives) for column in zip(*table)]
+    return [_cut(row, sends) for row in zip(*columns)]
+
+
+def _cut(counts: Sequence[int], most: int) -> list[int]:
+    """The counts, of which the last ones are less, so that they are at most `most` together."""
+    ends = [min(end, most) for end in itertools.accumulate(counts)]
+    return [end - begin for begin, end in zip([0, *ends], ends)]
+
+
 class Communicator:
     """The connection of this process with the other ranks of one mesh axis.
 
@@ -88,6 +105,8 @@ class Communicator:
         # Calls so far: the same on all ranks at the same point of the axis's program. Ranks of pp run different
         # programs, so that of a whole process's calls each would count others.
         self.calls = 0
+        # None: an exchange of more rows than a rank has room for raises; a list: it is cut, and their number appended.
+        self.cut: list[int] | None = None
         self.messages = Messages(ranks, rank, transport, group, agreement, ledger)
         self.number = next(_NUMBERS)
         _COMMUNICATORS[self.number] = self
@@ -173,8 +192,8 @@ class Communicator:
         """Start x [M, ...] -> [room, ...]: counts[r, j] rows of rank r go to rank j, those for rank 0 first, and what
         a rank is sent is in the order of the senders, with zeros behind it.
 
-        counts: int64 [N, N], the same on all ranks, on which a GPU is waited for. Raises ValueError, on every rank, if
-        one is sent more than `room` rows; otherwise: what to do then.
+        counts: int64 [N, N], the same on all ranks, on which a GPU is waited for. If one is sent more than `room` rows
+        this raises ValueError on every rank, or cuts them (see `cut`); otherwise: what to do then.
         """
         out, row = x.new_empty((room, *x.shape[1:])), math.prod(x.shape[1:])
         if self.transport == "fake":  # as many rows to each rank
@@ -182,6 +201,10 @@ class Communicator:
             call = self._begin("exchange_rows", x, leaf, rows * row)
             return self.messages.exchange(call, {j: x for j in self.others}, {j: out for j in self.others}, lambda: out)
         table = counts.tolist()
+        if self.cut is not None and (more := max(map(sum, zip(*table)))) > room:
+            self.cut.append(more)
+        if self.cut:
+            table = cut_counts(table, x.shape[0], room)
         sent, arrived = table[self.rank], [row[self.rank] for row in table]
         totals = [sum(row[j] for row in table) for j in range(self.size)]
         if max(map(sum, table)) > x.shape[0]:

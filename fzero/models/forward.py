@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,7 +128,7 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     if plan is not None and plan.context is not None:
         ctx = ctx._replace(context=plan.context)
     if plan is not None and plan.experts is not None:
-        ctx = ctx._replace(experts=plan.experts)
+        ctx = ctx._replace(experts=replace(plan.experts, slack=math.inf))  # a loss cannot be computed again
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
     batch = own_part(batch, ctx)

@@ -28,6 +28,7 @@ from fzero.sharding import Context, Plan, fake_mesh, zero_plan
 from fzero.sharding.codec import Codec, expect_codec
 from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
+from fzero.train.expert_slack import with_expert_slack
 
 # A search has tens of thousands of candidates with a few dozen texts.
 remat_of, offload_of = functools.cache(Remat.parse), functools.cache(Offload.parse)
@@ -153,7 +154,7 @@ class Basis:
         context = Context.parse(self.config.context)
         frozen = FROZEN if isinstance(self.config.model, models.LoRAConfig) else None
         plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
-        plan = plan.with_experts(self.config.experts)
+        plan = with_expert_slack(plan.with_experts(self.config.experts), self.config.train.update)
         held = {
             what: sum(
                 local_numel(leaf.shape, getattr(leaf, what), plan.sizes)

@@ -19,7 +19,7 @@ from fzero.sharding.slices import is_stacked, local_numel
 
 
 def has_room(plan: Plan, loads: Loads) -> bool:
-    """Whether a load has room in the exchange of a plan; else its run would end."""
+    """Whether a load has room in the exchange of a plan; else a run would take more memory than the plan."""
     if plan.experts is None or plan.experts.form != "exchange":
         return True
     return loads.imbalance(plan.sizes["ep"]) <= plan.experts.slack
@@ -31,7 +31,8 @@ def expect_room(plan: Plan, loads: Loads) -> None:
         factor = loads.imbalance(plan.sizes["ep"])
         raise ValueError(
             f"imbalance {factor:.3g}: the fullest rank of ep={plan.sizes['ep']} is sent so many times what each sends, "
-            f"and exchange:{plan.experts.slack:g} has no room for it; use a larger slack, or gather"
+            f"and exchange:{plan.experts.slack:g} has no room for it, so that a run would "
+            "take more memory than planned; plan a larger slack, or gather"
         )
 
 

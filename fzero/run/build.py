@@ -44,6 +44,7 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.slices import is_stacked, local_numel
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
+from fzero.train.expert_slack import with_expert_slack
 from fzero.train.init import init_state
 from fzero.train.sdc_check import make_check
 from fzero.train.spike import Skip, Spike
@@ -115,7 +116,7 @@ def build(
         codec=codec_of(config) or None,
         frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
     )
-    plan = plan.with_experts(config.experts)
+    plan = with_expert_slack(plan.with_experts(config.experts), config.train.update)
     plan = plan.with_updates(delayed_updates(config, micro_batches)) if config.train.update == "delayed" else plan
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)

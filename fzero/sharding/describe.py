@@ -14,7 +14,7 @@ from fzero.sharding.codec import is_matrix
 from fzero.sharding.coded_sums import padded
 from fzero.sharding.error_feedback import error_bytes, error_dtype
 from fzero.sharding.experts import FORMS as EXPERT_FORMS
-from fzero.sharding.experts import shares
+from fzero.sharding.experts import Experts, shares
 from fzero.sharding.moves import is_coded, moves, ranks_of, reduce_dtype
 from fzero.sharding.sent import sent_table
 from fzero.sharding.sign_sums import link_of, owed_leaves, sign_bytes, sign_leaves, sum_dtype, summed_spec
@@ -127,10 +127,15 @@ def context_text(plan: Plan) -> str:
     )
 
 
+def room_text(experts: Experts) -> str:
+    """The room of an exchange in words."""
+    return "all rows" if math.isinf(experts.slack) else f"{experts.slack:g} times an even load"
+
+
 def experts_text(plan: Plan) -> str:
     """How tokens come to experts over ep in a plan, and what forms send."""
     experts, routed, ep = plan.experts, plan.routed, plan.sizes["ep"]
-    room = f", room for {experts.slack:g} times an even load" if experts.form == "exchange" else ""
+    room = f", room for {room_text(experts)}" if experts.form == "exchange" else ""
     room += f", in {experts.parts} parts" if experts.parts > 1 else ""
     sent = ", ".join(f"{form} {routed.sent(form, ep):,.0f}" for form in EXPERT_FORMS)
     least, most = (f(shares(routed.experts, ep)) for f in (min, max))

@@ -20,7 +20,8 @@ class Experts:
     form: "gather": every rank has the tokens of all ranks, and sums of its experts' results are scattered; "exchange":
         each token is sent to the ranks of its experts alone; "auto": the one that sends less.
     slack: of an exchange, the rows that a rank has room for, over those that it sends: it is sent as many if experts
-        are chosen evenly. If a rank is sent more, the step raises before it changes anything; no token is dropped.
+        are chosen evenly; math.inf is room for all. A step in which a rank is sent more computes its gradient again
+        with twice the slack (see train/expert_slack.py); no token is dropped. Without a step there is room for all.
 
     parts: of an exchange, in so many parts the tokens of a rank come, each with room of its own: the rows of one are on
         their way while the experts compute those of another.
@@ -38,15 +39,15 @@ class Experts:
         if self.form not in known:
             near = nearest(self.form, known)
             raise ValueError(f"experts: form is {self.form!r}{near}; use one of {', '.join(known)}")
-        if not 1.0 <= self.slack < math.inf:
+        if not self.slack >= 1.0:
             raise ValueError(f"experts: slack is {self.slack:g}; it is at least 1, the room for an even load")
         if self.parts < 1:
             raise ValueError(f"experts: parts is {self.parts}; it is at least 1")
 
     @classmethod
     def parse(cls, text: str) -> Experts:
-        """The Experts of a form, or of a form, a slack and a number of parts: "gather", "exchange:3", "exchange:3:2";
-        raises ValueError for others."""
+        """The Experts of a form, or of a form, a slack ("all" for room for all) and a number of parts: "gather",
+        "exchange:3", "exchange:all:2"; raises ValueError for others."""
         form, *given = text.split(":")
         named = zip(("slack", "parts"), (float, int), given)
         if len(given) > 2:
@@ -54,14 +55,14 @@ class Experts:
         options: dict[str, Any] = {}
         for name, kind, value in named:
             try:
-                options[name] = kind(value)
+                options[name] = math.inf if (name, value) == ("slack", "all") else kind(value)
             except ValueError:
                 raise ValueError(f"experts: {name} is {value!r}; write a number, such as exchange:3:2") from None
         return cls(form, **options)
 
     def room(self, rows: int, most: int) -> int:
         """The rows that a rank has room for in an exchange in which each rank sends `rows`, and can be sent `most`."""
-        return min(math.ceil(self.slack * rows), most)
+        return most if self.slack * rows >= most else math.ceil(self.slack * rows)
 
 
 class Routed(NamedTuple):

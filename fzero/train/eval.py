@@ -16,6 +16,7 @@ from fzero.models import base
 from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
+from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
 from fzero.train.parts import parts_of
 from fzero.train.row import evaluate_row
@@ -51,6 +52,7 @@ def make_eval_step(
     expect_program(model)
     expect_kind("plan", plan, Plan, "write zero_plan(stage, model, mesh)")
     expect_kind("execution", execution, Execution, "write fzero.Execution(compiled=True)")
+    plan = with_slack_for_all(plan)
     ctx = context_of(plan, execution)
     unseen = [ctx]
     if isinstance(model, base.Model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from fzero.sharding.slices import is_stacked, iterate_blocks, shard_dim
 from fzero.sharding.sums_at_rest import LayerSums, SumsAtRest
 from fzero.train.codes import errors_coder, grads_coder, params_coding, rounded_params
 from fzero.train.execution import Execution
+from fzero.train.expert_slack import ExpertSlack
 from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
 from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
 from fzero.train.parts import parts_of
@@ -101,6 +103,7 @@ class Found(NamedTuple):
     loss: base.Loss  # the sums of losses
     squares: dict[str, Squared]  # of the leaves that the norm need not read
     errors: ErrorFeedback | None = None  # of what was sent in codes, until it is known whether the step is skipped
+    recomputed: Tensor | tuple[()] = ()  # see Metrics
 
 
 class StepGradient:
@@ -119,7 +122,8 @@ class StepGradient:
         lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
     ) -> None:
         self.plan, self.how, self.nvme, self.lasting = plan, how, nvme, lasting
-        self.loss, self.backward = make_loss(loss_fn, plan, how), make_backward(loss_fn, plan, how, nvme)
+        self.slack, self.make_backward = ExpertSlack(plan), partial(make_backward, loss_fn, how=how, nvme=nvme)
+        self.loss, self.backward, self.backward_plan = make_loss(loss_fn, plan, how), self.make_backward(plan), plan
         self.told: dict[Any, Any] = {} if how._known is None else how._known
         self.users, self.kernels = users_of(plan), context_of(plan, how).kernels
         self.square = shards_of(plan).square
@@ -202,21 +206,30 @@ class StepGradient:
         if transforms() or needs_grad(*pytree.leaves((state.params, parts))):
             return self.pure(state.params, parts, firsts, drawn, seed)
         fields = layer_draws(drawn, self.plan, self.how)
-        shown = LayerSums(early.take, early.keeps) if early is not None else None
-        so_far: list[base.Loss] = []
+        so_far, found = list[base.Loss](), None
 
         def ready(loss: base.Loss) -> None:
             so_far.append(loss)
             if known is not None and len(so_far) == len(parts):  # after the last forward pass
                 known(sum_losses(so_far, mesh))
 
-        held = state.extra.get(ERRORS)
-        kept = errors_coder(self.plan, self.kernels)
-        errors = ErrorFeedback(self.plan, held, seed, state.step, kept) if held is not None else None
-        turns = [self.turn(state.params, len(parts), device, shown, errors)]
-        losses = self.backward(turns, Batches(parts, firsts, fields), seed, ready)
-        reducer = turns.pop().sink
-        return self.collect(reducer, losses, len(parts), device, early)._replace(errors=errors)
+        with contextlib.closing(self.slack.attempts(device)) as attempts:
+            for plan, recomputed in attempts:
+                if plan is not self.backward_plan:
+                    self.backward_plan, self.backward = plan, self.make_backward(plan)
+                found = None  # what an exchange that was cut left
+                shown = LayerSums(early.take, early.keeps) if early is not None else None
+                held = state.extra.get(ERRORS)
+                kept = errors_coder(self.plan, self.kernels)
+                errors = ErrorFeedback(self.plan, held, seed, state.step, kept) if held is not None else None
+                turns = [self.turn(state.params, len(parts), device, shown, errors)]
+                losses = self.backward(turns, Batches(parts, firsts, fields), seed, ready)
+                reducer = turns.pop().sink
+                found = self.collect(reducer, losses, len(parts), device, early)
+                found = found._replace(errors=errors, recomputed=recomputed)
+                del reducer, losses
+        assert found is not None  # of the last attempt
+        return found
 
 
 def put_whole(reducer: GradientReducer, grads: Tree, last: bool) -> None:

@@ -32,6 +32,7 @@ from fzero.sharding.pipelines import users_of
 from fzero.sharding.prefetch import Group
 from fzero.sharding.spec import Spec
 from fzero.train.execution import Execution
+from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.gradient import layer_draws, make_backward
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.over_stages import gather_over_pp
@@ -88,7 +89,7 @@ def make_check(
 
     Ref: Dixit et al. 2021, "Silent data corruptions at scale", arXiv:2102.11245.
     """
-    backward, mesh, policy = make_backward(model, plan, execution, nvme), plan.mesh, plan.policy
+    backward, mesh, policy = make_backward(model, with_slack_for_all(plan), execution, nvme), plan.mesh, plan.policy
     specs, users = state_specs(plan, tx), users_of(plan)
     compared = ["the loss", *sorted(name for name, leaf in plan.leaves.items() if leaf.trained)]
     shared = {name: spec for name, spec in pytree.named_leaves(specs).items() if copies(spec, mesh) > 1}

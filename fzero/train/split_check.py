@@ -20,6 +20,7 @@ from fzero.models import base, forward
 from fzero.sharding import Plan, Spec, one_process
 from fzero.sharding.redistribute import gather_whole
 from fzero.sharding.slices import narrow_to
+from fzero.train.expert_slack import with_slack_for_all
 from fzero.train.to_module import read
 
 # The largest difference of a result or gradient, over its largest element. Sums in another order differ by 1e-6; a norm
@@ -40,7 +41,7 @@ def check_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx)
     if not isinstance(model, base.Model) or not model.foreign or plan.mesh["tp"].size == 1:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
-    ctx = ctx._replace(dtype=wide, key=(), compiled=False)
+    ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=with_slack_for_all(plan).experts or ())
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
         ctx = forward.prepare(model, batch, ctx)
         held = pytree.named_leaves(params)

@@ -32,6 +32,7 @@ from fzero.train.batch import expect_own_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
 from fzero.train.execution import Execution
+from fzero.train.expert_slack import with_expert_slack
 from fzero.train.gradient import Found, StepGradient
 from fzero.train.loss import LossFn, context_of, draws_of
 from fzero.train.moved import moved_apart
@@ -75,6 +76,9 @@ class Metrics(NamedTuple):
     # afterwards, as the step was clipped or skipped: all or none.
     speculated: Tensor | tuple[()] = ()
     put_right: Tensor | tuple[()] = ()
+    # int64: how often the gradient was computed again, as experts of a rank were sent more rows than there was room for
+    # (see Experts); () where that cannot be.
+    recomputed: Tensor | tuple[()] = ()
 
 
 @checked("model tx plan micro_batches execution skip", **STEP)
@@ -123,7 +127,7 @@ def make_train_step(
     skips = skip.nonfinite or skip.spike is not None
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
-    gradient = StepGradient(model, plan, execution, nvme, ({}, streamed is not None))
+    gradient = StepGradient(model, with_expert_slack(plan, update), execution, nvme, ({}, streamed is not None))
     opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
     unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
@@ -167,12 +171,12 @@ def measure(
     plan: Plan, shards: ShardedLeaves, skip: Skip, norms: bool, seed: Seed, state: TrainState, found: Found
 ) -> Measured:
     """The metrics of an update, whether it is made, and its gradients, from what StepGradient found."""
-    grads, total, squares, errors = found
+    grads, total, squares, errors, recomputed = found
     factor = seed.mean_factor(total)
     norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
     loss = total.total.to(factor.dtype) / tokens_of(total)
     verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
-    metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf)
+    metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf, recomputed=recomputed)
     return metrics, verdict, Gradients(grads, factor, norm, errors)
 
 

@@ -58,6 +58,8 @@ def pack_numbers(metrics: Metrics) -> tuple[tuple[str, ...], Tensor]:
     }
     if isinstance(metrics.speculated, Tensor) and isinstance(metrics.put_right, Tensor):
         shown |= {"speculated": metrics.speculated, "put_right": metrics.put_right}
+    if isinstance(metrics.recomputed, Tensor):
+        shown["recomputed"] = metrics.recomputed
     # float64 holds all of them exactly.
     return tuple(shown), torch.stack([value.to(metrics.loss.device, torch.float64) for value in shown.values()])
 
@@ -73,7 +75,7 @@ def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
     skipped, num_tokens, scale = bool(read.pop("skipped")), read.pop("num_tokens"), read.pop("loss_scale")
     if not job.config.data.token_weights:  # else it is the sum of the weights
         num_tokens = int(num_tokens)
-    layers = {name: int(read.pop(name)) for name in ("speculated", "put_right") if name in read}
+    layers = {name: int(read.pop(name)) for name in ("speculated", "put_right", "recomputed") if name in read}
     by_source = losses_by_source(job.config, read)
     rate = float(job.schedule(step)) * read.get(LR_SCALE, 1.0)
     values = {**read, "lr": rate, "loss_scale": scale}
