@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import psum
+from fzero.comm.tables import any_rank
 from fzero.sharding import Plan
 
 
@@ -48,9 +48,11 @@ class ExpertSlack:
 
     @property
     def limited(self) -> bool:
-        """Whether a rank can be sent more rows than it has memory for."""
-        plan, ranks = self.plan, self.plan.sizes["ep"]
+        """Whether a rank can be sent more rows than it has memory for; never in a plan, where nothing is sent."""
+        plan, ranks, communicator = self.plan, self.plan.sizes["ep"], self.plan.mesh["ep"].communicator
         if plan.experts is None or plan.routed is None or plan.experts.form != "exchange":
+            return False
+        if communicator is None or communicator.transport == "fake":
             return False
         return plan.routed.rows(plan.experts, ranks) < plan.routed.rows(replace(plan.experts, slack=math.inf), ranks)
 
@@ -58,12 +60,12 @@ class ExpertSlack:
         """(a plan, the number of the plans before it: as Metrics.recomputed), until an exchange of one was not cut on
         any rank of the mesh.
 
-        Communicates: where a rank can be sent too many rows, a psum of one number over each axis of the mesh.
+        Communicates: where a rank can be sent too many rows, see any_rank.
         """
         for again in itertools.count():
             with self._cutting() as cut:
                 yield self.plan, torch.full((), again, dtype=torch.int64, device=device) if self.grows else ()
-            if not self.limited or not self._any_rank(bool(cut), device):
+            if not self.limited or not any_rank(bool(cut), self.plan.mesh):
                 return
             assert self.plan.experts is not None  # limited
             self.plan = with_slack(self.plan, 2 * self.plan.experts.slack)
@@ -73,7 +75,7 @@ class ExpertSlack:
         """A context in which exchanges over ep are cut to the rows that have memory, and note in the list that they
         were."""
         communicator = self.plan.mesh["ep"].communicator
-        if communicator is None or not self.limited:
+        if not self.limited or communicator is None:
             yield []
             return
         communicator.cut = []
@@ -81,12 +83,3 @@ class ExpertSlack:
             yield communicator.cut
         finally:
             communicator.cut = None
-
-    def _any_rank(self, cut: bool, device: torch.device) -> bool:
-        """Whether an exchange was cut on any rank of the mesh; never in a plan, whose tensors have no numbers."""
-        mark = torch.full((), float(cut), device=device)
-        with self.plan.mesh.ledger.phase("metrics"):
-            for axis in self.plan.mesh.axes:
-                mark = psum(mark, axis, leaf="experts/cut")
-        communicator = self.plan.mesh["ep"].communicator
-        return communicator is not None and communicator.transport != "fake" and bool(mark)
