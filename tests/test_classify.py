@@ -110,6 +110,25 @@ def test_quantized_weights_and_a_run_that_goes_on(folder, tmp_path, fz, objectiv
     assert ended["head/score"].shape == (3 if objective == "classify" else 1, 32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["classify", "reward"])
+def test_a_run_starts_from_its_export_and_from_an_adapter_of_it(folder, tmp_path, fz, objective):
+    """With the head of transformers' folder, `...ForSequenceClassification`, which another objective refuses."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert fz(*start_of(folder, objective, "--steps", 2), "--out", run)[::2] == (0, "")
+    assert fz("export", run, "--out", out)[::2] == (0, "")
+    for i, more in enumerate(([], ["--lora", "rank=2"])):
+        on = tmp_path / f"on{i}"
+        code, _, err = fz(*start_of(folder, objective, "--init", out, "--steps", 1, "--lr", 0, *more), "--out", on)
+        assert (code, err) == (0, "")
+        ended, begun = (pytree.named_leaves(weights.load(place).params) for place in (run, on))
+        assert all(torch.equal(leaf, begun[name]) for name, leaf in ended.items()), objective
+    other = {"classify": "reward", "reward": "classify"}[objective]
+    code, _, err = fz(*start_of(folder, other, "--init", out, "--steps", 1), "--out", tmp_path / "other")
+    assert code == 2 and err.count("\n") == 1 and f"objective is {other}" in err, err
+    assert not (tmp_path / "other").exists()
+
+
 def test_labels_are_names_in_the_alphabets_order_or_numbers_in_theirs(tmp_path):
     for labels, expected in (([10, 9, 2], ("2", "9", "10")), (["b", "a"], ("a", "b"))):
         rows = [{"text": "x", "label": label} for label in labels]

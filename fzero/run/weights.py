@@ -19,11 +19,12 @@ from fzero.core.copy_buckets import bring
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url
-from fzero.models import Model, ModelConfig
+from fzero.models import LoRAConfig, Model, ModelConfig
+from fzero.models.score import head_of
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
 from fzero.run.config import RunConfig
-from fzero.run.recipes import recipe
+from fzero.run.recipes import preset_for, recipe
 from fzero.run.run_folder import (
     NVME,
     checkpoints_of,
@@ -196,9 +197,17 @@ def load_start(init: Path) -> TrainedWeights:
         named |= {name: entry.give() for name, entry in adapter.leaves.items()}
         model = models.build(adapter.config)
         params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
-        return TrainedWeights(recipe("", adapter.config), model, params, 0, below.warnings)
+        return TrainedWeights(config_of(adapter.config), model, params, 0, below.warnings)
     source = convert.open_source(init)
-    return TrainedWeights(recipe("", source.config), models.build(source.config), convert.load(source), 0, [])
+    return TrainedWeights(config_of(source.config), models.build(source.config), convert.load(source), 0, [])
+
+
+def config_of(model: ModelConfig) -> RunConfig:
+    """The config of a run of a model that another system trained: of the objective that its head of scores has."""
+    head = head_of(model)
+    if head is None:
+        return recipe("", model)
+    return recipe(preset_for("classify" if head.labels else "reward", lora=isinstance(model, LoRAConfig)), model)
 
 
 def put_on(device: torch.device, params: Tree) -> Tree:
