@@ -41,14 +41,16 @@ def by_torch(kind):
     return {name: p.detach() for name, p in module.named_parameters()}, log
 
 
-def by_fzero(mesh, kind, stage, how=None, *, example=True, offload="", nvme=None, micro_batches=2, **options):
+def by_fzero(
+    mesh, kind, stage, how=None, *, example=True, offload="", nvme=None, micro_batches=2, pipeline=None, **options
+):
     """The same on a mesh: (parameters put back into a module of other weights, losses)."""
     module, loss, batch_of = own_modules.made(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if kind == "branching" else "error")
         example = example or kind == "branching"  # which shows that it cannot be cut
         model = fzero.from_module(module, loss, batch=batch_of(0) if example else None, **options)
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, offload=offload)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, offload=offload, pipeline=pipeline)
     state = fzero.init_state(model, adam(), plan, seed=0, nvme=nvme)
     step = fzero.make_train_step(
         model, adam(), plan, micro_batches=micro_batches, execution=how or fzero.Execution(), nvme=nvme
@@ -93,6 +95,15 @@ def test_loss_and_gradients_are_the_modules_own(kind):
 def test_five_steps_on_two_ranks_are_torchs(kind):
     for options in ({"stage": 0}, {"stage": 3, "how": fzero.Execution(remat="full"), "example": False}):
         for result in ranks.run(2, by_fzero_with, kind, options):
+            assert_torchs(kind, result)
+
+
+@slow
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_five_steps_of_a_pipeline_are_torchs_and_go_back_into_the_module(sizes):
+    for kind, stage, layout in (("transformer", 3 if "dp" in sizes else 1, "1,2"), ("sequential", 0, "2,1")):
+        options = {"stage": stage, "pipeline": fzero.Pipeline(layout=layout)}
+        for result in ranks.run(2 * sizes.get("dp", 1), by_fzero_with, kind, options, mesh=sizes):
             assert_torchs(kind, result)
 
 

@@ -111,6 +111,32 @@ def test_two_stacks_on_two_ranks_are_torchs():
         assert_close(result, by_torch(), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("layers", [None, "second", "first"])
+def test_of_lists_of_equal_depth_each_gets_its_weights(layers):
+    """As the encoder and the decoder of Whisper: alike in the number of layers, here also in their parameters."""
+
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.ModuleList(nn.Linear(D, D) for _ in range(3)) for _ in range(2))
+            self.head = nn.Linear(D, 1)
+
+        def forward(self, x):
+            for layer in (*self.first, *self.second):
+                x = layer(x).tanh()
+            return self.head(x)
+
+    module = Twins()
+    expected = {name: p.detach().clone() for name, p in module.named_parameters()}
+    model = fzero.from_module(module, lambda call, batch: (call(batch["x"]).sum(), 4), layers=layers)
+    state = fzero.init_state(model, optim.sgd(0.1), fzero.zero_plan(0, model, fzero.one_process()), seed=0)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.zero_()
+    again = fzero.to_module(state, module)  # which finds by the names of leaves which list is the state's
+    assert_close({name: p.detach() for name, p in again.named_parameters()}, expected, rtol=0, atol=0)
+
+
 def test_each_part_has_what_it_uses_and_kinds_take_turns():
     model = fzero.from_module(made(), loss, batch=batch_of(0))
     assert list(model.block) == ["blocks_0", "blocks_1"]

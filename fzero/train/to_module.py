@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.comm.collectives import all_gather_same
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_kind
 from fzero.models.base import Model
@@ -56,7 +57,7 @@ def to_module(
     expect_alive(state.step)
     parameters = dict(module.named_parameters())
     left = dict.fromkeys(parameters)
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers), model):
+    for name, value in whole_values(state, plan, stacks_of(state, module, layers, plan), model):
         if name not in parameters:
             raise ValueError(f"the state has {name!r} and the module has not{pytree.nearest(name, parameters)}")
         shape, wanted = list(value.shape), list(parameters[name].shape)
@@ -72,10 +73,14 @@ def to_module(
     return module
 
 
-def stacks_of(state: TrainState, module: nn.Module, layers: str | Sequence[str] | None) -> Stacks:
-    """The module's layers of each stack of the state, {} if it has none."""
+def stacks_of(
+    state: TrainState, module: nn.Module, layers: str | Sequence[str] | None, plan: Plan | None = None
+) -> Stacks:
+    """The module's layers of each stack of the state, {} if it has none: of the ways to see the module as stacks, the
+    one by which the state's leaves are its parameters."""
     leaves = pytree.named_leaves(state.params)
-    depths = {name.split("/")[0]: leaf.shape[0] for name, leaf in leaves.items() if is_stacked(name)}
+    shapes = {name: leaf.shape if plan is None else plan.leaves[name].shape for name, leaf in leaves.items()}
+    depths = {name.split("/")[0]: shape[0] for name, shape in shapes.items() if is_stacked(name)}
     if not depths:
         return {}
     try:
@@ -83,10 +88,24 @@ def stacks_of(state: TrainState, module: nn.Module, layers: str | Sequence[str] 
     except CannotSplit as reason:
         raise ValueError(f"the state has layers and the module has none: {reason}") from None
     counts = [{name: len(some.names) for name, some in stacks.items()} for stacks in found]
-    if depths not in counts:
+    alike = [stacks for stacks, of in zip(found, counts) if of == depths]
+    if not alike:
         have = [" and ".join(map(str, some.values())) for some in (depths, counts[0])]
         raise ValueError(f"the state has {have[0]} layers and the module {have[1]}; give the state's own module")
-    return found[counts.index(depths)]
+    parameters = {name for name, _ in module.named_parameters()}
+    of_base = [leaf for leaf in leaves if not re.search(LORA, leaf)]
+
+    def strange(stacks: Stacks) -> int:
+        """The number of the state's parameters that the module has not, by these stacks."""
+        return len({name for leaf in of_base for name in parameters_of(leaf, stacks)} - parameters)
+
+    return min(alike, key=strange)
+
+
+def parameters_of(leaf: str, stacks: Stacks) -> list[str]:
+    """The module's parameters of a leaf: one, or one for each layer."""
+    part, name = leaf.replace("/", ".").split(".", 1)
+    return [f"{layer}.{name}" for layer in stacks[part].names] if is_stacked(leaf) else [name]
 
 
 def whole_values(
@@ -105,6 +124,8 @@ def whole_values(
         held, spec = masters.get(leaf, leaves[leaf]), Spec()
         if plan is not None:
             spec = plan.leaves[leaf].opt if leaf in masters else plan.leaves[leaf].params
+        if plan is not None and layer is not None and spec.rows:
+            return layer_over_pp(held, layer, spec, plan, leaf)
         spec = spec if layer is None else spec.layer
         return gathered(read(held, layer), spec, plan, leaf)
 
@@ -113,14 +134,9 @@ def whole_values(
         return product_of({name: value_of(name, layer) for name in names}, leaf, model)
 
     for leaf in leaves:
-        part, name = leaf.replace("/", ".").split(".", 1)
-        if leaf in with_lora:
-            continue
-        if not is_stacked(leaf):
-            yield name, adapted(leaf, None)
-            continue
-        for i, layer in enumerate(stacks[part].names):
-            yield f"{layer}.{name}", adapted(leaf, i)
+        if leaf not in with_lora:
+            for i, name in enumerate(parameters_of(leaf, stacks)):
+                yield name, adapted(leaf, i if is_stacked(leaf) else None)
 
 
 def read(leaf: Any, layer: int | None = None) -> Tensor:
@@ -128,6 +144,17 @@ def read(leaf: Any, layer: int | None = None) -> Tensor:
     if isinstance(leaf, DiskTensor):
         return leaf.tensor() if layer is None else leaf.tensor(layers=(layer, 1))[0]
     return leaf if layer is None else leaf[layer]
+
+
+def layer_over_pp(leaf: Any, layer: int, spec: Spec, plan: Plan, name: str) -> Tensor:
+    """A layer, by its number in the model, of a leaf whose layers are on ranks of pp. Ranks that do not have it gather
+    one of their own beside it, or zeros."""
+    pp = plan.mesh["pp"]
+    ranks = [rank for rank, rows in enumerate(spec.rows) if layer in rows]
+    mine = spec.rows[pp.rank]
+    shard = read(leaf, mine.index(layer) if layer in mine else 0) if mine else leaf.new_zeros(leaf.shape[1:])
+    whole = gathered(shard, spec.layer, plan, name)
+    return all_gather_same(whole[None], pp, 0, leaf=name)[ranks[0]]
 
 
 def gathered(value: Tensor, spec: Spec, plan: Plan | None, leaf: str) -> Tensor:

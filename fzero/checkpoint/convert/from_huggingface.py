@@ -111,7 +111,7 @@ def to_huggingface(
     first = plan is None or plan.mesh.rank == 0
     parameters = dict(module.named_parameters())
     values = {name: leaf for name, leaf in module.state_dict().items() if not leaf.is_meta}
-    for name, value in whole_values(state, plan, stacks_of(state, module, layers), model):
+    for name, value in whole_values(state, plan, stacks_of(state, module, layers, plan), model):
         if name not in parameters or value.shape != parameters[name].shape:
             raise ValueError(f"{name} {list(value.shape)} is no parameter of {type(module).__name__} by the source")
         if first:
