@@ -95,11 +95,11 @@ def stacks_of(
     parameters = {name for name, _ in module.named_parameters()}
     of_base = [leaf for leaf in leaves if not re.search(LORA, leaf)]
 
-    def strange(stacks: Stacks) -> int:
-        """The number of the state's parameters that the module has not, by these stacks."""
-        return len({name for leaf in of_base for name in parameters_of(leaf, stacks)} - parameters)
+    def unmatched(stacks: Stacks) -> int:
+        """The number of parameters that only the state or only the module has, by these stacks."""
+        return len({name for leaf in of_base for name in parameters_of(leaf, stacks)} ^ parameters)
 
-    return min(alike, key=strange)
+    return min(alike, key=unmatched)
 
 
 def parameters_of(leaf: str, stacks: Stacks) -> list[str]:
