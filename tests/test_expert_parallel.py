@@ -220,7 +220,7 @@ def test_more_rows_than_the_slack_are_computed_again_with_the_bits_of_slack_for_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2 x ep2", "pp2 x ep2", "ep2 x tp2"])
+@pytest.mark.parametrize("mesh", ["dp2 x ep2", "pp2 x ep2", "ep2 x tp2", "cp2 x ep2"])
 def test_every_rank_of_a_mesh_computes_it_again(mesh):
     expect_slack_without_effect(MESHES[mesh])
 

@@ -40,6 +40,7 @@ from fzero.core.autodiff import Function
 from fzero.core.device import is_traced
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
+from fzero.core.varying import vary
 
 __all__ = [
     "Axis",
@@ -103,11 +104,8 @@ class _Map:
             return self._all_to_all(x)
         (dim,) = self.dims
         if self.kind == "own_slice":
-            return x.narrow(
-                dim,
-                self.communicator.rank * (x.shape[dim] // self.communicator.size),
-                x.shape[dim] // self.communicator.size,
-            )
+            n = x.shape[dim] // self.communicator.size
+            return vary(x.narrow(dim, self.communicator.rank * n, n), self.communicator.axis)
         op = ops.psum_scatter if self.kind == "psum_scatter" else ops.all_gather
         return op(x.movedim(dim, 0).contiguous(), number, self.leaf).movedim(0, dim)
 

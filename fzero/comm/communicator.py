@@ -24,6 +24,7 @@ from torch import Tensor
 from fzero.comm.agreement import Agreement, Call
 from fzero.comm.ledger import Ledger, sent_elements
 from fzero.comm.messages import Messages
+from fzero.core import varying
 from fzero.core.device import kind_of
 from fzero.core.future import Future, ready
 from fzero.core.torch_private import FakeTensor
@@ -52,6 +53,12 @@ def communicator_of(number: int) -> Communicator:
     if communicator is None:
         raise ValueError("a traced collective runs on a mesh that is gone; keep the mesh while its functions are used")
     return communicator
+
+
+def may_differ(x: Tensor, axis: str) -> bool:
+    """Whether x is known to be a value that may differ between the ranks of an axis, however equal its bits are."""
+    followed = varying.active()
+    return followed is not None and followed.may_differ(x, axis)
 
 
 def cut_counts(table: list[list[int]], sends: int, receives: int) -> list[list[int]]:
@@ -154,7 +161,7 @@ class Communicator:
         all ranks.
         """
         call = self._begin("psum", x, leaf, x.numel())
-        if self.agreement.checking and guarded:
+        if self.agreement.checking and guarded and not may_differ(x, self.axis):
             self._refuse_same(call, x)
         if not self._by_messages(x):
             out = x.clone(memory_format=torch.contiguous_format)
@@ -327,8 +334,8 @@ class Communicator:
         return call
 
     def _refuse_same(self, call: Call, x: Tensor) -> None:
-        """Raise ValueError on all ranks if `x` has the same bits on all of them: a sum would only multiply it by their
-        number.
+        """Raise ValueError on all ranks if `x`, of which nothing says that it differs between them, has the same bits
+        on all of them: a sum would only multiply it by their number.
         """
         if not x.is_floating_point() or x.numel() < 2:
             return

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from fzero.comm.communicator import Communicator, communicator_of
+from fzero.core import varying
 from fzero.core.device import is_traced
 from fzero.core.future import Future
 from fzero.core.graph import ORDERED, STARTED
@@ -101,6 +102,22 @@ _define(
     lambda communicator, x: x.shape,
     "int[] perm, ",
 )
+
+
+def _rule(less: bool, more: bool) -> Callable[..., tuple[frozenset[str], frozenset[str]]]:
+    """What a collective does to the axes over which a tensor may differ (see core.varying)."""
+
+    def rule(x: Tensor, communicator: int, *rest: Any) -> tuple[frozenset[str], frozenset[str]]:
+        axes = frozenset(communicator_of(communicator).axis.split("+"))
+        return axes if less else varying.NOWHERE, axes if more else varying.NOWHERE
+
+    return rule
+
+
+varying.RULES |= {name: _rule(True, False) for name in ("psum", "all_gather")}
+varying.RULES |= {name: _rule(False, True) for name in ("psum_scatter", "all_to_all", "ppermute")}
+varying.RULES["start_rows"] = lambda x, *_: (varying.NOWHERE, frozenset(("ep",)))
+varying.RULES["wait_rows"] = varying.RULES["start_rows"]
 # ---- exchanges of rows, in two operators -----------------------------------------------------------------------------
 
 _PENDING: dict[int, Future[Tensor]] = {}  # by the storage of the row that the start of an exchange returned

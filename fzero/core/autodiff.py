@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import pytree, varying
 from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
 from fzero.core.torch_private import (
@@ -132,6 +132,8 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
+        if followed := varying.active():
+            return followed.through(super().apply, args, *args)
         if transforms_active():
             return super().apply(*args)
         below: Any = super(torch.autograd.Function, cls)  # torch's own `apply` in C++
@@ -140,7 +142,7 @@ class Function(torch.autograd.Function):
 
 def run_backward(what: str, run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """`Backward.apply(what, run, *tensors)`; called as it is where nothing can ask for its derivative."""
-    if transforms_active() or torch.is_grad_enabled():
+    if transforms_active() or torch.is_grad_enabled() or varying.active():
         return Backward.apply(what, run, *tensors)
     return run(*tensors)
 

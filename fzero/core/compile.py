@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import pytree, varying
 from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.cpp import vector_instructions
@@ -124,7 +124,13 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
             run = mode.lower(graph, examples, backward)
         else:
             run = lambda args: graph(*args)  # noqa: E731
-    return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
+
+    def program(args: list[Tensor]) -> Sequence[Tensor]:
+        followed = varying.active()
+        out = run(args) if followed is None else followed.through_program(run, args)
+        return out[:-1] if ordered else out  # without the last token
+
+    return program
 
 
 def _cache_tag() -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fzero.comm.bucket import bucket_groups, pack, unpack
 from fzero.comm.collectives import Axis, start_all_gather
-from fzero.core import pytree
+from fzero.core import pytree, varying
 from fzero.core.copy_buckets import LARGE_COPY, SMALL_COPY
 from fzero.core.future import Future, ready
 from fzero.core.gpu_copies import Copied, copy_in, pass_group
@@ -81,6 +81,7 @@ class ParamFetcher:
     ):
         self.leaves: dict[str, Any] = pytree.named_leaves(params)
         self.ledger, self.device, self.kept = plan.mesh.ledger, device, kept
+        self.compute = pytree.named_leaves(plan.compute)
         links = {name: plan.link(name) for name in self.leaves if "dp" in plan.leaves[name].use.axes}
         self.sharded = {name: link for name, link in links.items() if link.size > 1}  # and what each is gathered over
         nodes = plan.mesh["rp"]
@@ -120,6 +121,13 @@ class ParamFetcher:
     def needed(self, group: Group) -> bool:
         """Whether any leaf of the group must be fetched."""
         return any(self.moves(name) or name in self.away for name in group.leaves)
+
+    def known(self, group: Group, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The leaves of a group that were fetched, which differ over the axes of their compute specs alone."""
+        if followed := varying.active():
+            for name, leaf in zip(group.leaves, leaves):
+                followed.mark(leaf, frozenset(self.compute[name].axes))
+        return leaves
 
     def dropped(self, group: Group, reshard: bool) -> bool:
         """Whether the group must be fetched again for the backward pass."""
@@ -280,7 +288,7 @@ class Prefetcher:
             self.flying.append((self.reading[0][0], self.fetcher.start(*self.reading.popleft())))
         expected, leaves = self.flying.popleft()
         assert expected == group, f"{group} was asked for and {expected} comes next"
-        return leaves.wait()
+        return self.fetcher.known(group, leaves.wait())
 
 
 class Resident:

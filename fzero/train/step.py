@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import gpu_copies, pytree
+from fzero.core import gpu_copies, pytree, varying
 from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
@@ -141,7 +141,7 @@ def make_train_step(
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
             if unchecked:
-                check_ranks(checked, unchecked.pop(), batch, micro_batches)
+                check_ranks(checked, unchecked.pop(), state, batch, micro_batches)
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             drawn, rows = draws_of(model, state), size * micro_batches
@@ -212,10 +212,16 @@ def early_start(
     return None
 
 
-def check_ranks(step: contextlib.ExitStack, plan: Plan, batch: Any, micro_batches: int) -> None:
+def check_ranks(step: contextlib.ExitStack, plan: Plan, state: TrainState, batch: Any, micro_batches: int) -> None:
     """Compare the first step with the other ranks': whose rows it has and its schedule now, each collective until
-    `step` is left."""
+    `step` is left, for which it is known meanwhile over which axes each tensor may differ."""
     step.enter_context(plan.mesh.checked())
+    followed = step.enter_context(varying.Varying())
+    for name, leaf in pytree.named_leaves(state.params).items():
+        if isinstance(leaf, Tensor):
+            followed.mark(leaf, frozenset(plan.leaves[name].params.axes))
+    for leaf in pytree.leaves(batch):
+        followed.mark(leaf, frozenset(("dp", "rp", "ep", "cp")))
     if not transforms():
         with plan.mesh.ledger.phase("check"):
             expect_own_rows(batch, plan.mesh, micro_batches)

@@ -1,0 +1,144 @@
+"""Over which mesh axes a tensor may differ, known from where it was made, not from its values.
+
+Within `Varying` every operation gives its results the axes of what it reads; a psum or all_gather takes its own axis
+away, a psum_scatter, all_to_all or slice by rank adds it. What a kernel fills has the axes of its inputs. So a sum over
+ranks of what is the same on all of them by construction is told from one of values that happen to be equal, as those of
+equal rows, zeros and infinities. JAX's shard_map checks types of this kind; here they follow one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fzero.core import pytree
+from fzero.core.torch_private import TorchDispatchMode, get_unwrapped, is_functorch_wrapped_tensor
+
+Axes = frozenset[str]
+NOWHERE: Axes = frozenset()
+FILLED: Axes = frozenset("?")  # of memory that something out of sight writes to: it may differ over every axis
+OVERWRITING = ("copy_", "fill_", "zero_")
+EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+
+# By the name of an operator: (its arguments) -> (the axes that it takes away, the axes that it adds).
+RULES: dict[str, Callable[..., tuple[Axes, Axes]]] = {}
+_ACTIVE: list[Varying] = []
+
+
+def active() -> Varying | None:
+    """The innermost mode that follows tensors now."""
+    return _ACTIVE[-1] if _ACTIVE else None
+
+
+def vary(x: Tensor, axis: str) -> Tensor:
+    """x, which is from here on another on each rank of an axis."""
+    if _ACTIVE:
+        _ACTIVE[-1].mark(x, _ACTIVE[-1].axes_of(x) | frozenset(axis.split("+")))
+    return x
+
+
+class Varying(TorchDispatchMode):
+    """A mode that follows the axes of every tensor; of those that nobody has marked it takes none.
+
+    >>> with Varying() as varying:
+    ...     x = torch.ones(2)
+    ...     varying.mark(x, frozenset({"dp"}))
+    ...     y = (x + 1.0).view(1, 2)
+    >>> sorted(varying.axes_of(y)), varying.may_differ(y, "tp")
+    (['dp'], False)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.axes = WeakTensorKeyDictionary()
+        self.paused = False  # within a compiled program, whose operations are fused and whose memory is its own
+
+    def __enter__(self) -> Varying:
+        _ACTIVE.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _ACTIVE.remove(self)
+        super().__exit__(*error)
+
+    def mark(self, x: Tensor, axes: Axes) -> None:
+        """From here on x may differ over these axes, and over no other."""
+        self.axes[plain(x)] = axes
+
+    def _known(self, x: Tensor, otherwise: Axes = NOWHERE) -> Axes:
+        """The axes of x alone."""
+        found = self.axes.get(x)
+        return otherwise if found is None else found
+
+    def axes_of(self, *tensors: Any) -> Axes:
+        """The axes over which one of the tensors may differ."""
+        found = NOWHERE
+        for x in map(plain, tensors):
+            base = x._base
+            found = found | self._known(x) | (NOWHERE if base is None else self._known(base))
+        return found
+
+    def may_differ(self, x: Tensor, axis: str) -> bool:
+        """Whether x may differ between the ranks of an axis ("dp", or several such as "dp+cp")."""
+        seen = self.axes_of(x)
+        return self.paused or bool(seen & FILLED) or any(name in seen for name in axis.split("+"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.paused:
+            return out
+        name, arguments = func._schema.name.partition("::")[2], func._schema.arguments
+        named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
+        written = [arg.name for arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
+        over = written if name in OVERWRITING or "out" in named else ()
+        seen = FILLED if name in EMPTY else self.axes_of(*tensors_in([v for k, v in named.items() if k not in over]))
+        if name in RULES:
+            less, more = RULES[name](*args)
+            seen = seen - less | more
+        for x in tensors_in(out):
+            self.axes[x] = seen
+        for x in tensors_in([named.get(arg) for arg in written]):
+            self.axes[x] = seen
+            if x._base is not None:
+                self.axes[x._base] = self._known(x._base) | seen
+        return out
+
+    def through(self, run: Callable[..., Any], inputs: Iterable[Any], *args: Any) -> Any:
+        """run(*args), whose results have the axes of `inputs` where operations out of sight made them."""
+        seen = self.axes_of(*tensors_in(inputs))
+        out = run(*args)
+        for x in map(plain, tensors_in(out)):
+            if self._known(x, FILLED) & FILLED:
+                self.axes[x] = seen
+        return out
+
+    def through_program(
+        self, run: Callable[[list[Tensor]], Sequence[Tensor]], inputs: list[Tensor]
+    ) -> Sequence[Tensor]:
+        """The results of a compiled program, which may differ over every axis: it has collectives of its own."""
+        before, self.paused = self.paused, True
+        try:
+            out = run(inputs)
+        finally:
+            self.paused = before
+        for x in tensors_in(out):
+            self.axes[x] = FILLED
+        return out
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def plain(x: Tensor) -> Tensor:
+    """A tensor without the wrappers of torch.func."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
