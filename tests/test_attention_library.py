@@ -82,7 +82,7 @@ def test_float32_goes_through_cutlass(t, monkeypatch):
     given = [x.float() for x in inputs(t=t)]
     out, grads = both_passes(lambda *x: library_attention(*x, library="efficient", scale=0.3), given)
     expected, wanted = both_passes(lambda *x: attention(*x, impl="reference", scale=0.3), given)
-    assert_close(out, expected)
+    assert_close(out, expected, rtol=1e-6, atol=1e-6)  # the same products in another layout
     for got, want in zip(grads, wanted):
         assert_close(got, want, rtol=1e-4, atol=1e-5)
 

@@ -95,7 +95,8 @@ def test_heads(heads, groups, dim):
 def test_lengths_and_fewer_queries_than_keys(t, s):
     laws.numbers(form(documents=t > 2), inputs(2, t, 1, 1, s=s), torch.float32)
     laws.numbers(form(pattern=PATTERNS["strided"]), inputs(1, t, 1, 1, s=s), torch.float32)
-    laws.numbers(form(pattern=Pattern("window", 2)), inputs(1, t, 1, 1, s=s), torch.float32)
+    # Four rows, as the largest error is that of a query whose two keys nearly cancel; plain torch may be lucky in one.
+    laws.numbers(form(pattern=Pattern("window", 2)), inputs(4, t, 1, 1, s=s), torch.float32)
 
 
 def test_half_precision():

@@ -21,27 +21,11 @@ from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels import float8, float8_gather
 from fzero.kernels.float8 import E4M3, E5M2, RECIPES, float8_linear
 from fzero.kernels.float8_gather import narrow_weight, widen_weight
-from fzero.kernels.registry import observe
+from fzero.kernels.registry import explain, observe
 
 F64 = torch.float64
 every_scaling = pytest.mark.parametrize("scaling", RECIPES)
 FORMS = ("emulated", "scaled_mm")
-
-
-@functools.cache
-def lacking():
-    """Why this PyTorch has no product with a scale for each row on the CPU, as 2.11; "" where it has."""
-    a, rows = torch.zeros(16, 16).to(E4M3), torch.ones(16, 1)
-    try:
-        torch_private.scaled_mm(a, a.t(), scale_a=rows, scale_b=rows.t(), out_dtype=torch.bfloat16)
-    except RuntimeError as error:
-        return f"the CPU of torch {torch.__version__} has no rowwise _scaled_mm: {str(error)[:80]}"
-    return ""
-
-
-def skip_lacking(scaling, impl="scaled_mm"):
-    if scaling == "rowwise" and impl == "scaled_mm" and lacking():
-        pytest.skip(lacking())
 
 
 def relative(got, want):
@@ -147,14 +131,14 @@ def test_all_three_products_by_hand(scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_every_form_gives_the_same(impl, scaling):
-    skip_lacking(scaling, impl)
+    laws.skip_without_float8(scaling, impl)
     x, w, _ = operands()
     results = {}
     for name in ("reference", impl):
         results[name] = laws.both_passes(lambda *t, name=name: float8_linear(*t, scaling, impl=name), [x, w])
-    if laws.DEVICE == "cpu" or impl == "emulated":
+    if impl == "emulated":
         assert_same(results[impl], results["reference"])
-    else:  # sums in another order, and of values with fewer bits
+    else:  # sums in another order, and on a GPU of values with fewer bits
         for got, want in zip(results[impl][0] + results[impl][1], results["reference"][0] + results["reference"][1]):
             assert relative(got, want) < 5e-3
 
@@ -163,7 +147,7 @@ def test_every_form_gives_the_same(impl, scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_strides_dims_and_repeats(impl, scaling):
-    skip_lacking(scaling, impl)
+    laws.skip_without_float8(scaling, impl)
     x, w, _ = operands()
     expected = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
     assert_same(laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w]), expected)
@@ -177,7 +161,7 @@ def test_strides_dims_and_repeats(impl, scaling):
 
 @every_scaling
 def test_far_rows(scaling):
-    skip_lacking(scaling)
+    laws.skip_without_float8(scaling)
     x, w, _ = operands()
     far = laws.far_apart(16, 48, torch.bfloat16, apart=(1 << 31) // 15 + 8)
     far.copy_(x[:16])
@@ -187,7 +171,7 @@ def test_far_rows(scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", ("reference", *FORMS))
 def test_zeros_and_what_is_no_number(impl, scaling):
-    skip_lacking(scaling, impl)
+    laws.skip_without_float8(scaling, impl)
     x, w, _ = operands()
     for leaves in ([0 * x, w], [x, 0 * w]):
         (y,), grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), leaves)
@@ -266,7 +250,7 @@ def test_vmap_is_a_loop(scaling):
 @every_scaling
 @pytest.mark.parametrize("impl", FORMS)
 def test_a_trace_gives_the_same_bits(impl, scaling):
-    skip_lacking(scaling, impl)
+    laws.skip_without_float8(scaling, impl)
     x, w, _ = operands()
     out, grads = laws.both_passes(lambda *t: float8_linear(*t, scaling, impl=impl), [x, w])
     pair = vjp_pair(lambda *t: (float8_linear(*t, scaling, impl=impl),), 2, compiled=False, budget=0.99)
@@ -286,7 +270,7 @@ def test_a_trace_gives_the_same_bits(impl, scaling):
 )
 def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled, monkeypatch):
     """The bits are those of linears by themselves; no number of a weight is kept for the backward pass."""
-    skip_lacking(scaling)
+    laws.skip_without_float8(scaling)
     x, w, _ = operands()
     inputs, launched, launch = [x, w, w.flip(0)], [], float8._launch
 
@@ -306,6 +290,25 @@ def test_linears_of_one_input_round_it_once_in_a_traced_block(scaling, compiled,
     assert kept == [(48, 32)]
 
 
+@pytest.mark.skipif(laws.DEVICE != "cpu", reason="a GPU is asked for its compute capability")
+@every_scaling
+@pytest.mark.parametrize("lacking", (E4M3, E5M2), ids=str)
+def test_a_cpu_without_such_products_is_asked_before(scaling, lacking, monkeypatch):
+    def product(a, b, **_):
+        if lacking in (a.dtype, b.dtype):
+            raise RuntimeError("could not create a primitive descriptor for the matmul primitive\nmore")
+
+    monkeypatch.setattr(torch_private, "scaled_mm", product, raising=False)
+    monkeypatch.setattr(float8, "cpu_lacks", float8.cpu_lacks.__wrapped__)
+    x, w, _ = operands()
+    if lacking == E5M2 and scaling == "rowwise":
+        assert not float8.cpu_lacks(scaling)  # which is not among its formats
+        return
+    with pytest.raises(ValueError, match=rf"no {scaling} float8 product: could not create .*primitive; use auto"):
+        float8_linear(x, w, scaling, impl="scaled_mm")
+    assert explain("float8_linear", x, w, scaling).chosen == "emulated"
+
+
 @every_scaling
 def test_sums_of_gradients_keep_their_bits(scaling, monkeypatch):
     """The forward product alone is added up with the fewer bits of the matrix units."""
@@ -316,6 +319,7 @@ def test_sums_of_gradients_keep_their_bits(scaling, monkeypatch):
         return ((a.float() @ b.float()) * (scale_a * scale_b)).to(out_dtype)
 
     monkeypatch.setattr(torch_private, "scaled_mm", product, raising=False)
+    monkeypatch.setattr(float8, "cpu_lacks", lambda scaling: "")
     x, w, _ = operands()
     laws.both_passes(lambda *t: float8_linear(*t, scaling, impl="scaled_mm"), [x, w])
     assert fast == [True, False, False]

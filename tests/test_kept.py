@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -96,12 +97,19 @@ def test_what_values_do_not_tell_apart_has_no_description(value):
         kept_programs.describe(value)
 
 
+def other_value(name):
+    """A change of an environment variable to what it has on no machine."""
+    return lambda patch: patch.setenv(name, f"{os.environ.get(name, '')} of another")
+
+
 CHANGES = {
     "threads": lambda patch: patch.setattr(torch, "get_num_threads", lambda: 64),
     "package": lambda patch: patch.setattr(kept, "package_digest", lambda: "another"),
     "processor": lambda patch: patch.setattr(kept, "processor", lambda: "another"),
-    "environment": lambda patch: patch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1"),
-    "instructions": lambda patch: patch.setenv("ATEN_CPU_CAPABILITY", "avx2"),
+    **{
+        name: other_value(name)
+        for name in ("TORCHINDUCTOR_MAX_AUTOTUNE", "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
+    },
     "torch": lambda patch: patch.setattr(kept.metadata, "version", lambda name: "2.0"),
 }
 

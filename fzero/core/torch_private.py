@@ -37,6 +37,7 @@ NAMES = {
     "TorchDispatchModeKey": "torch._C:_TorchDispatchModeKey",
     "TracingContext": "torch._guards:TracingContext",
     "V": "torch._inductor.virtualized:V",
+    "avx2_supported": "torch.cpu:_is_avx2_supported",
     "clear_interpreter_stack": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
     "compile_fx": "torch._inductor.compile_fx",
     "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",

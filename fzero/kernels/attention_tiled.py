@@ -46,7 +46,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
 @functools.cache
 def has_small_products(dtype: torch.dtype) -> bool:
     """Whether torch's products of small tiles, `brgemm`, take this dtype here: float32 from AVX2 on, bfloat16 from
-    AVX-512's or AMX's units for it on. False for others.
+    AVX-512's or AMX's units for it on. False for others, for which it hands float32 to the BLAS.
     """
     return dtype in (torch.bfloat16, torch.float32) and bool(getattr(_library(dtype), f"works_{DTYPES[dtype]}")())
 

@@ -15,6 +15,7 @@ Shapes: x [..., in], w [in, out], one dtype. A tensor of zeros has the product z
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -341,6 +342,25 @@ def least_capability(scaling: str) -> tuple[int, int]:
     return (9, 0) if recipe_of(scaling).rowwise else (8, 9)
 
 
+@functools.cache
+def cpu_lacks(scaling: str) -> str:
+    """Why this CPU has no float8 products with such scales; "" if it has them. torch hands them to a library that says
+    so at a call alone, and takes no rowwise ones in PyTorch 2.11.
+    """
+    recipe = recipe_of(scaling)
+    torch_private.avx2_supported()  # lets torch look at the CPU, which else it may do between two products
+    with torch_private.disable_current_modes():  # on real tensors, also if all others are fake
+        scale = torch.ones((16, 1) if recipe.rowwise else ())
+        for first, second in ((recipe.value,) * 2, (recipe.gradient, recipe.value), (recipe.value, recipe.gradient)):
+            a, b = (torch.zeros(16, 16).to(dtype) for dtype in (first, second))
+            scales = {"scale_a": scale, "scale_b": scale.t()}
+            try:
+                torch_private.scaled_mm(a, b.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+            except RuntimeError as error:
+                return f"this CPU has no {scaling} float8 product: {str(error).partition(chr(10))[0][:80]}"
+    return ""
+
+
 def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
     least = least_capability(scaling)
     sizes = (x.shape[:-1].numel(), *w.shape)
@@ -350,7 +370,7 @@ def _supports(x: Tensor, w: Tensor, scaling: str = "tensorwise") -> str:
         return f"{sizes[0]} rows times {list(w.shape)}: the matrix units take multiples of 16"
     if kind_of(x) == "cuda" and target_of(x).capability < least:
         return f"the device has compute capability {target_of(x).capability}; {scaling} needs {least}"
-    return triton_runs(x, w)
+    return triton_runs(x, w) or (cpu_lacks(scaling) if kind_of(x) == "cpu" else "")
 
 
 float8_linear = Op(

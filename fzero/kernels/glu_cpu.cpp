@@ -1,9 +1,9 @@
 // SwiGLU and its gradients, as glu.py defines them, in one pass over memory. Each operation is made and rounded as torch
 // makes it, with its vectors.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if defined(OF_AVX512)
 #define CPU_CAPABILITY AVX512
 #define CPU_CAPABILITY_AVX512
-#elif defined(__AVX2__)
+#elif defined(OF_AVX2)
 #define CPU_CAPABILITY AVX2
 #define CPU_CAPABILITY_AVX2
 #endif

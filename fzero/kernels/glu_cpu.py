@@ -15,11 +15,17 @@ from fzero.kernels.op_function import Fused, operator
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
+def _vectors() -> str:
+    """The part of the library with the vectors that torch has on this CPU, or is told to have."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return f"OF_{found}" if found in ("AVX512", "AVX2") else ""
+
+
 def _call(name: str, tensors: tuple[Tensor, ...]) -> None:
     """Call a function of the library on all numbers of tensors of one shape."""
     n, threads = tensors[0].numel(), torch.get_num_threads() if tensors[0].numel() > 1 << 15 else 1
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in tensors)
-    run = getattr(cpp.library(__file__, cpp.EXACT), f"{name}_{TYPES[tensors[0].dtype]}")
+    run = getattr(cpp.library(__file__, cpp.EXACT, _vectors()), f"{name}_{TYPES[tensors[0].dtype]}")
     run(*pointers, ctypes.c_int64(n), ctypes.c_int64(threads))
 
 

@@ -4,8 +4,8 @@
 
 with g the gradient by the logits. For each chunk of tokens it computes logits, loss, g (in the same buffer) and the
 chunk's part of dx and dw. Memory besides x, w and their gradients: CHUNK_BYTES of logits (at least one token's), and dw
-in float32. Terms and targets are those of cross_entropy.
-Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
+in float32; for more than FEW_SUMS chunks in float32 or wider another dw, for what its additions round away. Terms and
+targets are those of cross_entropy. Ref: Wijmans et al. 2024, "Cut your losses in large-vocabulary
 language models", arXiv:2411.09009, section 3; the chunks by tokens.
 
 Shapes: x [N, D], w [V, D], targets int64 [N], mask [N], bool or the tokens' weights; the loss is a float32 (or float64)
@@ -45,6 +45,8 @@ CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 # D = 4096. At V = 128K, 1 GiB is 4186 tokens.
 CHUNK_ROWS = 8192
 PRODUCT_BYTES = 32 << 20  # of a product beside the sum that it is added to
+FEW_SUMS = 32  # products that are added up with no more error than that of a product's own sums
+PART_BYTES = {"cpu": 1 << 18, "cuda": PRODUCT_BYTES}  # of a sum, to which products of many chunks are added: in a cache
 WHOLE = Axis("tp")  # of size 1: all of the vocabulary is here
 
 
@@ -163,9 +165,27 @@ def adds_wide(dtype: torch.dtype, device: torch.device) -> bool:
     return True
 
 
-def _add_product(sums: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """`sums`, in float32 or wider, and the product a b: in place, or the product alone if there are no sums yet."""
+def _add_exactly(sums: Tensor, excess: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add the product a b to `sums` in place; excess: what earlier additions added too much, which this one takes back.
+
+    The error of the sum then does not grow with the number of products. Ref: Kahan 1965, "Further remarks on reducing
+    truncation errors", Communications of the ACM 8(1).
+    """
+    rows = max(1, PART_BYTES["cuda" if kind_of(a) == "cuda" else "cpu"] // (sums.shape[1] * sums.element_size()))
+    for total, over, some in zip(sums.split(rows), excess.split(rows), a.split(rows)):
+        more = (some @ b).sub_(over)
+        new = total + more
+        torch.sub(new, total, out=over).sub_(more)
+        total.copy_(new)
+    return sums
+
+
+def _add_product(sums: Tensor | None, a: Tensor, b: Tensor, excess: Tensor | None = None) -> Tensor:
+    """`sums`, in float32 or wider, and the product a b: in place, or the product alone if there are no sums yet; by
+    `_add_exactly` if `excess` is given."""
     wider = torch.promote_types(a.dtype, torch.float32)
+    if sums is not None and excess is not None:
+        return _add_exactly(sums, excess, a, b)
     if sums is not None and a.dtype == wider:
         return sums.addmm_(a, b)
     cuda = kind_of(a) == "cuda"
@@ -209,7 +229,9 @@ def _run(
     # On a GPU rows of logits begin at multiples of 16 bytes, which every access to them is then.
     buffer = x.new_empty((min(rows, n), columns + (-columns % 8 if how == "triton" else 0)))
     dx = torch.empty_like(x) if wants[0] else None
-    dw = None
+    dw = excess = None
+    # Of narrower ones each product has an error far above that of the sum.
+    exactly = n > FEW_SUMS * rows and x.dtype in (torch.float32, torch.float64)
     made = [x.new_empty((0, 3), dtype=torch.promote_types(x.dtype, torch.float32))]
     for start in range(0, n, rows):
         some, its = x[start : start + rows], targets[start : start + rows]
@@ -231,7 +253,8 @@ def _run(
         if g is not None and wants[1]:
             some = some if its_weights is None else (some * its_weights).to(x.dtype)
             # Several parts are summed in float32 or wider.
-            dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some)
+            excess = torch.zeros_like(dw) if exactly and excess is None and dw is not None else excess
+            dw = g.T @ some if rows >= n and w.dtype == x.dtype else _add_product(dw, g.T, some, excess)
     if wants[1]:
         dw = torch.zeros_like(w) if dw is None else dw.to(w.dtype)
     statistics = torch.cat(made)

@@ -60,7 +60,7 @@ def add_layer_norm_reference(
 
 
 def layer_norm_aten(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """layer_norm by torch's own kernel."""
+    """layer_norm by torch's own kernel, which sums the gradients of scale and bias in x's dtype."""
     return F.layer_norm(x, x.shape[-1:], scale.to(x.dtype), bias.to(x.dtype), eps)
 
 
@@ -135,6 +135,75 @@ def add_rms_norm_in_chunks(x: Tensor, residual: Tensor, scale: Tensor, eps: floa
     fused = Fused("add_rms_norm in chunks", forward, backward, 2, keep)
     flat = (t.reshape(-1, t.shape[-1]) for t in (x, residual))
     return tuple(t.reshape(x.shape) for t in fused(*flat, scale))  # type: ignore[return-value]
+
+
+SUMMED_ROWS = 1024  # of a sum in float32; such sums are added in float64
+
+
+def _layer_backward_like(g: Tensor, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    by_param = x.new_empty(x.shape[-1:], dtype=torch.float32)
+    return x.new_empty(x.shape), by_param, torch.empty_like(by_param)
+
+
+@operator(
+    "layer_norm_rows_backward(Tensor g, Tensor x, Tensor scale, Tensor mean, Tensor inverse) -> "
+    "(Tensor, Tensor, Tensor)",
+    _layer_backward_like,
+    opened=True,
+)
+def layer_norm_rows_backward(
+    g: Tensor, x: Tensor, scale: Tensor, mean: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient by x [M, N], those by scale and by bias, float32 [N]) from the gradient g of x normed, some rows at a
+    time in float32. scale: float32; mean and inverse [M, 1]: those of the rows, and 1 / sqrt(var + eps), float32.
+    """
+    dx, *_ = _layer_backward_like(g, x)
+    sums = x.new_zeros((2, x.shape[-1]), dtype=torch.float64)
+    rows, every = min(_rows(x), SUMMED_ROWS), [True, True, True]
+    for i in range(0, x.shape[0] if x.numel() else 0, rows):
+        at = slice(i, i + rows)
+        given = g[at].to(torch.float32), x[at].to(torch.float32), x.shape[-1:], mean[at], inverse[at]
+        by_x, *by_params = torch.ops.aten.native_layer_norm_backward(*given, scale, scale, every)
+        dx[at].copy_(by_x)
+        sums += torch.stack(by_params)
+    return dx, *(by_param.to(torch.float32) for by_param in sums.unbind())
+
+
+def layer_norm_rows(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """layer_norm by torch's own kernels; statistics, and the gradients of scale and bias, in float32 or wider."""
+
+    def wide(param: Tensor, x: Tensor) -> Tensor:
+        return param.to(x.dtype).to(torch.float32)
+
+    def forward(x: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        return torch.native_layer_norm(x, x.shape[-1:], wide(scale, x), wide(bias, x), eps)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, scale, bias, mean, inverse = saved
+        flat = [t.reshape(-1, t.shape[-1]) for t in (grads[0], x)]
+        stats = [t.reshape(-1, 1) for t in (mean, inverse)]
+        dx, of_scale, of_bias = layer_norm_rows_backward(*flat, wide(scale, x), *stats)
+        return dx.reshape(x.shape), of_scale.to(scale.dtype), of_bias.to(bias.dtype)
+
+    return Fused("layer_norm", forward, backward)(x, scale, bias)
+
+
+def add_layer_norm_rows(x: Tensor, residual: Tensor, scale: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """add_layer_norm, with layer_norm as `layer_norm_rows`."""
+    total = x + residual
+    return layer_norm_rows(total, scale, bias, eps), total
+
+
+def _rows_support(x: Tensor, *params: Tensor) -> str:
+    if x.dtype not in DTYPES:
+        return f"x is {x.dtype}; it takes float32, bfloat16 and float16"
+    return _param_shapes(x, *params)
+
+
+def _aten_supports(x: Tensor, *params: Tensor) -> str:
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return f"it would sum the gradients of scale and bias over rows in {x.dtype}"
+    return _param_shapes(x, *params)
 
 
 def _long_on_cpu(x: Tensor, *args: Any) -> str:
@@ -214,10 +283,11 @@ layer_norm = Op(
         supports=lambda x, scale, bias, eps: _supports(x, None, scale, bias),
         prefers=on_cuda,
     ),
+    Form("rows", layer_norm_rows, supports=lambda x, scale, bias, eps: _rows_support(x, scale, bias), prefers=_on_cpu),
     Form(
         "aten",
         layer_norm_aten,
-        supports=lambda x, scale, bias, eps: _param_shapes(x, scale, bias),
+        supports=lambda x, scale, bias, eps: _aten_supports(x, scale, bias),
         prefers=_on_cpu,
         composes=True,
     ),
@@ -234,9 +304,15 @@ add_layer_norm = Op(
         prefers=on_cuda,
     ),
     Form(
+        "rows",
+        add_layer_norm_rows,
+        supports=lambda x, residual, scale, bias, eps: _rows_support(x, scale, bias),
+        prefers=_on_cpu,
+    ),
+    Form(
         "aten",
         add_layer_norm_aten,
-        supports=lambda x, residual, scale, bias, eps: _param_shapes(x, scale, bias),
+        supports=lambda x, residual, scale, bias, eps: _aten_supports(x, scale, bias),
         prefers=_on_cpu,
         composes=True,
     ),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.core.pytree import Tree
 from fzero.kernels.attention import Pattern
+from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.forward import token_loss
@@ -141,9 +142,9 @@ def gpt2(config: GPT2Config) -> Model:
         x = embed_tokens(params["embed"]["tokens"], batch, ctx)
         table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
         if not isinstance(ctx.documents, tuple):
-            x = x + F.embedding(own_tokens(document_positions(ctx.documents), ctx), table)
+            x = x + look_up(table, own_tokens(document_positions(ctx.documents), ctx))
         elif isinstance(ctx.positions, Tensor):
-            x = x + F.embedding(narrow_part(ctx.positions, axis.rank, axis.size, 0), table)
+            x = x + look_up(table, narrow_part(ctx.positions, axis.rank, axis.size, 0))
         else:
             first = (ctx.cache.length if ctx.cache else 0) + axis.rank * x.shape[1]
             x = x + table[first : first + x.shape[1]]

@@ -24,6 +24,7 @@ from fzero.kernels import dropout as kernels_dropout
 from fzero.kernels import glu
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.dropout import dropout_add
+from fzero.kernels.embedding import look_up
 from fzero.kernels.float8 import float8_linear
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
@@ -348,10 +349,10 @@ def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
     """
     tp = ctx.mesh["tp"]
     if tp.size == 1:
-        return torch.nn.functional.embedding(batch["tokens"], w).to(ctx.dtype)
+        return look_up(w, batch["tokens"]).to(ctx.dtype)
     row = batch["tokens"] - tp.rank * w.shape[0]
     own = (row >= 0) & (row < w.shape[0])
-    x = torch.nn.functional.embedding(torch.where(own, row, 0), w).to(ctx.dtype)
+    x = look_up(w, torch.where(own, row, 0)).to(ctx.dtype)
     return leave(torch.where(own[..., None], x, 0.0), ctx, "embed/tokens")
 
 

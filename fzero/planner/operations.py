@@ -62,7 +62,7 @@ NAMED: dict[str, str] = {
     ),
     **dict.fromkeys(("norm_forward_largest", "add_norm_forward_largest", "norm_backward_largest"), "norm"),
     **dict.fromkeys(("_fused_rms_norm", "_fused_rms_norm_backward"), "norm"),
-    **dict.fromkeys(("rms_norm_cpu", "add_rms_norm_cpu", "rms_norm_cpu_backward"), "norm"),
+    **dict.fromkeys(("rms_norm_cpu", "add_rms_norm_cpu", "rms_norm_cpu_backward", "layer_norm_rows_backward"), "norm"),
     "rope": "rope",
     **dict.fromkeys(("glu_forward", "glu_backward", "glu_forward_largest", "glu_backward_largest"), "glu"),
     **dict.fromkeys(("swiglu_cpu", "swiglu_cpu_backward"), "glu"),
@@ -98,6 +98,7 @@ NAMED: dict[str, str] = {
         ("scatter", "scatter_", "scatter_add", "scatter_add_", "index_add", "index_add_", "select_backward"), "gather"
     ),
     **dict.fromkeys(("slice_backward", "searchsorted", "take_along_dim", "masked_select", "nonzero"), "gather"),
+    "embedding_backward": "gather",
     **dict.fromkeys(
         ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"), "other"
     ),

@@ -1,0 +1,113 @@
+"""Sums over tokens at 32,768 of them, in every dtype and form: within a bound that does not grow with their number.
+
+What is summed is positive, so that a sum in bfloat16 stops at 256 and one in float16 at 2048."""
+
+import kernel_laws as laws
+import pytest
+import torch
+
+from fzero.kernels import embedding, norm
+from fzero.kernels import linear_cross_entropy as lce
+from fzero.kernels.attention_sinks import gradient, with_sinks
+from fzero.models.layers import linear
+from fzero.models.weights import LowRankSum
+
+N, D = 1 << 15, 8
+# A narrow result is rounded once, and products of narrow numbers before they are summed; what float32 has beside that
+# of a result is what it loses in sums of some thousands.
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def draw(*shape, seed=0):
+    """Numbers from 1/4 to 3/4 that every dtype has, float64."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(32, 96, shape, generator=g).double().to(laws.DEVICE) / 128
+
+
+def gradients(f, given, which, dtype):
+    """The gradients of sum(f(*given) g), g drawn, by the tensors with the numbers `which`; tensors in this dtype."""
+    tensors = [x.to(dtype) if x.is_floating_point() else x for x in given]
+    leaves = [tensors[i].requires_grad_() for i in which]
+    out = laws.tuple_of(f(*tensors))[0]
+    return torch.autograd.grad(out, leaves, draw(*out.shape, seed=1).to(out.dtype))
+
+
+def check(f, given, which, dtype, exact=None):
+    got = gradients(f, given, which, dtype)
+    for one, want in zip(got, gradients(exact or f, given, which, torch.float64)):
+        error = float((one.double() - want).norm() / want.norm())
+        assert error <= BOUNDS[dtype], (error, one.flatten()[:3], want.flatten()[:3])
+
+
+every_dtype = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+NORMS = {
+    "rms_norm": (norm.rms_norm, ("auto", "reference", "triton", "cpp", "chunks")),
+    "add_rms_norm": (norm.add_rms_norm, ("auto", "reference", "triton", "cpp", "chunks")),
+    "layer_norm": (norm.layer_norm, ("auto", "reference", "triton", "rows", "aten")),
+    "add_layer_norm": (norm.add_layer_norm, ("auto", "reference", "triton", "rows", "aten")),
+}
+
+
+CASES = [("layer_norm", torch.bfloat16), ("add_rms_norm", torch.float16)]
+CASES += [pytest.param(n, d, marks=pytest.mark.slow) for n in NORMS for d in BOUNDS if (n, d) not in CASES]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_scales_and_biases_of_norms(name, dtype):
+    op, forms = NORMS[name]
+    rows, params = 1 + ("add" in name), 1 + ("layer" in name)
+    # Columns of different means: what is normed has a sign of its own in most.
+    given = [draw(N, D, seed=i) + torch.arange(D, device=laws.DEVICE) for i in range(rows)]
+    given += [draw(D, seed=8 + i) for i in range(params)]
+    for form in forms:
+        tensors = [x.to(dtype) for x in given]
+        if form == "aten" and dtype == torch.float32:
+            continue  # torch's own, for transforms alone: its error grows with the root of the rows
+        if form not in ("auto", "reference") and op.form(form).supports(*tensors, 1e-5):
+            continue
+        which = range(rows, rows + params)
+        check(lambda *t, form=form: op(*t, 1e-5, impl=form), given, which, dtype, lambda *t: op(*t, 1e-5))
+
+
+@every_dtype
+def test_biases_of_linears_and_rows_of_tables(dtype):
+    x, w, b = draw(N, D), draw(D, D, seed=2), draw(D, seed=3)
+    check(linear, (x, w, b), (1, 2), dtype)
+    index = torch.arange(N, device=laws.DEVICE).reshape(8, -1) % 3 // 2
+    for tokens in (index, index[0], torch.zeros_like(index)):
+        check(lambda table, tokens=tokens: embedding.look_up(table, tokens), (draw(4, D),), (0,), dtype)
+
+
+@every_dtype
+def test_magnitudes_of_dora(dtype):
+    x, w, a, b, m = draw(N, D), draw(D, D, seed=2), draw(D, 2, seed=3), draw(2, D, seed=4), draw(D, seed=5)
+    check(lambda *t: LowRankSum(*t[1:4], 0.5, t[4]).product(t[0]), (x, w, a, b, m), (2, 3, 4), dtype)
+
+
+@every_dtype
+def test_attention_sinks(dtype):
+    q, out, g = draw(1, N, 2, 4), draw(1, N, 2, 4, seed=3).to(dtype), draw(1, N, 2, 4, seed=4).to(dtype)
+    lse, sinks = q.sum(-1).mT.to(dtype), draw(2, seed=5).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    found, exact = (
+        gradient(*with_sinks(out.to(d), lse.to(w), sinks), g.to(d), sinks.to(d))
+        for d, w in ((dtype, wide), (torch.float64,) * 2)
+    )
+    assert float((found.double() - exact).norm() / exact.norm()) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))
+@every_dtype
+def test_the_head_and_its_loss(dtype, compiled, monkeypatch):
+    """In 256 chunks, of which each adds to the gradient of the weight."""
+    monkeypatch.setattr(lce, "CHUNK_ROWS", N // 256)
+    x, w, targets = draw(N, D), draw(5, D, seed=2), torch.zeros(N, dtype=torch.int64, device=laws.DEVICE)
+
+    def both(impl, dtype):
+        leaves = [x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()]
+        loss = lce.linear_cross_entropy(*leaves, targets, impl=impl, compiled=compiled)
+        return loss, torch.autograd.grad(loss, leaves)[1]
+
+    for got, want in zip(both("chunked", dtype), both("reference", torch.float64)):
+        error = float((got.double() - want).detach().norm() / want.detach().norm())
+        assert error <= BOUNDS[dtype], (error, got, want)
