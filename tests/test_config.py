@@ -277,7 +277,7 @@ def resolved(table):
 def test_schedules_start_peak_and_end_as_they_say(name):
     numbers = (
         {"name": name}
-        | ({"decay_steps": 50} if name == "wsd" else {})
+        | ({"decay_steps": 50} if "decay_steps" in config_checks.SCHEDULES[name] else {})
         | ({} if name == "one_cycle" else {"warmup_steps": 10})
     )
     numbers |= {"end": 0.25} if "end" in config_checks.SCHEDULES[name] else {}

@@ -49,6 +49,20 @@ OTHER_TREES = {  # names and shapes of other libraries -> whether they decay
     "expose/compose": ((4, 4), True),
     "scaled/w": ((4, 4), True),
     "0": ((4, 4), True),
+    # words that begin or end as a norm's, and steps that are of one but no norm
+    **dict.fromkeys(("abnormal/w", "denorm_proj", "denorm/w", "normalizer", "normalizer/0/w"), ((4, 4), True)),
+    **dict.fromkeys(("bias_net", "bias_net.weight", "position_mlp/kernel", "gamma_net/w"), ((4, 4), True)),
+    **dict.fromkeys(("norm1.linear.weight", "pos_embed.proj.weight", "biasing", "lnet/w", "clsifier"), ((4, 4), True)),
+    **dict.fromkeys(("class_embed.weight", "rnn.weight_hh_l0", "preposition/w", "pos/mlp/w_q"), ((4, 4), True)),
+    **dict.fromkeys(("layers/attnNorm/w", "layers/norm/0/weight", "layers/RMSNorm_1/scale"), ((3, 8), False)),
+    **dict.fromkeys(("layers/q_norm.weight", "layers/batchnorm2d/weight", "layers/norm_w"), ((3, 8), False)),
+    **dict.fromkeys(
+        ("relative_position_bias_table", "attn.pos_bias_u", "relative_attention_bias.weight"), ((9, 2), False)
+    ),
+    **dict.fromkeys(
+        ("attn.bias_k", "rnn.bias_hh_l0", "decoder.embed_positions.weight", "pos/embedding"), ((9, 2), False)
+    ),
+    **dict.fromkeys(("layernorm_embedding.weight", "positional_encoding/pe", "mixer/b_up"), ((9, 2), False)),
 }
 
 

@@ -261,8 +261,8 @@ def beside_deepspeed(
     found = read_deepspeed(path, ranks)
     for key in sorted(dict(tables.flat(table)).keys() & dict(tables.flat(found.table)).keys()):
         raise ValueError(f"--config {config_file} and --deepspeed {path} both set {key}; leave one of them out")
-    if found.ignored and environment_number("RANK", 0) == 0:
-        click.echo(ignored_line(path, found), err=True)
+    if (line := ignored_line(path, found)) and environment_number("RANK", 0) == 0:
+        click.echo(line, err=True)
     return merged(found.table, table)
 
 

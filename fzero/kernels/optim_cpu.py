@@ -17,7 +17,7 @@ from torch import Tensor
 from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import fake_device_of, kind_of, record_launch
-from fzero.kernels.optim_leaf import SIGNED, Leaf, Rates, touched_tensors
+from fzero.kernels.optim_leaf import SIGNED, Leaf, Rates, changing_b1, touched_tensors
 from fzero.kernels.optim_lowbit import Place
 
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.uint8: 4}  # as the C++ has them; 0: none
@@ -102,6 +102,8 @@ def step(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 def supports(rule: Any, leaves: Sequence[Leaf], rates: Rates) -> str:
     """The reason why it does not serve a call; "" if it does."""
     moments = len(SIGNED[rule])
+    if why := changing_b1(rates):
+        return why
     for leaf in leaves:
         tensors = [x for x in (leaf.p, leaf.g, *leaf.state, leaf.copy) if x is not None]
         if any(kind_of(x) != "cpu" for x in tensors):

@@ -51,15 +51,22 @@ def touched_tensors(leaves: Sequence[Leaf]) -> tuple[list[Tensor], list[Tensor]]
 class Rates(NamedTuple):
     """The arguments of a step that all leaves share."""
 
-    scalars: tuple[Tensor, ...]  # 0-dim, float64: adamw (lr, 1 - b1^t, sqrt(1 - b2^t)); lion (lr,)
+    # 0-dim, float64: adamw (lr, 1 - b1^t, sqrt(1 - b2^t)), and b1 where it changes with the step; lion (lr,)
+    scalars: tuple[Tensor, ...]
     count: Tensor  # int64 0-dim: steps made before
     b1: float
     b2: float
     eps: float = 0.0
     coupled: bool = False  # adamw: the decay is added to the gradient (L2), as Adam has it
+    correction: str = "moments"  # adamw: what is divided by 1 - b^t, see fzero.optim.adamw; in `scalars` already
     block: int = 256  # of 8-bit states
     factor: Tensor | None = None  # float32 0-dim, of every gradient
     skip: Tensor | None = None  # bool 0-dim
+
+
+def changing_b1(rates: Rates) -> str:
+    """Why a form with one b1 for all steps cannot serve; "" if it can."""
+    return "b1 changes with the step, and it takes a number" if len(rates.scalars) > 3 else ""
 
 
 # ---- the equations ----
@@ -75,10 +82,11 @@ def adamw_step(
     g: Tensor, state: tuple, p: Tensor, scalars: tuple, decay: float, rates: Rates
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """(u, (m, v)) of one leaf, or a part of one."""
-    (rate, correct1, root_correct2), (m, v) = scalars, state
+    (rate, correct1, root_correct2, *changing), (m, v) = scalars, state
+    b1 = changing[0] if changing else rates.b1
     if rates.coupled and decay:
         g = g + decay * p
-    m, v = rates.b1 * m + (1 - rates.b1) * g, rates.b2 * v + (1 - rates.b2) * (g * g)
+    m, v = b1 * m + (1 - b1) * g, rates.b2 * v + (1 - rates.b2) * (g * g)
     u = -(rate / correct1) * (m / (safe_sqrt(v) / root_correct2 + rates.eps))
     return u - (rate * decay) * p if decay and not rates.coupled else u, (m, v)
 
@@ -189,6 +197,8 @@ def fused_serves(leaves: Sequence[Leaf], rates: Rates) -> str:
     """Why torch's fused kernel of Adam cannot take these leaves, "" if it can."""
     if rates.factor is not None or rates.skip is not None:
         return "it knows no factor and no skip"
+    if rates.correction != "moments" or changing_b1(rates):
+        return changing_b1(rates) or f"the correction is {rates.correction}; it has that of moments"
     for leaf in leaves:
         if leaf.place is not None or leaf.copy is not None or len(leaf.state) != 2:
             return "it keeps states in float dtypes, rounded to nearest, and writes no copy"

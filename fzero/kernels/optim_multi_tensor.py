@@ -47,6 +47,7 @@ from fzero.kernels.optim_leaf import (
     adamw_fused,
     adamw_reference,
     adamw_step,
+    changing_b1,
     fused_serves,
     lion_reference,
     lion_step,
@@ -267,6 +268,8 @@ def _launch(step: Any, leaves: Sequence[Leaf], rates: Rates) -> None:
 
 
 def _supports(leaves: Sequence[Leaf], rates: Rates) -> str:
+    if why := changing_b1(rates):
+        return why
     if any(leaf.state[0].dtype == torch.uint8 for leaf in leaves) and (
         rates.block & (rates.block - 1) or not 16 <= rates.block <= 4096
     ):

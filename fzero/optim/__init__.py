@@ -7,7 +7,13 @@ from fzero.optim.average import AverageState, with_average
 from fzero.optim.base import GradientTransformation, Pass, Schedule, apply_in_place, apply_updates
 from fzero.optim.clip import clip_by_global_norm, clip_by_value
 from fzero.optim.combine import by_label, chain
-from fzero.optim.deepspeed_schedules import warmup_cosine_lr, warmup_decay_lr, warmup_lr
+from fzero.optim.deepspeed_schedules import (
+    cycle_lr,
+    cycle_momentum,
+    warmup_cosine_lr,
+    warmup_decay_lr,
+    warmup_lr,
+)
 from fzero.optim.from_torch import TorchState, from_torch
 from fzero.optim.lamb import LambState, lamb
 from fzero.optim.lion import Lion8State, LionState, lion
@@ -69,6 +75,8 @@ __all__ = [
     "clip_by_value",
     "constant",
     "cosine",
+    "cycle_lr",
+    "cycle_momentum",
     "decay_matrices",
     "exponential",
     "from_torch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class Adam8State(NamedTuple):
 @checked(**OPTIMIZER)
 def adamw(
     lr: float | Tensor | Schedule = 1e-3,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
@@ -59,6 +60,7 @@ def adamw(
     state_bits: int | None = None,
     block: int = 256,
     seed: int = 0,
+    correction: str = "moments",
     impl: str = "auto",
 ) -> GradientTransformation:
     """Return AdamW: Adam's step and, apart from it, a shrinking of p by lr λ p.
@@ -66,19 +68,21 @@ def adamw(
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g²;  m̂ = m / (1 - b1^t);  v̂ = v / (1 - b2^t);
     u = -lr m̂ / (√v̂ + eps) - lr λ p,  with t = count + 1.
 
-    lr: a number, a 0-dim tensor, or a schedule. weight_decay: λ.
-    mask: which leaves decay (a regex over names, a predicate (name, leaf) such as `decay_matrices`, None for all).
+    lr: a number, a 0-dim tensor, or a schedule. b1: a number, or a schedule: t is then of that step's b1.
+    weight_decay: λ. mask: which leaves decay (a regex over names, a predicate such as `decay_matrices`, None for all).
     state_dtype: of m and v, None for the param's. The arithmetic is in the widest of the dtypes, at least float32.
     rounding: "stochastic" rounds bfloat16 states up or down at random (keyed by seed, name of the leaf, step and index
     of the element), so that changes below their 8 bits of mantissa are not lost: v moves by (1 - b2) of itself.
     state_bits: 8 keeps m and v as codes with a scale for each `block` elements of a row: 2 bytes a param for 8. Vectors
     and leaves below 4096 elements stay in float32.
     Low-precision states have the same bits on every mesh.
+    correction: "moments", as above; "none": m and v stand for m̂ and v̂; "rate": they do, and lr is multiplied by
+    √(1 - b2^t) / (1 - b1^t).
     impl: of `apply`: "triton" (on CUDA: all leaves of the same dtypes in one launch), "fused" (PyTorch's, if all
     four tensors are of one dtype), "reference", or "auto". They equal `update` + add to the rounding of a few
     operations. In each an element's bits depend neither on its place in the leaf nor on how the
     leaf is cut.
-    Raises ValueError for numbers out of range, and for state options that do not go together.
+    Raises ValueError for numbers out of range, another correction, and state options that do not go together.
 
     >>> tx, params = adamw(0.1, weight_decay=0.5), {"w": torch.tensor([1.0, 4.0])}
     >>> updates, state = tx.update({"w": torch.tensor([3.0, -3.0])}, tx.init(params), params)
@@ -88,13 +92,14 @@ def adamw(
     Ref: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", arXiv:1711.05101, algorithm 2.
     """
     kept = storage("adamw", state_dtype, state_bits, block, rounding, seed)
-    return _adam("adamw", lr, b1, b2, eps, kept=kept, weight_decay=weight_decay, mask=mask, impl=impl)
+    rest: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
+    return _adam("adamw", lr, b1, b2, eps, kept=kept, **rest)
 
 
 @checked(**OPTIMIZER)
 def adam(
     lr: float | Tensor | Schedule = 1e-3,
-    b1: float = 0.9,
+    b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     *,
@@ -105,6 +110,7 @@ def adam(
     state_bits: int | None = None,
     block: int = 256,
     seed: int = 0,
+    correction: str = "moments",
     impl: str = "auto",
 ) -> GradientTransformation:
     """Return Adam; a weight_decay λ is L2: it adds λ p to the gradient, as in torch.optim.Adam.
@@ -122,20 +128,55 @@ def adam(
     Ref: Kingma and Ba 2015, "Adam: a method for stochastic optimization", arXiv:1412.6980, algorithm 1.
     """
     kept = storage("adam", state_dtype, state_bits, block, rounding, seed)
-    return _adam("adam", lr, b1, b2, eps, coupled=True, kept=kept, weight_decay=weight_decay, mask=mask, impl=impl)
+    rest: dict[str, Any] = {"weight_decay": weight_decay, "mask": mask, "impl": impl, "correction": correction}
+    return _adam("adam", lr, b1, b2, eps, coupled=True, kept=kept, **rest)
 
 
-def adam_scalars(lr: float | Tensor | Schedule, b1: float, b2: float, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(lr, 1 - b1^t, √(1 - b2^t))`, float64 0-dim, at t = count + 1."""
-    t = (count + 1).to(torch.float64)
-    return lr_at(lr, count), 1 - b1**t, (1 - b2**t).sqrt()
+CORRECTIONS = ("moments", "rate", "none")
+
+
+def check_correction(owner: str, correction: str) -> None:
+    """Raise ValueError for a correction that there is not."""
+    if correction not in CORRECTIONS:
+        raise ValueError(f"{owner}: correction is {correction!r}; it must be one of {', '.join(CORRECTIONS)}")
+
+
+def adam_scalars(
+    lr: float | Tensor | Schedule, b1: float | Tensor, b2: float, count: Tensor, correction: str = "moments"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(lr, 1 - b1^t, √(1 - b2^t))`, float64 0-dim, at t = count + 1; with another correction (its rate, 1, 1)."""
+    t, rate = (count + 1).to(torch.float64), lr_at(lr, count)
+    first, second = 1 - b1**t, (1 - b2**t).sqrt()
+    if correction == "moments":
+        return rate, first, second
+    one = torch.ones_like(t)
+    return rate * second / first if correction == "rate" else rate, one, one
 
 
 def _adam(
-    owner: str, lr: float | Tensor | Schedule, b1: float, b2: float, eps: float, *, weight_decay: float, **rest: Any
+    owner: str,
+    lr: float | Tensor | Schedule,
+    b1: float | Schedule,
+    b2: float,
+    eps: float,
+    *,
+    weight_decay: float,
+    correction: str,
+    **rest: Any,
 ) -> GradientTransformation:
     check_number(owner, lr=lr, eps=eps, weight_decay=weight_decay)
-    check_number(owner, high=1.0, b1=b1, b2=b2)
-    scalars = lambda count: adam_scalars(lr, b1, b2, count)  # noqa: E731
-    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    check_correction(owner, correction)
+    check_number(owner, high=1.0, b2=b2)
+    fixed = math.nan  # of a schedule: no form may use it
+    if not callable(b1):
+        check_number(owner, high=1.0, b1=b1)
+        fixed = b1
+
+    def scalars(count: Tensor) -> tuple[Tensor, ...]:
+        if not callable(b1):
+            return adam_scalars(lr, b1, b2, count, correction)
+        now = b1(count).to(count.device)
+        return (*adam_scalars(lr, now, b2, count, correction), now)
+
+    numbers = {"b1": fixed, "b2": b2, "eps": eps, "weight_decay": weight_decay, "correction": correction}
     return with_kernel(owner, kernel, adamw_step, (AdamState, Adam8State), 2, scalars, **numbers, **rest)

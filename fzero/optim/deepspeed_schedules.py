@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import checked
-from fzero.optim.base import Schedule
+from fzero.optim.base import Schedule, check_number
 from fzero.optim.schedules import Value, check_steps, check_values, time_of
 
 RISES = ("log", "linear")
@@ -76,6 +76,59 @@ def warmup_cosine_lr(
         return torch.where(i < 0, 0.0, peak * warm(i, after))
 
     return schedule
+
+
+@checked()
+def cycle_lr(
+    low: Value, peak: Value, rise: int, fall: int, *, decay_rate: float = 0.0, decay_steps: int = 0
+) -> Schedule:
+    """Return DeepSpeed's OneCycle: linear from `low` to `peak` in `rise` steps, and back in `fall` steps.
+
+    After them it is low / (1 + decay_rate n / decay_steps), n steps later; `low` without decay_steps.
+    Raises ValueError for rise or fall below 1, a negative decay, and values that are not finite.
+
+    >>> [round(cycle_lr(1.0, 3.0, 2, 2, decay_rate=1.0, decay_steps=2)(t).item(), 4) for t in range(7)]
+    [1.0, 2.0, 3.0, 2.0, 1.0, 0.6667, 0.5]
+    """
+    height, later = _cycle("cycle_lr", rise, fall, decay_rate, decay_steps, low=low, peak=peak)
+    return lambda step: (low + (peak - low) * height(step)) / later(step)
+
+
+@checked()
+def cycle_momentum(low: float, high: float, rise: int, fall: int) -> Schedule:
+    """Return the momentum of DeepSpeed's OneCycle, `high` where the rate of `cycle_lr` is low, and `low` at its peak.
+
+    It is `high` after the cycle, and `low` at step 0, as there.
+    Raises ValueError as `cycle_lr` does, and for values outside of [0, 1).
+
+    >>> [round(cycle_momentum(0.8, 0.9, 2, 2)(t).item(), 4) for t in range(6)]
+    [0.8, 0.85, 0.8, 0.85, 0.9, 0.9]
+    """
+    check_number("cycle_momentum", high=1.0, low=low)
+    if not low <= high < 1:
+        raise ValueError(f"cycle_momentum: high is {high}; it must be from low={low} to below 1")
+    height, _ = _cycle("cycle_momentum", rise, fall)
+    return lambda step: torch.where(time_of(step) < 1, low, high - (high - low) * height(step))
+
+
+def _cycle(
+    owner: str, rise: int, fall: int, decay_rate: float = 0.0, decay_steps: int = 0, **values: Value
+) -> tuple[Schedule, Schedule]:
+    # (from 0 to 1 and back to 0, 1 + the decay of the steps after it)
+    check_steps(owner, 1, rise=rise, fall=fall)
+    check_steps(owner, 0, decay_steps=decay_steps)
+    check_number(owner, decay_rate=decay_rate)
+    check_values(owner, **values)
+
+    def height(step: Tensor | int) -> Tensor:
+        t = time_of(step)
+        return torch.minimum(t / rise, (rise + fall - t) / fall).clamp(min=0.0)
+
+    def later(step: Tensor | int) -> Tensor:
+        over = (time_of(step) - rise - fall).clamp(min=0.0)
+        return 1 + decay_rate * over / decay_steps if decay_steps else torch.ones_like(over)
+
+    return height, later
 
 
 def _warmup(owner: str, peak: Value, warmup_steps: int, start: Value, rise: str) -> Callable[..., Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from fzero.core.arguments import OPTIMIZER, checked
 from fzero.core.pytree import Tree
 from fzero.kernels.optim_leaf import safe_sqrt
-from fzero.optim.adamw import adam_scalars
+from fzero.optim.adamw import adam_scalars, check_correction
 from fzero.optim.base import GradientTransformation, Schedule, check_number
 from fzero.optim.leafwise import layer_dims, layer_pieces, leafwise, moment
 from fzero.optim.masks import Mask, check_mask, decay_predicate
@@ -41,6 +42,8 @@ def lamb(
     mask: Mask = None,
     stacked: str | None = STACKED,
     state_dtype: torch.dtype | None = None,
+    ratios: tuple[float, float] = (0.0, math.inf),
+    correction: str = "moments",
 ) -> GradientTransformation:
     """Return LAMB: Adam's direction, scaled per layer so that the update is lr times as long as the weights.
 
@@ -48,6 +51,7 @@ def lamb(
 
     The norms are of a leaf; for a leaf whose name the regex `stacked` matches, of each layer along its leading dim.
     If either norm is zero the ratio is 1 (φ of the paper is the identity).
+    ratios: the least and the largest ratio (DeepSpeed's: 0.01, 10). correction: as of `adamw` (DeepSpeed's: "rate").
     lr: a number, a 0-dim tensor, or a schedule. weight_decay: λ. mask: which leaves decay (a regex over names, a
     predicate (name, leaf), None for all). state_dtype: of m and v, None for the param's.
     Communicates: two numbers per layer and axis that shards it.
@@ -63,6 +67,8 @@ def lamb(
     """
     check_number("lamb", lr=lr, eps=eps, weight_decay=weight_decay)
     check_number("lamb", high=1.0, b1=b1, b2=b2)
+    check_correction("lamb", correction)
+    check_ratios("lamb", ratios)
     decays = decay_predicate(mask)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
@@ -78,13 +84,13 @@ def lamb(
             r = r + decay * p if decay else r
             p_norm, r_norm = layer_norm2(shards, name, p, lead), layer_norm2(shards, name, r, lead)
             nonzero = (p_norm > 0) & (r_norm > 0)
-            ratio = torch.where(nonzero, p_norm / torch.where(nonzero, r_norm, 1.0), 1.0)
+            ratio = torch.where(nonzero, (p_norm / torch.where(nonzero, r_norm, 1.0)).clamp(*ratios), 1.0)
             return -rate * ratio * r, (m, v)
 
         return leafwise(
             LambState,
             [moment(state_dtype)] * 2,
-            lambda count: adam_scalars(lr, b1, b2, count),
+            lambda count: adam_scalars(lr, b1, b2, count, correction),
             step,
             info=info,
             pieces=layer_pieces(stacked, shards.parts),
@@ -93,3 +99,10 @@ def lamb(
         )._replace(on=on)
 
     return on(WHOLE)
+
+
+def check_ratios(owner: str, ratios: tuple[float, float]) -> None:
+    """Raise ValueError for bounds of a ratio of norms of which no ratio is."""
+    low, high = ratios
+    if not 0 <= low <= high or high == 0:
+        raise ValueError(f"{owner}: ratios are {ratios}; the least must be 0 or more, and the largest not below it")

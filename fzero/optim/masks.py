@@ -16,11 +16,17 @@ from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
 from fzero.sharding.rules import Rules, match_rules
 from fzero.sharding.slices import shard_dim
 
-# A word of a name, or its last part, that tells a leaf which is no weight matrix though it may have two dims.
+# What is no weight matrix though it may have two dims: the last word of a step of its path says what it is.
 NO_MATRIX = re.compile(
-    r"(^|[/._])([a-z]*norm\w*|ln\d*|bias(es)?|scales?|gain|gamma|beta|pos|position(s|al)?|wpe|cls)($|[/._])"
-    r"|(^|[/.])b(_[^/.]*)?$"
+    r"(layer|rms|batch|group|instance|input|pre|post|attn|q|k|v|qk)?norms?|ln|bn|gn"
+    r"|bias|biases|scales?|gains?|gamma|beta|pos|position|positions|positional|pe|wpe|cls"
 )
+# Words that say how it is kept, and not what it is; so do numbers and single letters.
+HOW = re.compile(
+    r"\d+|[a-z]|emb(s|ed|eds|edding|eddings)?|enc|encodings?|tables?|tokens?|weights?|kernels?|params?|vectors?|values?"
+    r"|ih|hh|hr|reverse"
+)
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 Mask = str | Callable[[str, Tensor], bool] | None  # regex found in the name; predicate(name, leaf); None: every leaf
 
 
@@ -28,17 +34,34 @@ def decay_matrices(name: str, leaf: Tensor) -> bool:
     """Return whether a leaf is a weight matrix or an embedding of tokens; give it as `mask` to decay only those.
 
     It is one if it has two dims or more, in any tree. The layers that a leaf under `blocks/` is stacked of are no dim:
-    a bias [L, D] there has one. By their names norms, biases, scales and positions are none, whatever their dims: one
-    of the words norm, ln, bias, scale, gain, gamma, beta, pos, position, wpe or cls in it, or a last part b or b_*.
+    a bias [L, D] there has one. By their names norms, biases, scales and positions are none, whatever their dims: those
+    of whose last step (or the one above `weight`, `w`, `kernel`, `0`, ...) norm, ln, bias, scale, gain, gamma, beta,
+    pos, position, wpe or cls is the last whole word, but for such as embedding, token and table: `attn_norm`,
+    `position_embeddings` and `LayerNorm_0`, but not `normalizer`, `bias_net` and `norm/linear`. So is a last step b or
+    b_*.
 
     >>> decay_matrices("encoder/dense/kernel", torch.zeros(4, 8)), decay_matrices("encoder/dense/bias", torch.zeros(8))
     (True, False)
     >>> decay_matrices("blocks/attn/w_q", torch.zeros(2, 4, 4)), decay_matrices("blocks/norm", torch.zeros(2, 4))
     (True, False)
-    >>> decay_matrices("wpe.weight", torch.zeros(16, 4))
-    False
+    >>> decay_matrices("wpe.weight", torch.zeros(16, 4)), decay_matrices("position_mlp/w", torch.zeros(16, 4))
+    (False, True)
     """
-    return leaf.dim() - shard_dim(name) >= 2 and NO_MATRIX.search(name.lower()) is None
+    return leaf.dim() - shard_dim(name) >= 2 and not _is_no_matrix(name)
+
+
+def _is_no_matrix(name: str) -> bool:
+    """Whether the path of a leaf says that it is a norm, a bias, a scale or of positions."""
+    steps = re.split(r"[/.]", name)
+    if re.match(r"b(_|$)", steps[-1]):
+        return True
+    for step in reversed(steps):
+        words = [word.lower() for word in WORD.findall(step)]
+        while words and HOW.fullmatch(words[-1]):
+            words.pop()
+        if words:  # else the step above says what it is
+            return NO_MATRIX.fullmatch(words[-1]) is not None
+    return False
 
 
 def decay_predicate(mask: Mask) -> Callable[[str, Tensor], bool]:

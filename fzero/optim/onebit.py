@@ -79,14 +79,21 @@ class Numbers(NamedTuple):
     weight_decay: float
     clip: float
     scale: str
+    correction: str = "moments"
 
     def check(self, owner: str) -> Numbers:
         """The same, if they are in their ranges."""
         check_number(owner, lr=self.lr, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
         check_number(owner, high=1.0, b1=self.b1, b2=self.b2)
+        if self.correction not in ("moments", "none"):
+            raise ValueError(f"{owner}: correction is {self.correction!r}; it must be moments or none")
         if self.scale not in SCALES:
             raise ValueError(f"{owner}: scale is {self.scale!r}; it must be one of {', '.join(SCALES)}")
         return self
+
+    def correct(self, b: float, times: Tensor) -> Tensor:
+        """What a mean by b is divided by after so many steps: 1 - b^times, or 1 without a correction."""
+        return 1 - b**times if self.correction == "moments" else torch.ones_like(times)
 
 
 def warm_up(owner: str, freeze: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -107,6 +114,7 @@ def onebit_adam(
     mask: Mask = None,
     clip: float = 0.0,
     scale: str = "rms",
+    correction: str = "moments",
 ) -> GradientTransformation:
     """Return 1-bit Adam: AdamW for `freeze` steps; then v stays, and ranks exchange the signs of their momentum.
 
@@ -123,6 +131,7 @@ def onebit_adam(
     weight_decay: λ. mask: which leaves decay (a regex, a predicate (name, leaf), None for all). clip: the largest norm
     of the gradient in the warm-up, then of the momentum; 0: as it is. In a chain it would be given terms, not sums.
     scale: of a block of signs: "rms", which keeps its norm, or "mean" of the magnitudes, which loses least.
+    correction: "moments", or "none": m and v stand for m̂ and v̂, as in DeepSpeed.
     Communicates: a psum of gradients in the warm-up; then an all_to_all and an all_gather of bits, and scales.
     Raises ValueError for numbers out of range.
 
@@ -133,7 +142,7 @@ def onebit_adam(
     Ref: Tang et al. 2021, "1-bit Adam: communication efficient large-scale training with Adam's convergence speed",
     arXiv:2102.02888, algorithm 1.
     """
-    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale)
+    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale, correction)
     return one_bit("onebit_adam", numbers, Method(*warm_up("onebit_adam", freeze), adam_direction(eps)), mask)
 
 
@@ -212,7 +221,7 @@ def one_bit(owner: str, numbers: Numbers, method: Method, mask: Mask) -> Gradien
             move_momentum(shards, numbers, full, g, state, (m, v))
             t = (state.count + 1).to(torch.float64)
             moved = method.moved(state.count).to(torch.float64)
-            correct = 1 - numbers.b1**t, 1 - numbers.b2**moved, 1 - numbers.b2**t
+            correct = numbers.correct(numbers.b1, t), numbers.correct(numbers.b2, moved), numbers.correct(numbers.b2, t)
             lr = lr_at(numbers.lr, state.count)
             for name, p in named.items():
                 wide_p = p.to(v[name].dtype)

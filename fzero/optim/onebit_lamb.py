@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fzero.core.arguments import OPTIMIZER, checked
 from fzero.optim.base import GradientTransformation, Schedule
+from fzero.optim.lamb import check_ratios
 from fzero.optim.leafwise import Slot, layer_dims
 from fzero.optim.masks import Mask
 from fzero.optim.onebit import Direction, Method, Moments, Numbers, one_bit, warm_up
@@ -35,10 +36,12 @@ def onebit_lamb(
     stacked: str | None = STACKED,
     clip: float = 0.0,
     scale: str = "rms",
+    ratios: tuple[float, float] = RATIOS,
+    correction: str = "moments",
 ) -> GradientTransformation:
     """Return 1-bit LAMB: LAMB for `freeze` steps; then v stays, and ranks exchange the signs of their momentum.
 
-    Until then as `lamb`, with ratios c = ||p|| / ||r|| in [0.01, 10], of which c̄ = 0.9 c̄ + 0.1 c is kept for each
+    Until then as `lamb`, with ratios c = ||p|| / ||r|| within `ratios`, of which c̄ = 0.9 c̄ + 0.1 c is kept for each
     layer. From then on m is summed as in `onebit_adam`, whose state, plan ("grads=1bit") and arguments it has, and
 
     w = b2 w + (1 - b2) ((m - b1 m') / (1 - b1))², with m' the m before, begins at v, and ŵ is corrected
@@ -76,12 +79,13 @@ def onebit_lamb(
         "ratio": of_layers(0.0),
         "factor": of_layers(1.0),
     }
-    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale)
-    method = Method(*warm_up("onebit_lamb", freeze), lamb_direction(numbers, stacked), extra)
+    check_ratios("onebit_lamb", ratios)
+    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale, correction)
+    method = Method(*warm_up("onebit_lamb", freeze), lamb_direction(numbers, stacked, ratios), extra)
     return one_bit("onebit_lamb", numbers, method, mask)
 
 
-def lamb_direction(numbers: Numbers, stacked: str | None) -> Direction:
+def lamb_direction(numbers: Numbers, stacked: str | None, ratios: tuple[float, float]) -> Direction:
     """The direction of 1-bit LAMB, scaled to the size of its layer."""
     b1, b2, eps = numbers.b1, numbers.b2, numbers.eps
 
@@ -96,7 +100,7 @@ def lamb_direction(numbers: Numbers, stacked: str | None) -> Direction:
             fresh.copy_(x.v)
             weights = layer_norm2(shards, x.name, x.p, lead)
             nonzero = (weights > 0) & (size > 0)
-            ratio = torch.where(nonzero, (weights / torch.where(nonzero, size, 1.0)).clamp(*RATIOS), 1.0)
+            ratio = torch.where(nonzero, (weights / torch.where(nonzero, size, 1.0)).clamp(*ratios), 1.0)
             average.copy_(torch.where(nonzero, AVERAGE * average + (1 - AVERAGE) * ratio, average))
             return ratio * r
         assert x.before is not None  # as the method has an `extra`

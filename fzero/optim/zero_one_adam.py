@@ -29,6 +29,7 @@ def zero_one_adam(
     mask: Mask = None,
     clip: float = 0.0,
     scale: str = "mean",
+    correction: str = "moments",
 ) -> GradientTransformation:
     """Return 0/1 Adam: v moves in steps k_0 = 0, k_{j+1} = k_j + 2^⌊j/κ⌋, by sums in full.
 
@@ -67,7 +68,7 @@ def zero_one_adam(
         lambda count: (steps.to(count.device) <= count).sum(),
         adam_direction(eps),
     )
-    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale)
+    numbers = Numbers(lr, b1, b2, eps, weight_decay, clip, scale, correction)
     intervals = Intervals(freeze or FAR, sum_every, sum_double).check("zero_one_adam")
     if sum_every == 1:
         return one_bit("zero_one_adam", numbers, method, mask)

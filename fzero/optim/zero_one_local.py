@@ -89,7 +89,7 @@ class Rule(NamedTuple):
 
     def rate(self, count: Tensor) -> Tensor:
         """ρ of the step after `count` others, float64 0-dim."""
-        return lr_at(self.numbers.lr, count) / (1 - self.numbers.b1 ** (count + 1).to(torch.float64))
+        return lr_at(self.numbers.lr, count) / self.numbers.correct(self.numbers.b1, (count + 1).to(torch.float64))
 
     def decay(self, count: Tensor, decays: bool) -> Tensor:
         """lr λ of that step for a leaf, float64 0-dim; 0 for one that does not decay."""
@@ -97,7 +97,7 @@ class Rule(NamedTuple):
 
     def step(self, count: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """u / (√v̂ + eps), and 0 where v is 0."""
-        correct = 1 - self.numbers.b2 ** self.method.moved(count).to(torch.float64)
+        correct = self.numbers.correct(self.numbers.b2, self.method.moved(count).to(torch.float64))
         return torch.where(v > 0, u / ((v / correct.to(v.dtype)).sqrt() + self.numbers.eps), 0.0)
 
 

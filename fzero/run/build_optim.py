@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from fzero import optim
 from fzero.core.precision import POLICIES, Policy, fp16
 from fzero.kernels.registry import AUTO, Kernels
 from fzero.optim import GradientTransformation, Schedule, decay_matrices
+from fzero.optim.onebit_lamb import RATIOS
 from fzero.run.config import Optim, RunConfig
 from fzero.run.config_ranks import first_local
 from fzero.sharding.slices import STACKED
@@ -46,6 +48,10 @@ def make_schedule(config: Optim, peak: float, steps: int, rates: Sequence[tuple[
         return optim.warmup_lr(peak, max(1, s.warmup_steps), start=peak * s.start, **warm)
     if s.name == "warmup_decay_lr":
         return optim.warmup_decay_lr(peak, max(1, s.warmup_steps), steps, start=peak * s.start, **warm)
+    if s.name == "cycle_lr":
+        return optim.cycle_lr(
+            peak * s.start, peak, s.warmup_steps, s.decay_steps, decay_rate=s.decay_rate, decay_steps=s.decay_every
+        )
     if s.name == "warmup_cosine_lr":
         return optim.warmup_cosine_lr(peak, max(1, s.warmup_steps), steps, start=s.start, end=s.end, **warm)
     body = {
@@ -87,7 +93,16 @@ def make_optimizer(
         of_step = plain if scale is None else lambda count, factor=scale: plain(count) * factor
         return of_step if updates == 1 else lambda count: of_step(count // updates)
 
-    lr, betas = rate(config.lr), (config.beta1, config.beta2)
+    lr, betas, s = rate(config.lr), (config.beta1, config.beta2), config.schedule
+    cycled = betas
+    if s.low_beta1 is not None and s.high_beta1 is not None:
+        momentum = optim.cycle_momentum(s.low_beta1, s.high_beta1, s.warmup_steps, s.decay_steps)
+        cycled = (momentum if updates == 1 else lambda count: momentum(count // updates), config.beta2)
+    bias: dict[str, Any] = {"correction": config.correction}
+    least, most = RATIOS if config.name == "onebit_lamb" else (0.0, math.inf)
+    ratios: dict[str, Any] = {
+        "ratios": (least if config.min_ratio is None else config.min_ratio, config.max_ratio or most)
+    }
     decay: dict[str, Any] = {
         "weight_decay": config.weight_decay,
         "mask": decay_matrices if config.decay == "matrices" else None,
@@ -115,13 +130,13 @@ def make_optimizer(
         return optim.by_label({"muon": muon, "adamw": rest}, ((BLOCK_MATRICES, "muon"), (".*", "adamw")))
 
     tx = {
-        "adamw": lambda: optim.adamw(lr, *betas, config.eps, **decay, **states, **adam_impl),
-        "adam": lambda: optim.adam(lr, *betas, config.eps, **decay, **states, **adam_impl),
-        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay),
+        "adamw": lambda: optim.adamw(lr, *cycled, config.eps, **decay, **states, **bias, **adam_impl),
+        "adam": lambda: optim.adam(lr, *cycled, config.eps, **decay, **states, **bias, **adam_impl),
+        "lamb": lambda: optim.lamb(lr, *betas, config.eps, **decay, **bias, **ratios),
         "lion": lambda: optim.lion(lr, *betas, **decay, **states, impl=kernels["lion"]),
-        "onebit_adam": lambda: optim.onebit_adam(lr, *betas, config.eps, freeze=warm, **signs),
-        "onebit_lamb": lambda: optim.onebit_lamb(lr, *betas, config.eps, freeze=warm, **signs),
-        "zero_one_adam": lambda: optim.zero_one_adam(lr, *betas, config.eps, freeze=last, **sums, **signs),
+        "onebit_adam": lambda: optim.onebit_adam(lr, *betas, config.eps, freeze=warm, **signs, **bias),
+        "onebit_lamb": lambda: optim.onebit_lamb(lr, *betas, config.eps, freeze=warm, **signs, **bias, **ratios),
+        "zero_one_adam": lambda: optim.zero_one_adam(lr, *betas, config.eps, freeze=last, **sums, **signs, **bias),
         "sgd": lambda: optim.sgd(lr, config.momentum, nesterov=config.nesterov, **decay),
         "adafactor": lambda: optim.adafactor(lr, **decay),
         "muon": block_matrices,

@@ -74,7 +74,14 @@ class Schedule:
     decay: str = "linear"
     rise: float = 0.3  # fraction of the steps until the peak
     warmup: str = "log"  # DeepSpeed's warmup: log, or linear
-    start: float = 0.0  # the fraction that DeepSpeed's warmup begins with
+    start: float = 0.0  # the fraction that DeepSpeed's warmup, and its cycle, begin with
+    # of cycle_lr, after its cycle of warmup_steps up and decay_steps down: the rate is divided by 1 + decay_rate after
+    # decay_every steps; 0: it stays. The momentum (beta1 of adam and adamw) falls from high to low and rises again;
+    # left out: it stays
+    decay_rate: float = 0.0
+    decay_every: int = 0
+    low_beta1: float | None = None
+    high_beta1: float | None = None
     # tokens after which it ends: the rate then follows the tokens of the run and not its steps; 0: its steps
     tokens: int = 0
     warmup_tokens: int = 0  # in place of warmup_steps and decay_steps, with tokens
@@ -96,6 +103,12 @@ class Optim:
     momentum: float = 0.0
     nesterov: bool = False
     adjust: str = "original"  # how muon scales an update with the matrix's shape
+    correction: str = (
+        "moments"  # of Adam's bias and LAMB's: moments, rate (of lamb, DeepSpeed's) or none, see optim.adamw
+    )
+    # lamb, onebit_lamb: bounds of the ratio of norms; left out: lamb has none, onebit_lamb DeepSpeed's 0.01 and 10
+    min_ratio: float | None = None
+    max_ratio: float | None = None
     states: str = "full"  # of adamw, adam and lion: in the precision's dtype, bf16 (stochastic rounding) or 8bit
     # onebit_adam, onebit_lamb: the steps of the warm-up, 0: a fifth of train.steps, of onebit_lamb a half;
     # zero_one_adam: the steps in which v moves at all, 0: all, or with local steps a fifth of train.steps

@@ -21,11 +21,12 @@ from fzero.data.tokens import read_meta
 from fzero.kernels.registry import Kernels
 from fzero.models import sizes
 from fzero.models.score import head_of
+from fzero.optim.adamw import CORRECTIONS
 from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
-from fzero.run.config_ranks import OUTER, SEND_SIGNS, validate_codes, validate_local, validate_signs
-from fzero.run.config_schedules import SCHEDULES, keys_of, validate_tokens
+from fzero.run.config_ranks import OUTER, validate_codes, validate_local, validate_signs
+from fzero.run.config_schedules import SCHEDULES, keys_of, validate_cycle, validate_tokens
 from fzero.run.curriculum import validate_curriculum, validate_kept, validate_layers
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
@@ -44,15 +45,16 @@ RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 # The keys that each optimizer uses.
 ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "adamw": (*ADAM, "states"),
-    "adam": (*ADAM, "states"),
-    "lamb": ADAM,
+    "adamw": (*ADAM, "states", "correction"),
+    "adam": (*ADAM, "states", "correction"),
+    "lamb": (*ADAM, "correction", "min_ratio", "max_ratio"),
     "lion": (*ADAM[:-1], "states"),
     "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
     "adafactor": ("lr", "weight_decay", "decay"),
     "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
-    **dict.fromkeys(SEND_SIGNS, (*ADAM, "freeze_steps")),
-    "zero_one_adam": (*ADAM, "freeze_steps", "sum_every", "sum_double"),
+    "onebit_adam": (*ADAM, "correction", "freeze_steps"),
+    "onebit_lamb": (*ADAM, "correction", "freeze_steps", "min_ratio", "max_ratio"),
+    "zero_one_adam": (*ADAM, "correction", "freeze_steps", "sum_every", "sum_double"),
 }
 ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
 MOST_RANKS = 10_000_000
@@ -65,7 +67,9 @@ BOUNDS: dict[str, Bounds] = {
     **{f"optim.{n}": RATE for n in ("lr_rest", "weight_decay", "eps", "clip")},
     **{f"optim.{n}": FRACTION for n in ("beta1", "beta2", "momentum")},
     **{f"optim.{n}": COUNT for n in ("freeze_steps", "sum_double", "schedule.warmup_steps")},
-    **{"optim.sum_every": SIZE, "optim.schedule.decay_steps": COUNT},
+    **{"optim.sum_every": SIZE, "optim.schedule.decay_steps": COUNT, "optim.schedule.decay_every": COUNT},
+    **{"optim.min_ratio": RATE, "optim.max_ratio": RATE, "optim.schedule.decay_rate": RATE},
+    **{"optim.schedule.low_beta1": FRACTION, "optim.schedule.high_beta1": FRACTION},
     **{f"optim.schedule.{n}": COUNT for n in ("tokens", "warmup_tokens", "decay_tokens")},
     **{"optim.schedule.end": RATE, "optim.schedule.power": POSITIVE, "optim.schedule.rise": (0.0, False, 1.0)},
     "optim.schedule.start": FRACTION,
@@ -108,6 +112,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),
+    "optim.correction": CORRECTIONS,
     "optim.adjust": ("original", "match_rms_adamw"),
     "optim.lr_scaling": tuple(SCALINGS),
     "optim.lr_scaling_by": SIZES,
@@ -208,7 +213,8 @@ def validate(config: RunConfig) -> None:
     validate_guard(c)
     Kernels.parse(t.kernels)
     s = c.optim.schedule
-    if s.warmup_steps >= t.steps and s.name != "warmup_lr":
+    validate_cycle(c.optim)
+    if s.warmup_steps >= t.steps and s.name not in ("warmup_lr", "cycle_lr"):
         raise ValueError(f"optim.schedule.warmup_steps is {s.warmup_steps}; it must be below train.steps={t.steps}")
     if s.name == "wsd" and not 1 <= s.decay_steps <= t.steps - s.warmup_steps:
         left = t.steps - s.warmup_steps

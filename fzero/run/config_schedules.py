@@ -17,6 +17,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "warmup_lr": ("warmup_steps", "warmup", "start"),
     "warmup_decay_lr": ("warmup_steps", "warmup", "start"),
     "warmup_cosine_lr": ("warmup_steps", "warmup", "start", "end"),
+    "cycle_lr": ("warmup_steps", "decay_steps", "start", "decay_rate", "decay_every", "low_beta1", "high_beta1"),
 }
 BY_TOKENS = {"warmup_steps": "warmup_tokens", "decay_steps": "decay_tokens"}
 
@@ -37,6 +38,31 @@ def validate_tokens(schedule: Any) -> None:
         raise ValueError(
             f"optim.schedule.warmup_tokens={s.warmup_tokens} and decay_tokens={s.decay_tokens} are longer than "
             f"tokens={s.tokens}; shorten one of them"
+        )
+
+
+def validate_cycle(optim: Any) -> None:
+    """Raise ValueError for a cycle without a length, for one of the momentum of an optimizer that has no such, and for
+    a correction or ratios that the optimizer has not."""
+    s = optim.schedule
+    if s.name == "cycle_lr" and not (s.warmup_steps and s.decay_steps):
+        raise ValueError(
+            f"optim.schedule.warmup_steps is {s.warmup_steps} and decay_steps {s.decay_steps}: cycle_lr rises in the "
+            "first and falls in the second; give both"
+        )
+    low, high = s.low_beta1, s.high_beta1
+    cycles = optim.name in ("adam", "adamw") and None not in (low, high)
+    if (low, high) != (None, None) and not (cycles and low <= high):
+        raise ValueError(
+            f"optim.schedule.low_beta1 is {low}, high_beta1 {high} and optim.name {optim.name}; the "
+            "momentum of adam and adamw can cycle, from low_beta1 to a high_beta1 that is not below it; else leave "
+            "both out"
+        )
+    if optim.correction == "rate" and optim.name.startswith(("onebit", "zero_one")):
+        raise ValueError(f"optim.correction is rate and optim.name {optim.name}; use moments or none")
+    if optim.max_ratio is not None and optim.max_ratio <= (optim.min_ratio or 0.0):
+        raise ValueError(
+            f"optim.max_ratio is {optim.max_ratio} and optim.min_ratio {optim.min_ratio or 0.0}; it must be above that"
         )
 
 

@@ -4,16 +4,19 @@ taken; every other key is named as ignored, or refused if it would change the ru
 
 from __future__ import annotations
 
-import re
+import fnmatch
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.core.arguments import checked
-from fzero.core.foreign import NAMES, nearest, parse_json, read_text_file, short
+from fzero.core.foreign import nearest, parse_json, read_text_file, short
 from fzero.core.tables import Table, flat, put
 from fzero.run import deepspeed_keys as keys
+from fzero.run.deepspeed_optim import put_optimizer, put_scheduler
+from fzero.run.deepspeed_values import Values
 
 if TYPE_CHECKING:
     from fzero.run.config import RunConfig
@@ -25,6 +28,7 @@ class FromDeepSpeed(NamedTuple):
     table: Table  # of a RunConfig, with no other value than those that the config sets
     ignored: tuple[str, ...]  # keys that change nothing here
     left: tuple[str, ...]  # keys that are "auto": fzero's own value holds
+    unknown: tuple[str, ...] = ()  # keys that DeepSpeed does not have and does not look at, with the nearest one
 
 
 @checked()
@@ -38,9 +42,10 @@ def config_from_deepspeed(
     which share the batch.
 
     Schedules are DeepSpeed's, step for step; weight decay is of all leaves, as in DeepSpeed without parameter groups.
-    docs/migrate.md says what becomes of every key. Warns (UserWarning), in one line, of keys that are ignored.
-    Raises ValueError for a key that DeepSpeed does not have, naming the nearest, one that would change the run, and
-    batch sizes that contradict each other.
+    docs/migrate.md says what becomes of every key. Warns (UserWarning), in one line, of keys that are ignored: those
+    that change nothing here, and those that DeepSpeed does not have and ignores too, with the nearest that it has.
+    Raises ValueError for a key of zero_optimization or of the arguments that DeepSpeed does not have, one that would
+    change the run, and batch sizes that contradict each other.
 
     >>> source = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     >>> config = config_from_deepspeed(source, {"preset": "mlp-tiny"})
@@ -50,14 +55,22 @@ def config_from_deepspeed(
     from fzero.run.config_table import from_table
 
     found = read_deepspeed(source, ranks)
-    if found.ignored:
-        warnings.warn(ignored_line(source, found), UserWarning, stacklevel=2)
+    if line := ignored_line(source, found):
+        warnings.warn(line, UserWarning, stacklevel=2)
     return from_table(merged(found.table, table or {}))
 
 
 def ignored_line(source: str | Path | Mapping[str, Any], found: FromDeepSpeed) -> str:
-    """The line that names the keys that change nothing."""
-    return f"{_name(source)}: ignored, as they change nothing here: {', '.join(found.ignored)}"
+    """The line that names the keys that change nothing, "" if there is none."""
+    parts = [
+        f"as {why}: {', '.join(names)}"
+        for why, names in (
+            ("they change nothing here", found.ignored),
+            ("DeepSpeed has no such key", found.unknown),
+        )
+        if names
+    ]
+    return f"{_name(source)}: ignored, {'; '.join(parts)}" if parts else ""
 
 
 def merged(table: Table, over: Table) -> Table:
@@ -90,10 +103,14 @@ def _name(source: str | Path | Mapping[str, Any]) -> str:
 
 def _read(table: Table, ranks: int) -> FromDeepSpeed:
     values: dict[str, Any] = {}
-    ignored, left = [], []
+    ignored, left, unknown = [], [], []
+    if isinstance(table.get(keys.ZERO), bool):  # DeepSpeed's first form
+        table = {**table, keys.ZERO: {"stage": int(table[keys.ZERO])}}
     for name, value in flat(table):
         key = _key_of(name, value)
-        if key.what == keys.IGNORED:
+        if key is None:
+            unknown.append(f"{name}{_nearest_key(name)}")
+        elif key.what == keys.IGNORED:
             ignored.append(name)
         elif key.what == keys.REFUSED:
             if value not in key.harmless and value != "auto":
@@ -105,85 +122,47 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
     out: Table = {}
     said = Values(values)
     _put_batch(out, said, ranks, left)
-    _put_zero(out, said)
+    _put_zero(out, said, ignored)
+    _put_codec(out, said)
     _put_precision(out, said, left)
     put(out, "optim.clip", said.number("gradient_clipping", 0.0))
-    if steps := said.whole("steps_per_print"):
+    if (steps := said.number("steps_per_print")) and steps != math.inf and (steps := said.whole("steps_per_print")):
         put(out, "train.log_every", steps)
     _put_layer_drop(out, said)
-    _put_optimizer(out, said)
-    _put_scheduler(out, said, left)
+    _put_curriculum(out, said)
+    put_optimizer(out, said)
+    put_scheduler(out, said, left)
     if "gradient_clipping" in left:
         del out["optim"]["clip"]
-    return FromDeepSpeed({name: value for name, value in out.items() if value != {}}, tuple(ignored), tuple(left))
+    return FromDeepSpeed(
+        {name: value for name, value in out.items() if value != {}}, tuple(ignored), tuple(left), tuple(unknown)
+    )
 
 
-def _key_of(name: str, value: Any) -> keys.Key:
+def _key_of(name: str, value: Any) -> keys.Key | None:
+    """The key of a name, which may be its alias; None for one that DeepSpeed does not look at."""
+    *parents, last = name.split(".")
+    alias = f"{keys.ZERO}.stage3_{last}" if parents == [keys.ZERO] else name  # DeepSpeed's fields have both names
     for key in keys.KEYS:
-        if key.name == name or (key.name.endswith(".*") and name.startswith(key.name[:-1])):
+        if fnmatch.fnmatchcase(name, key.name) or key.name == alias:
             return key
     if any(key.name.startswith(f"{name}.") for key in keys.KEYS):
+        if value is None:
+            return keys.Key(name, keys.TAKEN, "the table is left out")
         raise ValueError(f"{name} is {short(value)}; it must be a table")
-    exact = [key.name for key in keys.KEYS if not key.name.endswith(".*")]
+    if name.startswith(keys.STRICT):
+        raise ValueError(f"there is no key {name!r}{_nearest_key(name)} in a DeepSpeed config")
+    return None
+
+
+def _nearest_key(name: str) -> str:
+    exact = [key.name for key in keys.KEYS if "*" not in key.name]
     *parents, last = name.split(".")
     tops = sorted({key.name.partition(".")[0] for key in keys.KEYS})
-    if parents and parents[0] not in tops:
-        raise ValueError(f"there is no key {parents[0]!r}{nearest(parents[0], tops)} in a DeepSpeed config")
+    if not parents or parents[0] not in tops:
+        return nearest(name.partition(".")[0], tops)
     beside = [key for key in exact if key.split(".")[:-1] == parents] or exact
-    near = nearest(last, [key.rpartition(".")[2] for key in beside]) or nearest(name, exact)
-    raise ValueError(f"there is no key {name!r}{near} in a DeepSpeed config")
-
-
-class Values(NamedTuple):
-    """The values of a config by their dotted names, read with their types."""
-
-    of: Mapping[str, Any]
-
-    def read(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:
-        """The value, of one of these types; raises ValueError for another."""
-        value = self.of.get(name, default)
-        if value is not default and type(value) not in kinds:
-            raise ValueError(f"{name} is {short(value)}; it must be {' or '.join(NAMES[kind] for kind in kinds)}")
-        return value
-
-    def number(self, name: str, default: Any = None) -> Any:
-        """The value, a number."""
-        return self.read(name, (float, int), default)
-
-    def whole(self, name: str, default: Any = None) -> Any:
-        """The value, a whole number (JSON's 1e3 is one)."""
-        value = self.number(name, default)
-        if isinstance(value, float) and value.is_integer():
-            return int(value)
-        return self.read(name, (int,), default)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """The value, true or false."""
-        return self.read(name, (bool,), default)
-
-    def choice(self, name: str, among: Sequence[str], default: str, others: Mapping[str, str] | None = None) -> str:
-        """The value, one of `among`; raises ValueError, with the reason for one of `others`."""
-        value = self.read(name, (str,), default)
-        if value in among:
-            return value
-        if value in (others or {}):
-            raise ValueError(f"{name} is {value!r}: {(others or {})[value]}")
-        raise ValueError(f"{name} is {value!r}{nearest(value, among)}; it must be one of {', '.join(among)}")
-
-    def below(self, where: str) -> Values:
-        """The values within a table."""
-        return Values(
-            {name[len(where) + 1 :]: value for name, value in self.of.items() if name.startswith(f"{where}.")}
-        )
-
-    def expect_only(self, where: str, kind: str, names: Sequence[str]) -> None:
-        """Raise ValueError for a name that this type of `where` does not have, with the nearest."""
-        for name in self.of:
-            if name not in names:
-                raise ValueError(
-                    f"there is no key '{where}.params.{name}'{nearest(name, names)} of {kind}; it has "
-                    f"{', '.join(names)}"
-                )
+    return nearest(last, [key.rpartition(".")[2] for key in beside]) or nearest(name, exact)
 
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -213,7 +192,7 @@ def _put_batch(out: Table, said: Values, ranks: int, left: Sequence[str]) -> Non
     put(out, "train.micro_batch", micro)
 
 
-def _put_zero(out: Table, said: Values) -> None:
+def _put_zero(out: Table, said: Values, ignored: list[str]) -> None:
     zero = said.below(keys.ZERO)
     stage = zero.whole("stage", 0)
     if stage not in (0, 1, 2, 3):
@@ -229,9 +208,8 @@ def _put_zero(out: Table, said: Values) -> None:
         if device == "none":
             continue
         if ours == "params" and stage != 3:
-            raise ValueError(
-                f"{keys.ZERO}.{group}.device is {device!r} and stage {stage}; DeepSpeed needs stage 3 for it"
-            )
+            ignored.append(f"{keys.ZERO}.{group}.device (it is of stage 3 alone, and the stage is {stage})")
+            continue
         ratio = one.number("ratio", 1.0)
         parts.append(f"{ours}={'host' if device == 'cpu' else device}" + (f":{ratio:g}" if ratio < 1.0 else ""))
         if device == "nvme":
@@ -246,9 +224,28 @@ def _put_zero(out: Table, said: Values) -> None:
         put(out, "nvme.folder", folders.pop())
 
 
+def _put_codec(out: Table, said: Values) -> None:
+    zero = said.below(keys.ZERO)
+    parts = ["params=int8"] if zero.flag("zero_quantized_weights") else []
+    if zero.flag("zero_quantized_gradients"):
+        parts.append("grads=int4")
+        loco = zero.below("zeropp_loco_param")
+        if loco.of:
+            beta, reset = loco.number("err_beta", 0.8), loco.whole("reset_T", 1024)
+            parts += [f"loco={beta:g}", f"reset={reset}"]
+    if parts:
+        out["codec"] = ",".join(parts)
+
+
+HALVES = {"bf16": ("bfloat16", "bf16", "torch.bfloat16"), "fp16": ("float16", "fp16", "half", "torch.float16")}
+
+
 def _put_precision(out: Table, said: Values, left: Sequence[str]) -> None:
     half = said.flag("fp16.enabled")
     wide = said.flag("bf16.enabled") or said.flag("bfloat16.enabled")
+    if said.flag("torch_autocast.enabled"):
+        dtype = said.choice("torch_autocast.dtype", sum(HALVES.values(), ()), "bfloat16")
+        half, wide = half or dtype in HALVES["fp16"], wide or dtype in HALVES["bf16"]
     if half and wide:
         raise ValueError("fp16.enabled and bf16.enabled are both true; set one of them")
     if not (half or wide) and any(name.endswith(".enabled") for name in left):
@@ -277,84 +274,23 @@ def _put_layer_drop(out: Table, said: Values) -> None:
         put(out, "train.layer_drop_gamma", float(gamma))
 
 
-def _put_optimizer(out: Table, said: Values) -> None:
-    if "optimizer.type" not in said.of:
+def _put_curriculum(out: Table, said: Values) -> None:
+    course = said.below("curriculum_learning")
+    if not course.flag("enabled"):
         return
-    kinds = {**dict.fromkeys(keys.OPTIMIZERS), **keys.OTHER_OPTIMIZERS}
-    given = said.read("optimizer.type", (str,), "")
-    kind = Values({"optimizer.type": given.lower()}).choice(
-        "optimizer.type", list(keys.OPTIMIZERS), "", {k: why for k, why in kinds.items() if why}
-    )
-    params = said.below("optimizer.params")
-    params.expect_only("optimizer", given, keys.OPTIMIZERS[kind])
-    for name, default in (("amsgrad", False), ("maximize", False), ("bias_correction", True)):
-        if params.flag(name, default) is not default:
-            raise ValueError(
-                f"optimizer.params.{name} is {not default}, which {given} here does not have; leave it out"
-            )
-    if params.number("dampening", 0.0):
-        raise ValueError("optimizer.params.dampening is not 0, which optim.sgd does not have; leave it out")
-    decoupled = kind == "adamw" or params.flag("adam_w_mode", True)
-    if kind == "adam" and decoupled:
-        kind = "adamw"
-    torchs = kind == "adamw" and params.flag("torch_adam")
-    found: Table = {"name": kind, "decay": "all", "lr": float(params.number("lr", 1e-3))}
-    found["weight_decay"] = float(params.number("weight_decay", 0.01 if torchs else 0.0))
-    if kind == "sgd":
-        found |= {"momentum": float(params.number("momentum", 0.0)), "nesterov": params.flag("nesterov")}
-    else:
-        betas = params.read("betas", (list,), [0.9, 0.99 if kind == "lion" else 0.999])
-        if len(betas) != 2 or not all(type(beta) in (int, float) for beta in betas):
-            raise ValueError(f"optimizer.params.betas is {short(betas)}; it must be two numbers")
-        found |= {"beta1": float(betas[0]), "beta2": float(betas[1])}
-        if kind != "lion":
-            found["eps"] = float(params.number("eps", 1e-8))
-    out["optim"] |= found
-
-
-def _put_scheduler(out: Table, said: Values, left: Sequence[str]) -> None:
-    optim = out["optim"]
-    if "scheduler.type" not in said.of:
-        if "optimizer.type" in said.of:
-            optim["schedule"] = {"name": "constant", "warmup_steps": 0}
+    course.choice("curriculum_type", ("seqlen",), "seqlen")
+    even = "its lengths do not grow evenly; use fixed_linear"
+    course.choice("schedule_type", ("fixed_linear",), "", {"fixed_root": even, "fixed_discrete": even})
+    names = ("min_difficulty", "max_difficulty", "schedule_config.total_curriculum_step")
+    found = [course.whole(name) for name in names]
+    step, batch = course.whole("schedule_config.difficulty_step", 8), out.get("train", {}).get("batch")
+    for name, value in (*zip(names, found), ("schedule_config.difficulty_step", step)):
+        if value is None or value < 1:
+            raise ValueError(f"curriculum_learning.{name} is {short(value)}; it must be a whole number of at least 1")
+    if batch is None:
+        raise ValueError("curriculum_learning is by steps, and the batch is not given; give train_batch_size")
+    low, high, steps = found
+    if low >= high:
         return
-    kind = said.choice("scheduler.type", list(keys.SCHEDULERS), "", keys.OTHER_SCHEDULERS)
-    params = said.below("scheduler.params")
-    params.expect_only("scheduler", kind, keys.SCHEDULERS[kind])
-    if params.whole("last_batch_iteration", -1) != -1:
-        raise ValueError("scheduler.params.last_batch_iteration is not -1; resume a run by --resume")
-    found: Table = {"name": re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()}
-    if "scheduler.params.warmup_num_steps" not in left:
-        found["warmup_steps"] = params.whole("warmup_num_steps", 1000)
-    found["warmup"] = params.choice("warmup_type", ("log", "linear"), "log")
-    if kind == "WarmupCosineLR":
-        found["start"] = float(params.number("warmup_min_ratio", 0.0))
-        found["end"] = float(params.number("cos_min_ratio", 1e-4))
-    else:
-        _put_rates(optim, found, params, kind, left)
-    if "total_num_steps" in keys.SCHEDULERS[kind] and "scheduler.params.total_num_steps" not in left:
-        if (steps := params.whole("total_num_steps")) is None:
-            raise ValueError(f"{kind} needs scheduler.params.total_num_steps")
-        put(out, "train.steps", steps)
-    optim["schedule"] = found
-
-
-def _put_rates(optim: Table, found: Table, params: Values, kind: str, left: Sequence[str]) -> None:
-    peak = params.number("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None)
-    if "scheduler.params.warmup_max_lr" in left:
-        peak = optim.get("lr")
-    elif peak is None:
-        raise ValueError(
-            "scheduler.params.warmup_max_lr is not given, and versions of DeepSpeed differ in what it then is; give it"
-        )
-    least = float(params.number("warmup_min_lr", 0.0))
-    if peak is None:
-        if least:
-            raise ValueError(
-                "scheduler.params.warmup_min_lr is a fraction of warmup_max_lr here; give that as a number"
-            )
-        return
-    if not 0.0 <= least < peak:
-        raise ValueError(f"scheduler.params.warmup_min_lr is {least} and warmup_max_lr {peak}; it must be smaller")
-    optim["lr"] = float(peak)
-    found["start"] = least / peak
+    put(out, "data.seq_len", high)
+    put(out, "data.seq_len_warmup", f"{low}:{step}:{max(1, round(steps * step / (high - low) * batch * high))}")

@@ -13,7 +13,7 @@ TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
 class Key(NamedTuple):
     """A key of a DeepSpeed config. Of a refused key the values in `harmless` say what happens here anyway."""
 
-    name: str  # dotted; "a.*" is every key in the table a
+    name: str  # dotted; "a.*" is every key in the table a, the first that matches counts
     what: str
     why: str  # the key that it becomes, why it changes nothing, or what to write instead
     harmless: tuple[Any, ...] = (None, False)
@@ -32,32 +32,46 @@ def _refused(why: str, *names: str, harmless: tuple[Any, ...] = (None, False)) -
 
 
 # The arguments of optimizers and schedulers, by type.
-ADAM = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode")
+COMMON = ("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "max_grad_norm")
+ADAM = (*COMMON, "torch_adam", "adam_w_mode")
+LAMB = (*COMMON, "eps_inside_sqrt", "max_coeff", "min_coeff")
+ONE_BIT = ("freeze_step", "eps_inside_sqrt")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "adam": ADAM,
     "adamw": ADAM,
     "lion": ("lr", "betas", "weight_decay"),
     "sgd": ("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize"),
+    "lamb": LAMB,
+    "onebitadam": (*COMMON, *ONE_BIT),
+    "onebitlamb": (*LAMB, "freeze_step", "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+    "zerooneadam": (
+        *(*COMMON, "eps_inside_sqrt", "var_freeze_step", "var_update_scaler"),
+        *("local_step_scaler", "local_step_clipper"),
+    ),
+}
+NAMES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}  # ours
+# Arguments of optimizers of which fzero has one value: DeepSpeed's default.
+FIXED: dict[str, bool | float] = {
+    **dict.fromkeys(("amsgrad", "maximize", "eps_inside_sqrt"), False),
+    **{"dampening": 0, "max_grad_norm": 0, "coeff_beta": 0.9, "factor_max": 4, "factor_min": 0.5},
+    **{"factor_threshold": 0.1, "var_update_scaler": 16},
 }
 OTHER_OPTIMIZERS: dict[str, str] = {
-    "lamb": "DeepSpeed's keeps its ratio in [min_coeff, max_coeff], which optim.lamb does not",
-    **dict.fromkeys(
-        ("onebitadam", "onebitlamb", "zerooneadam"),
-        "it sends one bit for each element, by scales and a warm-up of its own; use --set optim.name=onebit_adam, "
-        "onebit_lamb or zero_one_adam",
-    ),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "its rates follow from the model's widths; use by_label"),
     "muon": "DeepSpeed's goes by marks on parameters; use --set optim.name=muon, by names",
-    "adagrad": "a config has none; a loop of your own has optim.from_torch(torch.optim.Adagrad)",
 }
 WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")
 SCHEDULERS: dict[str, tuple[str, ...]] = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP),
     "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", *WARMUP),
     "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *WARMUP),
+    "OneCycle": (
+        *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size", "cycle_second_step_size"),
+        *("decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
+        "last_batch_iteration",
+    ),
 }
 OTHER_SCHEDULERS: dict[str, str] = {
-    "OneCycle": "it cycles the momentum as well; use --set optim.schedule.name=one_cycle",
     "LRRangeTest": "it raises the rate without end; use runs of a few rates",
 }
 
@@ -75,8 +89,10 @@ pin_memory buffer_count buffer_size fast_init max_in_cpu pipeline pipeline_read 
 cpuadam_cores_perc
 """
 NOT_ENABLED = """
-elasticity autotuning eigenvalue curriculum_learning data_efficiency hybrid_engine
+elasticity autotuning eigenvalue data_efficiency hybrid_engine compression_training quantize_training
 """
+# Tables of which DeepSpeed itself refuses a key that it does not know; elsewhere it does not look at one.
+STRICT = (f"{ZERO}.", "optimizer.params.", "scheduler.params.")
 KEYS: tuple[Key, ...] = (
     *_taken(
         train_batch_size="`train.batch`: micro-batch x accumulation x data ranks",
@@ -100,11 +116,33 @@ KEYS: tuple[Key, ...] = (
         fp16__loss_scale_window="`precision.loss_scale.window`",
         fp16__hysteresis="`precision.loss_scale.hysteresis`",
         fp16__min_loss_scale="`precision.loss_scale.floor`",
-        optimizer__type="`optim.name`: AdamW, Adam (decoupled decay unless adam_w_mode is false), Lion, SGD",
+        zero_optimization__zero_quantized_weights="`codec`: `params=int8`; at stage 3",
+        zero_optimization__zero_quantized_gradients="`codec`: `grads=int4`",
+        zero_optimization__zeropp_loco_param__err_beta="`codec`: `grads=int4,loco=BETA`, with quantized gradients",
+        zero_optimization__zeropp_loco_param__reset_T="`codec`: `reset=T`",
+        torch_autocast__enabled="`precision.policy`, by its dtype",
+        torch_autocast__dtype="`precision.policy`: `bf16` or `fp16`, where it is enabled",
+        curriculum_learning__enabled="`data.seq_len`, `data.seq_len_warmup`: rows in pieces, which DeepSpeed cuts off",
+        curriculum_learning__curriculum_type="seqlen",
+        curriculum_learning__min_difficulty="`data.seq_len_warmup`: its first length",
+        curriculum_learning__max_difficulty="`data.seq_len`",
+        curriculum_learning__schedule_type="fixed_linear",
+        curriculum_learning__schedule_config__total_curriculum_step="`data.seq_len_warmup`, by the tokens of a step",
+        curriculum_learning__schedule_config__difficulty_step="`data.seq_len_warmup`: its increment",
+        optimizer__type="`optim.name`: AdamW, Adam (decoupled decay unless adam_w_mode is false), Lion, SGD, Lamb, "
+        "OneBitAdam, OneBitLamb, ZeroOneAdam (these three without a correction of bias, as there)",
         progressive_layer_drop__enabled="`train.layer_drop_theta`, `layer_drop_gamma`, of gpt2 and llama; see data.md",
         progressive_layer_drop__theta="`train.layer_drop_theta`, where it is enabled",
         progressive_layer_drop__gamma="`train.layer_drop_gamma`, where it is enabled",
-        scheduler__type="`optim.schedule.name`: WarmupLR, WarmupDecayLR, WarmupCosineLR; without one constant",
+        scheduler__type="`optim.schedule.name`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle; else constant",
+    ),
+    *_ignored(
+        "it is about how DeepSpeed computes or sends, or does nothing there",
+        *(f"optimizer.params.{n}" for n in ("cuda_aware", "comm_backend_name", "fused", "foreach", "capturable")),
+        *(f"optimizer.params.{n}" for n in ("set_grad_none", "fp32_optimizer_states")),
+        *(f"scheduler.params.{n}" for n in ("cycle_first_stair_count", "cycle_second_stair_count")),
+        "sparse_gradients",
+        "torch_autocast.*",
     ),
     Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `beta2`, `eps`, `weight_decay` (of all leaves), ..."),
     Key("scheduler.params.*", TAKEN, "`optim.lr`, `train.steps`, `optim.schedule.warmup_steps`, `warmup`, ..."),
@@ -167,23 +205,17 @@ KEYS: tuple[Key, ...] = (
         "memory_breakdown",
         "dump_state",
     ),
-    *_refused(
-        "gradients are summed in float32",
+    *_ignored(
+        "sums, master weights and moments are float32 here: more exact, and more memory (`optim.states=bf16` has less)",
         "communication_data_type",
         "seq_parallel_communication_data_type",
         "data_types.grad_accum_dtype",
-        harmless=(None, "fp32"),
+        "fp16.fp16_master_weights_and_grads",
+        "bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states",
     ),
-    *_refused("master weights are float32", "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"),
-    *_refused("master weights and moments are float32; see optim.states", "bf16.bf16_optimizer_states"),
     *_refused("hysteresis comes back when the scale rises", "fp16.consecutive_hysteresis"),
-    *_refused("use --codec params=int8 at stage 3", f"{ZERO}.zero_quantized_weights"),
     *_refused("use models.quantized", f"{ZERO}.zero_quantized_nontrainable_weights"),
-    *_refused("use --codec grads=int4", f"{ZERO}.zero_quantized_gradients"),
-    *_refused(
-        "use --codec grads=int4,loco=BETA,reset=T, where BETA is err_beta and T is reset_T",
-        f"{ZERO}.zeropp_loco_param.*",
-    ),
     *_refused(
         "use --mesh dp=N,rp=M --codec hpz, where dp is this number",
         f"{ZERO}.zero_hpz_partition_size",
@@ -191,28 +223,24 @@ KEYS: tuple[Key, ...] = (
     ),
     *_refused("use --mesh dp=N,rp=M, which shards over dp", f"{ZERO}.mics_shard_size", harmless=(None, 1, -1)),
     *_refused("no part of an update is made later than the rest", f"{ZERO}.zenflow.*"),
-    *_refused("use --mesh tp=N", "tensor_parallel.*", "autotp_size"),
-    *_refused("use bf16 or fp16", "amp.enabled", "torch_autocast.enabled"),
-    *_ignored("their table is not enabled", "amp.*", "torch_autocast.*"),
+    *_refused("use --mesh tp=N", "tensor_parallel.*", "autotp_size", harmless=(None, False, 0, 1)),
+    *_refused("use --mesh pp=N", "pipeline.stages", harmless=(None, False, 0, 1)),
+    *_ignored("fzero splits layers over pp itself; see --mesh pp=N", "pipeline.*"),
+    *_refused("use bf16 or fp16", "amp.enabled"),
+    *_ignored("their table is not enabled", "amp.*"),
     *_refused("give the batch that it would choose", "elasticity.enabled"),
     *_refused("use `fzero plan --search`", "autotuning.enabled"),
     *_refused(
         "use data.curriculum, data.seq_len_warmup, train.random_ltd, or data.packing=buckets with optim.lr_scaling",
-        "curriculum_learning.enabled",
         "data_efficiency.enabled",
     ),
     *_refused(
         "fzero has no such training",
         "eigenvalue.enabled",
         "hybrid_engine.enabled",
-        "sparse_gradients",
-    ),
-    *_refused(
-        "fzero has no such training",
+        "compression_training.*enabled",
+        "quantize_training.enabled",
         "sparse_attention.*",
-        "compression_training.*",
-        "quantize_training.*",
-        "pipeline.*",
     ),
     *_ignored(
         "their table is not enabled",
