@@ -55,7 +55,7 @@ def read_chat(folder: str | Path) -> Chat | None:
     """
     folder, about = Path(folder), {}
     if (folder / CONFIG).is_file():
-        about = read_json(folder / CONFIG)
+        about = read_json(folder / CONFIG, wide=True)
     tokens = {}
     for name in SPECIAL:
         value = about.get(name)
@@ -75,7 +75,7 @@ def read_chat(folder: str | Path) -> Chat | None:
 
 def write_chat(folder: Path, chat: Chat) -> None:
     """Write the files that `read_chat` reads; entries of a tokenizer_config.json that is there stay."""
-    about = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
     write_text(folder, CONFIG, json.dumps({**about, **chat.tokens}, indent=2) + "\n")
     write_text(folder, TEMPLATE, chat.template)
 

@@ -33,7 +33,7 @@ def labels_of(path: Path) -> tuple[str, ...]:
     found: set[str | int] = set()
     for number, line in lines_of(path):
         where = f"{path}:{number}"
-        label = label_in(parse_json(line, where), where)
+        label = label_in(parse_json(line, where, wide=True), where)
         if found and type(label) is not type(next(iter(found))):
             kinds = f"{short(label)} and {short(next(iter(found)))}"
             raise ValueError(f"{where}: labels must be all names or all numbers; there are {kinds}")

@@ -29,7 +29,7 @@ def start_pad(init: Path) -> int:
     a document. Raises ValueError as `start_tokenizer`."""
     if peft.is_adapter(init):
         return start_pad(peft.base_of(init))
-    about = read_json(init / "config.json") if not run_folder.is_run(init) else {}
+    about = read_json(init / "config.json", wide=True) if not run_folder.is_run(init) else {}
     pad = about.get("pad_token_id")
     return pad if isinstance(pad, int) and pad >= 0 else start_tokenizer(init).eos
 
@@ -49,6 +49,6 @@ def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
     )
     if path is None:
         return None
-    recorded = read_json(hf_config).get("eos_token_id")
+    recorded = read_json(hf_config, wide=True).get("eos_token_id")
     eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
     return json_tokenizer(read_text_file(path), str(path), eos)

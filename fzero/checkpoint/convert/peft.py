@@ -69,7 +69,7 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> Path:
     """The folder of an adapter's base; raises ValueError if it is not here."""
-    said = read_json(folder / CONFIG).get("base_model_name_or_path")
+    said = read_json(folder / CONFIG, wide=True).get("base_model_name_or_path")
     for place in (folder / said, Path(said)) if isinstance(said, str) and said else ():
         if place.is_dir() and place.resolve() != folder.resolve():
             return place
@@ -143,7 +143,7 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
 
     Raises ValueError of one line for an adapter of another kind than LoRA or DoRA, and for one of another base.
     """
-    about = read_json(folder / CONFIG)
+    about = read_json(folder / CONFIG, wide=True)
     kinds = {"peft_type": str, "r": int, "lora_alpha": float, "use_dora?": bool, "use_rslora?": bool}
     expect_entries(about, kinds, str(folder / CONFIG))
     if about["peft_type"] != "LORA":
@@ -217,7 +217,11 @@ def base_digest(named: Mapping[str, Tensor]) -> str:
 def _modules(inner: Any, base: Path | None) -> list[_Place]:
     """The layers of the weights [in, out] of the blocks. base: the folder of the model, whose config.json tells the
     architecture."""
-    told = base is not None and (base / "config.json").is_file() and "architectures" in read_json(base / "config.json")
+    told = (
+        base is not None
+        and (base / "config.json").is_file()
+        and "architectures" in read_json(base / "config.json", wide=True)
+    )
     family = read_hf_config(base / "config.json")[1] if base is not None and told else write_config(inner)[1]
     leaves = like(inner)
     return [
