@@ -265,6 +265,7 @@ def test_an_adapter_that_does_not_fit_is_one_line(folder, tmp_path, fz):
         ({"base_model_name_or_path": "Qwen/Qwen3"}, "base_model_name_or_path is 'Qwen/Qwen3', which is no folder here"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; fzero has LORA alone"),
         ({"bias": "all"}, "bias is 'all'; fzero has 'none' alone"),
+        ({"lora_alpha": True}, "lora_alpha is True; it must be a finite number"),
         ({"r": 3}, "an adapter for another base .*lora_A is .2, 32., and there it would be .3, 32."),
         ({"r": "2"}, "r is '2'; it must be a whole number"),
     )):  # fmt: skip
@@ -274,3 +275,25 @@ def test_an_adapter_that_does_not_fit_is_one_line(folder, tmp_path, fz):
     with pytest.raises(ValueError, match=r"w_q is a part of transformer\.h\.0\.attn\.c_attn in transformers"):
         _, model = dora_of("gpt2")
         peft.save_adapter(tmp_path / "no", model.config, params_of(model))
+
+
+def test_an_entry_that_changes_an_adapter_is_refused_by_name(folder, tmp_path):
+    def opened(name, **about):
+        return peft.open_adapter(change(folder, tmp_path / name, **about), folder / "qwen3", chats.QWEN3)
+
+    for i, (about, said) in enumerate((
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; fzero has .*let PEFT save it"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\]; fzero has None alone"),
+        ({"use_dorra": True}, r"use_dorra is True \(did you mean use_dora\?\); fzero does not know what that changes"),
+        ({"target_modules": ["q_proj"]}, "layers.0.self_attn.o_proj: target_modules does not name it, and factors"),
+        ({"target_modules": ["q_proj", "o_proj", "lm_head"]}, "has 'lm_head', of which there are no factors"),
+        ({"target_modules": ".*_proj"}, "layers.0.mlp.down_proj: target_modules names it, and no factors of it"),
+        ({"exclude_modules": ["o_proj"]}, "o_proj: target_modules does not name it, and factors of it are there"),
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            opened(f"bad-{i}", **about)
+    found = opened("drops", lora_dropout=0.1, peft_version="9", init_lora_weights="gaussian", a_new_entry=None)
+    assert found.config.rank == 2 and found.notes == [
+        f"{tmp_path / 'drops'}: was trained with lora_dropout 0.1; fzero trains factors without dropout"
+    ]

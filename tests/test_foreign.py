@@ -14,11 +14,13 @@ from pathlib import Path
 
 import click
 import pytest
-from foreign_cases import READERS
+from foreign_cases import READERS, documents, import_model, model_folder
 
 import fzero
 from fzero.cli import main, process
 from fzero.core import foreign
+from fzero.data.chat import Chat, read_chat
+from fzero.data.labels import labels_of
 from fzero.run import run_folder
 
 ROOT = Path(fzero.__file__).parent
@@ -156,6 +158,26 @@ def test_what_is_within_the_bounds_is_read():
     deep = '{"a":' * 63 + "1" + "}" * 63
     assert foreign.parse_json(deep, "some") == json.loads(deep)
     assert foreign.parse_toml("# " + "." * 500 + "\nx = [1.5, 2]", "some") == {"x": [1.5, 2]}
+
+
+def test_whole_numbers_that_nobody_reads_may_be_of_any_size(tmp_path):
+    """`save_pretrained` of transformers writes a model_max_length of 10^30 into tokenizer_config.json."""
+    most = {"model_max_length": int(1e30), "deep": [{"a": -(10**400)}]}
+    for name in ("config.json", "tokenizer_config.json"):
+        model_folder("llama")(tmp_path / name)
+        folder = tmp_path / name / "model"
+        there = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        there |= {"chat_template": "{{ messages }}"} if name != "config.json" else {}
+        (folder / name).write_text(json.dumps({**there, "model_max_length": 10**30}))
+        assert import_model(folder.parent) and read_chat(folder) == (Chat("{{ messages }}") if "tok" in name else None)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "some", **most}))
+    assert documents("t.jsonl")(tmp_path) == ["some"]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"label": "some", **most}) + '\n{"label": "b"}')
+    assert labels_of(tmp_path / "chat.jsonl") == ("b", "some")
+    assert foreign.parse_json(json.dumps(most), "some", wide=True) == most
+    for kind in (int, float, int | None):
+        with pytest.raises(ValueError, match=r"^some: model_max_length is 1000.* does not fit into 64 bits"):
+            foreign.expect_entries(most, {"model_max_length": kind}, "some")
 
 
 def test_texts_of_too_many_bytes_or_values(monkeypatch):

@@ -166,3 +166,51 @@ def test_a_run_of_impossible_sizes_is_refused_at_once(table):
     with pytest.raises(ValueError, match=r"; it must be|; the axes are|does not divide"):
         from_table({"preset": "llama-tiny", **table})
     assert time.monotonic() - begin < 10
+
+
+PUBLISHED = {"_name_or_path": "some", "torch_dtype": "bfloat16", "use_cache": False, "unsloth_version": "2026.1"}
+PUBLISHED |= {"is_causal": True, "eos_token_id": [1, 2], "bos_token_id": 10**30, "new_entry": None, "use_mrope": False}
+
+
+def with_entries(folder, **entries):
+    """The config of a model's folder with other entries in its config.json; ... takes one out."""
+    table, path = json.loads((folder / "model/config.json").read_text()) | entries, folder / "entries.json"
+    path.write_text(json.dumps({name: value for name, value in table.items() if value is not ...}))
+    return read_hf_config(path)[0]
+
+
+@pytest.mark.parametrize("model", [case(model) for model in ALL])
+def test_every_entry_is_used_or_changes_nothing_or_is_refused_by_name(folders, model):
+    assert with_entries(folders[model], **PUBLISHED) == ALL[model]
+    for entries, said in (
+        ({"is_causal": False}, "is_causal is False; fzero supports True only"),
+        ({"is_causal": None}, "is_causal is None"),  # which transformers takes for false
+        ({"per_layer_config": {"0": {}}}, r"per_layer_config is \{'0': \{\}\}"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier is 0.5"),
+        ({"some_bias": True}, "some_bias is True.*does not know what that changes in a"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            with_entries(folders[model], **entries)
+
+
+def test_both_spellings_of_rope_must_say_the_same(folders):
+    linear, new = {"type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0}
+
+    def read(new, old=..., theta=...):
+        found = with_entries(folders["llama"], rope_parameters=new, rope_scaling=old, rope_theta=theta)
+        return found.rope_theta, found.rope_scaling
+
+    scaled = (50.0, RopeScaling.linear(2.0))
+    assert read(new) == read(..., linear, 50.0) == read(new, {**linear, "rope_theta": 50.0}) == scaled
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    for tables, said in (
+        ((plain, linear), "rope_type is 'linear' in rope_scaling and 'default' in rope_parameters; RoPE must be"),
+        ((new, linear), "rope_theta is 10000.0 in rope_scaling and 50.0 in rope_parameters"),
+        (({**new, "type": "yarn"},), "rope_type is 'linear' and type 'yarn'; leave one out"),
+        (({**new, "low_freq_factor": 1.0},), "the linear rope scaling has low_freq_factor, which"),
+        ((new, ..., 1e4), "rope_theta of RoPE is both 10000.0 and 50.0"),
+        ((..., ..., None), "rope_theta is None; it must be a finite number"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read(*tables)

@@ -2,7 +2,8 @@
 
 Every file of JSON or TOML that fzero reads is parsed here, so that the same bounds hold everywhere: bytes, values,
 depth, whole numbers of 64 bits, and texts without half a character. What a file says is checked by its reader, with
-`expect_entries` and `in_form`. Imports nothing heavy, so that a command checks its surroundings at once.
+`expect_entries` and `in_form`. In files of other programs, of which fzero reads some entries (`wide`), whole numbers
+that nobody reads may be of any size. Imports nothing heavy, so that a command checks its surroundings at once.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ class Unparsable(ValueError):
     """Raised for a text that is not of the format it should be of."""
 
 
-def parse_json(text: str | bytes, name: str) -> dict[str, Any]:
+def parse_json(text: str | bytes, name: str, *, wide: bool = False) -> dict[str, Any]:
     """Parse a JSON object; raises ValueError naming the file `name` if the text is not JSON, not an object, or beyond
-    the bounds of this module.
+    the bounds of this module. wide: whole numbers may have more than 64 bits; `expect_entries` refuses those it reads.
 
     >>> parse_json('{"a": [1, 2]}', "sizes.json")
     {'a': [1, 2]}
     """
-    table = parse_json_value(text, name)
+    table = parse_json_value(text, name, wide=wide)
     if not isinstance(table, dict):
         raise ValueError(f"{name}: not a JSON object, but a {type(table).__name__}")
     return table
 
 
-def parse_json_value(text: str | bytes, name: str) -> Any:
-    """Parse any JSON value; raises ValueError as `parse_json` does."""
-    return _parse(text, name, "JSON", json.loads, (",", "[", "{"))
+def parse_json_value(text: str | bytes, name: str, *, wide: bool = False) -> Any:
+    """Parse any JSON value; wide, and raises ValueError, as in `parse_json`."""
+    return _parse(text, name, "JSON", json.loads, (",", "[", "{"), wide=wide)
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     return _parse(text, name, "TOML", tomllib.loads, (",", "[", "{", "="))
 
 
-def _parse(text: str | bytes, name: str, kind: str, parse: Any, marks: tuple[str, ...]) -> Any:
+def _parse(text: str | bytes, name: str, kind: str, parse: Any, marks: tuple[str, ...], *, wide: bool = False) -> Any:
     if len(text) > LARGEST:
         raise ValueError(f"{name}: {len(text):,} bytes of {kind}; at most {LARGEST:,} are read")
     if isinstance(text, bytes):
@@ -86,11 +87,11 @@ def _parse(text: str | bytes, name: str, kind: str, parse: Any, marks: tuple[str
         raise ValueError(f"{name}: tables and lists are nested more than {DEEPEST} deep") from None
     except ValueError as error:  # also of a number with thousands of digits
         raise Unparsable(f"{name}: not {kind} ({error})") from None
-    _check_values(value, name)
+    _check_values(value, name, wide=wide)
     return value
 
 
-def _check_values(value: Any, name: str) -> None:
+def _check_values(value: Any, name: str, *, wide: bool) -> None:
     """Raise ValueError if a parsed value is beyond the bounds of this module."""
     level, depth = [value], 0
     while level:
@@ -106,7 +107,7 @@ def _check_values(value: Any, name: str) -> None:
                 deeper += each.values()
             elif isinstance(each, list):
                 deeper += each
-            elif isinstance(each, int) and not LOWEST <= each <= HIGHEST:
+            elif isinstance(each, int) and not wide and not LOWEST <= each <= HIGHEST:
                 raise ValueError(f"{name}: {_place(value, each)}{short(each)} does not fit into 64 bits")
         level, depth = deeper, depth + 1
         if level and depth > DEEPEST:
@@ -144,9 +145,9 @@ def read_text_file(path: str | Path, most: int = LARGEST) -> str:
         raise ValueError(f"{path}: is not UTF-8 text ({error})") from None
 
 
-def read_json(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ValueError as `read_text_file` and `parse_json` do."""
-    return parse_json(read_text_file(path), str(path))
+def read_json(path: str | Path, *, wide: bool = False) -> dict[str, Any]:
+    """The JSON object in a file; wide as in `parse_json`; raises ValueError as that and `read_text_file` do."""
+    return parse_json(read_text_file(path), str(path), wide=wide)
 
 
 def expect_regular(path: str | Path) -> int:
@@ -179,7 +180,7 @@ def expect_entries(table: Mapping[str, Any], entries: Mapping[str, Any], name: s
     """Raise ValueError naming the file `name` and the first of `entries` that `table` lacks, or has in another type.
 
     entries: {key: type}, such as {"eos": int | None}; a key that ends in ? may be missing. An int serves as a float, a
-    bool not as a number, and a float must be finite.
+    bool not as a number; a float must be finite, and an int of 64 bits.
 
     >>> expect_entries({"eos": "x"}, {"eos": int}, "environment.json")
     Traceback (most recent call last):
@@ -197,6 +198,8 @@ def expect_entries(table: Mapping[str, Any], entries: Mapping[str, Any], name: s
         if not good or (isinstance(value, float) and not math.isfinite(value)):
             wanted = " or ".join(NAMES[kind] for kind in kinds)
             raise ValueError(f"{name}: {bare} is {short(value)}; it must be {wanted}")
+        if type(value) is int and not LOWEST <= value <= HIGHEST:
+            raise ValueError(f"{name}: {bare} is {short(value)}, which does not fit into 64 bits")
 
 
 @contextlib.contextmanager

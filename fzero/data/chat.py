@@ -13,17 +13,18 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fzero.core.foreign import expect_entries, read_json, read_text_file, short
 from fzero.core.storage import write_text
+from fzero.data.special_tokens import CONFIG, special_tokens
 from fzero.data.tokenizers import Tokenizer, token_dtype
 
-TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TEMPLATE = "chat_template.jinja"
 MARKS = "\U0010fffe\U0010ffff"  # no text has them: Unicode says they are no characters
+PROBE = "an answer\u2063"  # in no template
 MOST_MADE = 1_000_000  # characters, items or digits that an operator of a template makes at once
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and whatever else the template reads
 
@@ -53,31 +54,42 @@ def read_chat(folder: str | Path) -> Chat | None:
 
     Raises ValueError naming a file that is not in its form.
     """
-    folder, about = Path(folder), {}
-    if (folder / CONFIG).is_file():
-        about = read_json(folder / CONFIG)
-    tokens = {}
-    for name in SPECIAL:
-        value = about.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            tokens[name] = value
+    folder = Path(folder)
     if (folder / TEMPLATE).is_file():
-        return Chat(read_text_file(folder / TEMPLATE), tokens)
+        return Chat(read_text_file(folder / TEMPLATE), special_tokens(folder))
+    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+    found = template_in(about, str(folder / CONFIG))
+    return None if found is None else Chat(found, special_tokens(folder))
+
+
+def template_in(about: dict[str, Any], name: str) -> str | None:
+    """The chat template in the content of a tokenizer_config.json; raises ValueError naming the file `name`."""
     found = about.get("chat_template")
     if isinstance(found, list):  # several by name
         for one in found:
-            expect_entries(one, {"name": str, "template": str}, f"{folder / CONFIG}: chat_template")
+            expect_entries(one, {"name": str, "template": str}, f"{name}: chat_template")
         found = next((one["template"] for one in found if one["name"] == "default"), None)
-    expect_entries({"chat_template": found}, {"chat_template": str | None}, str(folder / CONFIG))
-    return None if found is None else Chat(found, tokens)
+    expect_entries({"chat_template": found}, {"chat_template": str | None}, name)
+    return found
+
+
+def chat_files(chat: Chat, about: dict[str, Any]) -> dict[str, str]:
+    """{name: content} of the files that `read_chat` reads. about: the content of the tokenizer_config.json that is
+    there, whose entries stay."""
+    tokens = dict(chat.tokens)
+    for name, text in chat.tokens.items():
+        there = about.get(name)
+        if isinstance(there, dict) and there.get("content") == text:
+            tokens[name] = there  # which says more of it
+    files = {CONFIG: json.dumps({**about, **tokens}, indent=2, ensure_ascii=False) + "\n"}
+    return files if template_in(about, CONFIG) == chat.template else files | {TEMPLATE: chat.template}
 
 
 def write_chat(folder: Path, chat: Chat) -> None:
     """Write the files that `read_chat` reads; entries of a tokenizer_config.json that is there stay."""
-    about = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    write_text(folder, CONFIG, json.dumps({**about, **chat.tokens}, indent=2) + "\n")
-    write_text(folder, TEMPLATE, chat.template)
+    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+    for name, content in chat_files(chat, about).items():
+        write_text(folder, name, content)
 
 
 def render(chat: Chat, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
@@ -138,18 +150,24 @@ def examples_of(
     return [encode_spans(encode, text, spans) for text, spans in spans_of(chat, messages, tools=tools)]
 
 
-Encode = Callable[[str], tuple[np.ndarray, np.ndarray]]  # text -> ids [N], the characters [N, 2] of each
+class Encode(Protocol):
+    """From a text to (its ids [N], the characters [N, 2] of each)."""
+
+    def __call__(self, text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """whole: with the tokens that the tokenizer puts before and after a text that no template wrote, such as that
+        of its beginning, as AutoTokenizer does; they have the characters [0, 0)."""
+        ...
 
 
 def encoder(tokenizer: Tokenizer) -> Encode:
-    """The function from a rendered text to its ids and the characters [start, end) of each.
+    """The function from a text to its ids and the characters [start, end) of each.
 
     Unlike the tokenizer's `encode`, special tokens in the text become their ids, as a template writes them.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     if not tokenizer.json:
 
-        def by_bytes(text: str) -> tuple[np.ndarray, np.ndarray]:
+        def by_bytes(text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
             at = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
             return tokenizer.encode(text), np.stack([at, at + 1], 1)
 
@@ -160,16 +178,38 @@ def encoder(tokenizer: Tokenizer) -> Encode:
     library.no_padding()
     library.no_truncation()
 
-    def by_library(text: str) -> tuple[np.ndarray, np.ndarray]:
-        found = library.encode(text, add_special_tokens=False)
+    def by_library(text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        found = library.encode(text, add_special_tokens=whole)
         return np.array(found.ids, dtype), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     return by_library
 
 
-def encode_spans(encode: Encode, text: str, spans: Sequence[tuple[int, int]]) -> Example:
-    """A text as tokens, of which those count that have a character in one of the spans [start, end)."""
-    ids, at = encode(text)
+def end_tokens(chat: Chat, tokenizer: Tokenizer) -> list[int]:
+    """The ids at which an answer by a template ends: of its eos_token, where that is one token, and of the first
+    special token that the template writes after an answer."""
+    if not tokenizer.json:
+        return []
+    from tokenizers import Tokenizer as Library
+
+    encode, found = encoder(tokenizer), list[int]()
+    ids = encode(chat.tokens.get("eos_token", ""))[0]
+    found += [int(ids[0])] if len(ids) == 1 else []
+    added = Library.from_str(tokenizer.json).get_added_tokens_decoder()
+    try:
+        text = render(chat, [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}])
+    except ValueError:  # a template may take other conversations only
+        return found
+    after = encode(text.rpartition(PROBE)[2])[0] if PROBE in text else ()
+    return list(
+        dict.fromkeys([*found, *[int(one) for one in after if int(one) in added and added[int(one)].special][:1]])
+    )
+
+
+def encode_spans(encode: Encode, text: str, spans: Sequence[tuple[int, int]], *, whole: bool = False) -> Example:
+    """A text as tokens, of which those count that have a character in one of the spans [start, end). whole: as in
+    Encode."""
+    ids, at = encode(text, whole=whole)
     counted = np.zeros(len(ids), bool)
     for start, end in spans:
         counted |= (at[:, 0] < end) & (at[:, 1] > start)

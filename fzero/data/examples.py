@@ -138,7 +138,7 @@ def draw_of(line: bytes, seed: int) -> int:
 
 def _examples(where: str, line: bytes, read: Read) -> list[Example]:
     """The examples of a line; `where` begins the texts of errors."""
-    row = parse_json(line, where)
+    row = parse_json(line, where, wide=True)
     try:
         return read(row)
     except ValueError as error:

@@ -33,7 +33,7 @@ def labels_of(path: Path) -> tuple[str, ...]:
     found: set[str | int] = set()
     for number, line in lines_of(path):
         where = f"{path}:{number}"
-        label = label_in(parse_json(line, where), where)
+        label = label_in(parse_json(line, where, wide=True), where)
         if found and type(label) is not type(next(iter(found))):
             kinds = f"{short(label)} and {short(next(iter(found)))}"
             raise ValueError(f"{where}: labels must be all names or all numbers; there are {kinds}")
@@ -76,15 +76,14 @@ def text_ids(row: Table, chat: Chat | None, encode: Encode, pad: int) -> np.ndar
     if "text" in row:
         if "messages" in row or not isinstance(row["text"], str):
             raise ValueError(f"the line must have a text or messages: text is {short(row['text'])}")
-        text = row["text"]
-    elif "messages" in row:
-        messages = messages_of(row, "messages")
-        if chat is None:
-            raise ValueError(NO_TEMPLATE)
-        text, eos = render(chat, messages, tools=tools_of(row)), chat.tokens.get("eos_token", "")
-        text = text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
-    else:
+        return without_pad(encode(row["text"], whole=True)[0], pad)
+    if "messages" not in row:
         raise ValueError(f"the line has no 'text' and no 'messages'; it has {', '.join(row) or 'nothing'}")
+    messages = messages_of(row, "messages")
+    if chat is None:
+        raise ValueError(NO_TEMPLATE)
+    text, eos = render(chat, messages, tools=tools_of(row)), chat.tokens.get("eos_token", "")
+    text = text[: text.rindex(eos) + len(eos)] if eos and eos in text else text
     return without_pad(encode(text)[0], pad)
 
 

@@ -91,8 +91,9 @@ def pair_of(row: Table, chat: Chat | None, encode: Encode, eos: int) -> list[Exa
 
 def plain_example(encode: Encode, prompt: str, text: str, eos: int) -> Example:
     """A text to be continued, and its continuation to learn, with the end of the document."""
-    ids, counted = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))])
-    return Example(np.append(ids, np.array(eos, ids.dtype)), np.append(counted, True))
+    ids, counted = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))], whole=True)
+    last = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else len(ids)  # a tokenizer may put its own end there
+    return Example(np.append(ids[:last], np.array(eos, ids.dtype)), np.append(counted[:last], True))
 
 
 def chat_example(

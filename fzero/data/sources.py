@@ -294,7 +294,7 @@ def _json_text(line: bytes, origin: str, text_key: str) -> str:
     except UnicodeDecodeError:
         raise ValueError(f"{origin}: is not UTF-8 text; convert it or leave it out") from None
     try:
-        record = parse_json_value(text, origin)
+        record = parse_json_value(text, origin, wide=True)
     except ValueError as error:
         raise ValueError(f"{error}; wanted one object a line") from None
     if not isinstance(record, dict) or text_key not in record:

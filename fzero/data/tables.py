@@ -110,7 +110,7 @@ def saved_dataset(folder: Path) -> list[Path] | None:
     Raises ValueError for one of several splits, and where a file is missing.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json").get("splits", [])
+        splits = read_json(folder / "dataset_dict.json", wide=True).get("splits", [])
         raise ValueError(
             f"{folder}: is a dataset of the splits {', '.join(map(str, splits))}; name one: {folder / str(splits[0])}"
             if isinstance(splits, list) and splits
@@ -118,7 +118,7 @@ def saved_dataset(folder: Path) -> list[Path] | None:
         )
     if not ((folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()):
         return None
-    names = read_json(folder / "state.json").get("_data_files")
+    names = read_json(folder / "state.json", wide=True).get("_data_files")
     if not isinstance(names, list) or not all(isinstance(one, dict) and "filename" in one for one in names):
         raise ValueError(f"{folder / 'state.json'}: does not list the files of a dataset (_data_files); save it again")
     found = [folder / Path(str(one["filename"])).name for one in names]

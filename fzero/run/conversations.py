@@ -15,9 +15,11 @@ from fzero.data.labels import expect_labels_seen, labels_reader, ranked_reader
 from fzero.data.preferences import prepare_preferences
 from fzero.data.tokenizers import Tokenizer
 from fzero.models.score import head_of
+from fzero.run import run_folder
 from fzero.run.config import RunConfig
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.start_tokenizer import start_chat, start_tokenizer
+from fzero.run.text_ends import stop_ids
 
 
 def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: Path | None) -> Path:
@@ -73,18 +75,18 @@ def answers_messages(config: RunConfig, folder: Path) -> bool:
     return config.objective != "text" and (config.objective == "chat" or read_chat(folder) is not None)
 
 
-def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, int]:
-    """(the ids [N] to generate after, the id that ends the text) for a prompt to the model of the run in `folder`.
+def prompt_ids(folder: Path, tokenizer: Tokenizer, text: str, *, chat: bool) -> tuple[np.ndarray, list[int]]:
+    """(the ids [N] to generate after, the ids that end the text) for a prompt to the model of the run in `folder`.
 
-    chat: the prompt is a user's message, which the run's chat template renders, and the text the answer, which ends
-    with the template's eos_token where that is one token. Raises ValueError if the run has no chat template.
+    chat: the prompt is a user's message, which the run's chat template renders, and the text the answer; else a text,
+    with the tokens that the tokenizer puts around it, which the documents of a run that began without weights do not
+    have. The ends are those of `text_ends.stop_ids`. Raises ValueError if the run has no chat template.
     """
+    stops = stop_ids(folder, tokenizer)
     if not chat:
-        return tokenizer.encode(text), tokenizer.eos
+        foreign = "token_ids" in run_folder.read_environment(folder)
+        return encoder(tokenizer)(text, whole=True)[0] if foreign else tokenizer.encode(text), stops
     template = read_chat(folder)
     if template is None:
         raise ValueError(f"{folder}: has no chat template (chat_template.jinja); give --no-chat to continue a text")
-    encode, eos = encoder(tokenizer), template.tokens.get("eos_token", "")
-    ids = encode(render(template, [{"role": "user", "content": text}], prompt=True))[0]
-    end = encode(eos)[0] if eos else ()
-    return ids, int(end[0]) if len(end) == 1 else tokenizer.eos
+    return encoder(tokenizer)(render(template, [{"role": "user", "content": text}], prompt=True))[0], stops

@@ -14,10 +14,11 @@ from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface, peft
 from fzero.checkpoint.convert.upcycle import Upcycle, upcycled_config, upcycled_leaves
 from fzero.core import pytree
-from fzero.data.chat import read_chat, write_chat
+from fzero.core.storage import write_text
+from fzero.data.chat import read_chat
 from fzero.models.presets import without_adapters
 from fzero.models.score import head_of
-from fzero.run import run_folder, run_lock, weights
+from fzero.run import run_folder, run_lock, text_ends, weights
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
 from fzero.run.recipes import recipe
@@ -48,9 +49,9 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
         run_folder.expect_free(out)
         try:
             chat = read_chat(source.hf_config.parent)
-            run_folder.create_run(
-                out, value, tokenizer, chat, imported=str(folder.resolve()), imported_from=source.kind
-            )
+            files, ids = text_ends.start_files(source.hf_config.parent, folder), text_ends.ids_of(source.hf_config)
+            about = {"imported": str(folder.resolve()), "imported_from": source.kind, "token_ids": ids}
+            run_folder.create_run(out, value, tokenizer, chat, files, **about)
             place, config_table = run_folder.checkpoints_of(out, value), to_table(value)
             checkpoint.save(place, {"params": params}, step=0, config=config_table, buffer_bytes=BUFFER_BYTES)
         except checkpoint.SaveFailed as error:
@@ -71,19 +72,16 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     over).
 
     Exports the master weights if the run has them. Passes over checkpoints with a damaged leaf. LoRA's factors are
-    added to their weights, for which all of them are in memory; weights in codes become float32. The chat template goes
-    along.
+    added to their weights, for which all of them are in memory; weights in codes become float32. The chat template, and
+    what says where texts begin and end, go along.
     """
     value = run_folder.read_config(run)
-    recorded = run_folder.read_environment(run)
-    tokenizer, chat = run / run_folder.TOKENIZER, read_chat(run)
+    has_text = run_folder.read_environment(run)["tokenizer"] != ""
+    ids, files = text_ends.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
+    where = run / run_folder.TOKENIZER if (run / run_folder.TOKENIZER).is_file() else None
 
     def write(leaves: huggingface.Leaves) -> None:
-        eos = recorded["eos"] if recorded["eos"] >= 0 else None
-        where = tokenizer if tokenizer.is_file() else None
-        huggingface.save_hf(out, without_adapters(value.model), leaves, tokenizer=where, eos=eos)
-        if chat is not None:
-            write_chat(out, chat)
+        huggingface.save_hf(out, without_adapters(value.model), leaves, tokenizer=where, eos=ids, files=files)
 
     def read(opened: checkpoint.CheckpointReader) -> int:
         write(in_checkpoint(run, value, opened, ema=ema))
@@ -109,10 +107,12 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
         raise ValueError(f"--adapter: {run} has no adapters, as it trains all weights; leave it out")
     if head_of(value.model) is not None:
         raise ValueError(f"--adapter: {run} trains a head of scores too, which is no adapter; merge: leave it out")
-    trained, base, chat = weights.load(run, wide=True, ema=ema), base_folder(run), read_chat(run)
+    trained, base = weights.load(run, wide=True, ema=ema), base_folder(run)
+    has_text = run_folder.read_environment(run)["tokenizer"] != ""
+    _, files = text_ends.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
     peft.save_adapter(out, value.model, trained.params, base=str(base))
-    if chat is not None:
-        write_chat(out, chat)
+    for name, content in files.items():
+        write_text(out, name, content)
     return f"{out}: the adapters of {run} after step {trained.step}, on {base}", trained.warnings
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,10 +51,10 @@ def generate(
     *,
     sampling: Sampling = Sampling(),
     vocab_size: int | None = None,
-    eos: int | None = None,
+    eos: int | Sequence[int] | None = None,
 ) -> Tensor:
     """The prompt `tokens` (int64 [B, T]) with `n` drawn tokens after it: int64 [B, T + n], or shorter where all rows
-    have met `eos`.
+    have met `eos`, or one of its ids.
 
     sampling: how a token is drawn from the logits. vocab_size: only ids below are drawn. The draw at a position depends
     on the key and the position only, so the same key gives the same text. Computes in the dtype of the
@@ -84,13 +85,14 @@ def generate(
         )
     caches = make_caches(model, params, batch, length + n, tokens.device)
     seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else [*eos], device=tokens.device)
     for position in range(length, length + n):
         logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
         new = draw(logits, prng.fold_in(key, position), sampling)
         tokens = torch.cat((tokens, new[:, None]), 1)
-        if eos is not None:
-            done |= new == eos
+        if len(ends):
+            done |= torch.isin(new, ends)
             if bool(done.all()):
                 break
     return tokens

@@ -20,7 +20,7 @@ from fzero.core.tables import Table
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
-from fzero.run import corpus, curriculum, machine, run_folder, run_lock, token_weights
+from fzero.run import corpus, curriculum, machine, run_folder, run_lock, text_ends, token_weights
 from fzero.run import weights as weights_module
 from fzero.run.attempt import Attempt, Options
 from fzero.run.build import Job, build, first_state, has_factors, num_params
@@ -144,6 +144,8 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         config,
         data.load_tokenizer(path),
         read_chat(path),
+        text_ends.start_files(init) if init else {},
+        **(text_ends.start_ids(init) if init else {}),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
         corpus_sha256=corpus.corpus_digest(path),
         init=str(init.resolve()) if init else "",

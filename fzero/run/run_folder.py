@@ -8,6 +8,7 @@ samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
 checkpoints/      see fzero/checkpoint/; train.checkpoints names another folder
 tokenizer.json    unless the tokenizer is bytes
 chat_template.jinja, tokenizer_config.json   where the model has a chat template: see fzero/data/chat.py
+special_tokens_map.json, generation_config.json   of the folder that it comes from: see fzero/run/text_ends.py
 data/             the corpus, if the run prepared its own
 lock.json         the process that trains it now: see fzero/run/run_lock.py
 nvme/             offloaded leaves, unless nvme.folder names another folder: see fzero/offload/store.py
@@ -22,7 +23,7 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ CONFIG, ENVIRONMENT, METRICS, ATTEMPTS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, N
 )
 # What later commands take from environment.json: of every run, and of one that trains on a corpus.
 TRAINED = {"corpus": str, "corpus_sha256": str, "init": str, "num_params": int}
-ENTRIES = {"tokenizer": str, "eos": int | None, "threads?": int, "processes?": int}
+ENTRIES = {"tokenizer": str, "eos": int | None, "threads?": int, "processes?": int, "token_ids?": dict}
 ENTRIES |= {f"{name}?": kind for name, kind in TRAINED.items()}
 
 
@@ -99,11 +100,18 @@ def clear_folder(folder: Path, *, keep: bool) -> None:
 
 
 def create_run(
-    folder: Path, value: RunConfig, tokenizer: Tokenizer | None, chat: Chat | None = None, **environment: Any
+    folder: Path,
+    value: RunConfig,
+    tokenizer: Tokenizer | None,
+    chat: Chat | None = None,
+    files: Mapping[str, str] = {},
+    **environment: Any,
 ) -> None:
-    """Write config.json, environment.json, tokenizer.json and the chat template into `folder`; config.json last: with
-    it the folder is a run."""
+    """Write config.json, environment.json, tokenizer.json, the chat template and `files` {name: content} into `folder`;
+    config.json last: with it the folder is a run."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_text(folder, name, content)
     if chat is not None:
         write_chat(folder, chat)
     if tokenizer and tokenizer.json:

@@ -8,6 +8,7 @@ from typing import Any
 from fzero.checkpoint.convert import peft
 from fzero.core.foreign import read_json, read_text_file
 from fzero.data.chat import Chat, read_chat
+from fzero.data.special_tokens import CONFIG, mark_special, special_tokens
 from fzero.data.tokenizers import Tokenizer, json_tokenizer
 from fzero.run import run_folder
 
@@ -29,8 +30,9 @@ def start_pad(init: Path) -> int:
     a document. Raises ValueError as `start_tokenizer`."""
     if peft.is_adapter(init):
         return start_pad(peft.base_of(init))
-    about = read_json(init / "config.json") if not run_folder.is_run(init) else {}
-    pad = about.get("pad_token_id")
+    place = init / run_folder.ENVIRONMENT if run_folder.is_run(init) else init / "config.json"
+    about = read_json(place, wide=True)
+    pad = about.get("token_ids", about).get("pad_token_id")
     return pad if isinstance(pad, int) and pad >= 0 else start_tokenizer(init).eos
 
 
@@ -49,6 +51,9 @@ def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
     )
     if path is None:
         return None
-    recorded = read_json(hf_config).get("eos_token_id")
+    recorded = read_json(hf_config, wide=True).get("eos_token_id")
     eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
-    return json_tokenizer(read_text_file(path), str(path), eos)
+    place = path.parent if (path.parent / CONFIG).is_file() else hf_config.parent
+    if eos is None:
+        eos = special_tokens(place).get("eos_token")
+    return json_tokenizer(mark_special(read_text_file(path), place), str(path), eos)

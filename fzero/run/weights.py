@@ -197,7 +197,7 @@ def load_start(init: Path) -> TrainedWeights:
         named |= {name: entry.give() for name, entry in adapter.leaves.items()}
         model = models.build(adapter.config)
         params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
-        return TrainedWeights(config_of(adapter.config), model, params, 0, below.warnings)
+        return TrainedWeights(config_of(adapter.config), model, params, 0, [*below.warnings, *adapter.notes])
     source = convert.open_source(init)
     return TrainedWeights(config_of(source.config), models.build(source.config), convert.load(source), 0, [])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,15 +62,18 @@ def save_hf(
     params: Tree | Leaves,
     *,
     tokenizer: str | Path | None = None,
-    eos: int | None = None,
+    eos: int | Mapping[str, Any] | None = None,
     architecture: str = "",
     max_shard_bytes: int = 5_000_000_000,
+    files: Mapping[str, str] = {},
 ) -> Path:
     """Write `folder` for `transformers` to load: config.json and model.safetensors; return its path.
 
     The weights are split into several files with an index if they exceed `max_shard_bytes`. params: their tree, or
     Leaves: then one tensor of theirs is in memory at a time, with the leaves read for it. tokenizer: a tokenizer.json
-    (or its folder) to copy. eos: the id of the end-of-document token. architecture: the name in transformers where
+    (or its folder) to copy. eos: the id of the end-of-document token, or what config.json is to have of bos_token_id,
+    eos_token_id and pad_token_id. files: {name: content} of others to write, such as generation_config.json and
+    tokenizer_config.json. architecture: the name in transformers where
     several compute the model, such as "MistralForCausalLM" for a Llama; "" takes the first of docs/huggingface.md. The
     folder appears only when it is complete.
     Raises ValueError if it exists, if `params` are not those of `config`, and for features that transformers does not
@@ -86,12 +89,15 @@ def save_hf(
     _expect_params(leaves.like, shapes)
     rows = [row for row in family.layouts[0] if row.ours in shapes]
     dtypes = {leaf.dtype for leaf in leaves.like.values()}
+    pad = getattr(config, "pad", -1)
     hf |= {
         "torch_dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         "bos_token_id": None,
-        "pad_token_id": pad if (pad := getattr(config, "pad", -1)) >= 0 else None,  # some have one by default
-        "eos_token_id": eos,
-    }
+        "pad_token_id": None,
+        "eos_token_id": eos if isinstance(eos, int) else None,
+    } | ({} if eos is None or isinstance(eos, int) else dict(eos))
+    if pad >= 0:  # some have one by default
+        hf["pad_token_id"] = pad
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -101,6 +107,8 @@ def save_hf(
             write_text(partial, "tokenizer.json", source.read_text(encoding="utf-8"))
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
             write_text(partial, "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
+        for name, content in files.items():
+            write_text(partial, name, content)
         _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
         partial.rename(folder)
     except BaseException:

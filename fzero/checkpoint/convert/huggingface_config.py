@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint.convert.huggingface_families import FAMILIES, MOE_PLAIN, NOT_ZERO, REQUIRED, ROPE, Family
+from fzero.checkpoint.convert.huggingface_entries import expect_known
+from fzero.checkpoint.convert.huggingface_families import FAMILIES, MOE_PLAIN, NOT_ZERO, REQUIRED, ROPE, Family, Field
 from fzero.checkpoint.convert.huggingface_layers import read_layers, write_layers
 from fzero.checkpoint.convert.huggingface_score import read_labels, scored_family, write_labels
 from fzero.core.bounds import check_bounds
@@ -38,8 +39,11 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     unsupported."""
     name = str(where)
     _expect_unquantized(hf, family, where)
-    if family.rope and not hf.get("rope_parameters") and not hf.get("rope_scaling"):
+    expect_known(hf, family, where)
+    if family.rope and hf.get("rope_parameters") is None and not hf.get("rope_scaling"):
         hf = {**hf, "rope_parameters": family.rope}
+    if family.original_len is not None:
+        hf = {ROPE[3]: family.original_len, **hf}
     for entry, choices in family.fixed.items():
         value = hf.get(entry, choices[0])
         if value not in choices:
@@ -49,11 +53,7 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     sizes: dict[str, Any] = dict(family.flags)
     kinds = {field.name: field.type for field in dataclasses.fields(family.config)}
     for field in family.fields:
-        value = hf.get(field.theirs, hf.get(field.also, field.default))
-        if field.also in hf and hf[field.also] != value:
-            raise ValueError(
-                f"{where}: {field.theirs} is {short(value)} and {field.also} {short(hf[field.also])}; they must agree"
-            )
+        value = _value_of(hf, field, where)
         if value is REQUIRED:
             raise ValueError(f"{where}: {field.theirs} is missing")
         allowed = {"int": int, "bool": bool}.get(str(kinds[field.ours]), float)
@@ -73,6 +73,9 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     elif family.config is DeepSeekConfig:
         sizes |= {"balance_coef": 0.0, "bias_rate": 0.0}  # transformers has no loss for it, and moves no bias
         sizes |= _read_rope(hf, family.theta, where)
+        width = sizes["nope_dim"] + sizes["rope_dim"]
+        if hf.get("qk_head_dim", width) != width:
+            raise ValueError(f"{where}: qk_head_dim is {short(hf['qk_head_dim'])}; by the other two it is {width}")
         if sizes.pop("rope_scaling") is not None:
             raise ValueError(f"{where}: RoPE is scaled; fzero computes {family.architecture} without scaling")
     else:
@@ -84,12 +87,25 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
             raise ValueError(f"{where}: head_dim is {sizes['head_dim']}; it must be at least 1")
         _expect_bounds(family, {"n_layers": sizes["n_layers"]}, where)  # a list of them is made next
         local = family.layers == "gemma3"
+        if local and hf.get("rope_parameters") and rope_of(hf, "full_attention", where) is hf:
+            raise ValueError(f"{where}: rope_parameters has no full_attention and sliding_attention, which it has here")
         sizes |= _read_rope(rope_of(hf, "full_attention", where) if local else hf, family.theta, where)
         sizes["pattern"] = read_layers(hf, family, sizes["n_layers"], _local_theta(hf, where) if local else None, where)
     if family.config is MoEConfig:
         sizes["z_coef"] = 0.0
     found = _build(family, sizes, where)
     return found if family in FAMILIES else read_labels(hf, found, where)
+
+
+def _value_of(hf: dict[str, Any], field: Field, where: Path) -> Any:
+    """The value of an entry by any of its names, or its default."""
+    said = {name: hf[name] for name in (field.theirs, *field.also) if name in hf}
+    value = next(iter(said.values()), field.default)
+    for name, other in said.items():
+        if other != value:
+            first = next(iter(said))
+            raise ValueError(f"{where}: {first} is {short(value)} and {name} {short(other)}; they must agree")
+    return value
 
 
 def _expect_unquantized(hf: dict[str, Any], family: Family, where: Path) -> None:
@@ -128,9 +144,12 @@ def rope_of(hf: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     if not isinstance(tables, dict) or not any(isinstance(table, dict) for table in tables.values()):
         return hf
     expect_entries(tables, {kind: dict}, f"{where}: rope_parameters")
-    theirs = {**hf, "rope_parameters": tables[kind]}
-    local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_scaling": None}
-    return theirs if kind == "full_attention" else {**theirs, **local}
+    if extra := set(tables) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{where}: rope_parameters has {min(extra)} beside tables for layers; fzero does not know it")
+    if kind == "full_attention":
+        return {**hf, "rope_parameters": tables[kind]}
+    local = {"rope_theta": hf["rope_local_base_freq"]} if hf.get("rope_local_base_freq") is not None else {}
+    return local | {"rope_parameters": tables[kind]}
 
 
 def _local_theta(hf: dict[str, Any], where: Path) -> float:
@@ -146,37 +165,71 @@ def _local_theta(hf: dict[str, Any], where: Path) -> float:
 
 
 def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
-    """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
-    expect_entries(hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None}, str(where))
-    rope: dict[str, Any] = {}
-    for table in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, {"rope_theta": hf.get("rope_theta")}):
-        expect_entries(table, {f"{name}?": float | None for name in ("rope_theta", *ROPE)}, str(where))
-        for name, value in table.items():
-            if value is not None and rope.setdefault(name, value) != value:
-                raise ValueError(
-                    f"{where}: {name} of RoPE is both {short(value)} and {short(rope[name])}; make them equal"
-                )
-    rope.setdefault("rope_theta", theta)
-    if any(isinstance(value, dict) for value in rope.values()):
+    """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4).
+
+    Either table is whole: transformers takes rope_scaling where both are there, and other programs the other, so both
+    must say the same.
+    """
+    expect_entries(
+        hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None, "rope_theta?": float}, str(where)
+    )
+    tables = {name: hf[name] for name in ("rope_scaling", "rope_parameters") if hf.get(name)} or {"": {}}
+    found = {name: _read_table(table, hf, theta, where) for name, table in tables.items()}
+    first = next(iter(found.values()))
+    if any(other != first for other in found.values()):
+        one, two = (
+            {**table, "rope_theta": found[name]["rope_theta"], "rope_type": _kind(table), "type": None}
+            for name, table in tables.items()
+        )
+        name = next(name for name in ("rope_type", *ROPE, *one, *two) if one.get(name) != two.get(name))
+        said = f"{name} is {short(one.get(name))} in rope_scaling and {short(two.get(name))} in rope_parameters"
+        raise ValueError(f"{where}: {said}; RoPE must be the same in both, or leave one out")
+    return first
+
+
+def _kind(table: dict[str, Any]) -> Any:
+    """The type of RoPE's scaling by a table."""
+    return table.get("rope_type", table.get("type", "default"))
+
+
+def _read_table(table: dict[str, Any], hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
+    """RoPE's base and scaling by one table, and by the entries beside it."""
+    rope = {name: value for name, value in table.items() if value is not None or name == "rope_theta"}
+    if any(isinstance(value, dict) for name, value in rope.items() if name.endswith("_attention")):
         raise ValueError(f"{where}: rope_parameters differ between layers; fzero reads that of Gemma 3 only")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _kind(rope)
+    if rope.pop("type", kind) != kind:
+        raise ValueError(f"{where}: rope_type is {short(kind)} and type {short(table['type'])}; leave one out")
+    rope.pop("rope_type", None)
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ValueError(
-            f"{where}: rope_type is {kind!r}; fzero supports 'default', 'linear', 'llama3' and 'yarn' only"
+            f"{where}: rope_type is {short(kind)}; fzero supports 'default', 'linear', 'llama3' and 'yarn' only"
         )
-    turned = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
-    if turned != 1.0:
-        raise ValueError(f"{where}: partial_rotary_factor is {turned}; fzero turns whole heads only")
-    expect_entries(rope, {"rope_theta": float}, str(where))
-    if kind == "default":
-        return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": None}
+    beside = {name: hf[name] for name in ("rope_theta", "partial_rotary_factor") if hf.get(name) is not None}
+    beside |= {ROPE[3]: hf[ROPE[3]]} if ROPE[3] in rope and hf.get(ROPE[3]) is not None else {}
+    for name, value in beside.items():
+        if rope.setdefault(name, value) != value:
+            raise ValueError(f"{where}: {name} of RoPE is both {short(value)} and {short(rope[name])}; make them equal")
+    rope.setdefault("rope_theta", theta)
+    expect_entries(rope, {f"{name}?": float for name in ("rope_theta", "partial_rotary_factor", *ROPE)}, str(where))
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{where}: partial_rotary_factor is {table.get('partial_rotary_factor', hf.get('partial_rotary_factor'))}; "
+            "fzero turns whole heads only"
+        )
     what = f"{where}: the {kind} rope scaling"
-    wanted: dict[str, Any] = {
+    wanted: dict[str, dict[str, Any]] = {
+        "default": {},
         "linear": {"factor": float},
         "llama3": {**dict.fromkeys(ROPE[:3], float), ROPE[3]: int},
-        "yarn": {"factor": float, ROPE[3]: int, **{f"{name}?": float | None for name in YARN_ENDS}, "truncate?": bool},
+        "yarn": {"factor": float, ROPE[3]: int, **{f"{name}?": float for name in YARN_ENDS}, "truncate?": bool},
     }
     expect_entries(rope, wanted[kind], what)
+    read = {"rope_theta", *(name.removesuffix("?") for name in wanted[kind]), *(YARN_FACTORS if kind == "yarn" else ())}
+    if extra := set(rope) - read:
+        raise ValueError(f"{what} has {min(extra)}, which fzero does not know there; take it out if it is not used")
+    if kind == "default":
+        return {"rope_theta": float(rope["rope_theta"]), "rope_scaling": None}
     try:
         scaling = _scaling(kind, rope)
     except ValueError as error:
@@ -188,6 +241,7 @@ def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
 
 
 YARN_ENDS = ("beta_slow", "beta_fast")  # our low_freq_factor and high_freq_factor
+YARN_FACTORS = ("attention_factor", "mscale", "mscale_all_dim")
 
 
 def _scaling(kind: str, rope: dict[str, Any]) -> RopeScaling:
@@ -199,7 +253,7 @@ def _scaling(kind: str, rope: dict[str, Any]) -> RopeScaling:
     ends = rope.get("beta_slow") or 1.0, rope.get("beta_fast") or 32.0
     found = RopeScaling(rope["factor"], *ends, rope[ROPE[3]], "yarn_whole" if rope.get("truncate", True) else "yarn")
     usual = found.score_factor**0.5
-    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+    for name in YARN_FACTORS:
         value = rope.get(name)
         if value is not None and not (name == "attention_factor" and value == usual):
             raise ValueError(f"{name} is {short(value)}; fzero has an attention_factor of 0.1 ln factor + 1 only")

@@ -31,14 +31,14 @@ REQUIRED = object()
 
 class Field(NamedTuple):
     """A size of ours and its entry in config.json; `default`: the value that transformers assumes if there is none;
-    `null`: our value for null, where that is allowed; `also`: another spelling of the entry, which is read.
+    `null`: our value for null, where that is allowed; `also`: other names of the entry, which must agree with it.
     """
 
     ours: str
     theirs: str
     default: Any = REQUIRED
     null: Any = REQUIRED
-    also: str = ""
+    also: tuple[str, ...] = ()
 
 
 class Family(NamedTuple):
@@ -59,14 +59,15 @@ class Family(NamedTuple):
     theta: float = 1e4  # the default of RoPE's base
     rope: dict[str, Any] = {}  # noqa: RUF012  (rope_parameters, where config.json has no scaling of RoPE)
     quantized: str = ""  # the quant_method in which its weights are read, see mxfp4
+    original_len: int | None = None  # the default of original_max_position_embeddings beside RoPE's tables
 
 
 GPT2_FIELDS = (
     Field("vocab_size", "vocab_size"),
-    Field("max_len", "n_positions", 1024),
-    Field("d_model", "n_embd"),
-    Field("n_layers", "n_layer"),
-    Field("n_heads", "n_head"),
+    Field("max_len", "n_positions", 1024, also=("max_position_embeddings",)),
+    Field("d_model", "n_embd", also=("hidden_size",)),
+    Field("n_layers", "n_layer", also=("num_hidden_layers",)),
+    Field("n_heads", "n_head", also=("num_attention_heads",)),
     Field("d_ff", "n_inner", None),
     Field("dropout", "resid_pdrop", 0.1),
     Field("dropout", "embd_pdrop", 0.1),
@@ -104,10 +105,10 @@ DEEPSEEK_FIELDS = (
     Field("q_rank", "q_lora_rank", None, 0),
     Field("kv_rank", "kv_lora_rank", 512),
     Field("nope_dim", "qk_nope_head_dim", 128),
-    Field("rope_dim", "qk_rope_head_dim", 64),
+    Field("rope_dim", "qk_rope_head_dim", 64, also=("head_dim",)),
     Field("value_dim", "v_head_dim", 128),
     Field("d_ff", "intermediate_size"),
-    Field("n_experts", "n_routed_experts", 256),
+    Field("n_experts", "n_routed_experts", 256, also=("num_local_experts",)),
     Field("n_shared", "n_shared_experts", 1),
     Field("top_k", "num_experts_per_tok", 8),
     Field("n_groups", "n_group", 8),
@@ -119,7 +120,7 @@ DEEPSEEK_FIELDS = (
     Field("init_std", "initializer_range", 0.02),
 )
 MIXTRAL_FIELDS = (
-    Field("n_experts", "num_local_experts", 8),
+    Field("n_experts", "num_local_experts", 8, also=("num_experts",)),
     Field("top_k", "num_experts_per_tok", 2),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
@@ -127,14 +128,14 @@ MIXTRAL_FIELDS = (
 QWEN3_MOE_FIELDS = (
     *(field for field in _llama_fields(32768, 1e-6, 4) if field.ours != "d_ff"),
     Field("d_ff", "moe_intermediate_size", 768),
-    Field("n_experts", "num_experts", 128, also="num_local_experts"),
+    Field("n_experts", "num_experts", 128, also=("num_local_experts",)),
     Field("top_k", "num_experts_per_tok", 8),
     Field("norm_top_k", "norm_topk_prob", False),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
 GPT_OSS_FIELDS = (
-    Field("n_experts", "num_local_experts", 128, also="num_experts"),
-    Field("top_k", "num_experts_per_tok", 4),
+    Field("n_experts", "num_local_experts", 128, also=("num_experts",)),
+    Field("top_k", "num_experts_per_tok", 4, also=("experts_per_token",)),
     Field("balance_coef", "router_aux_loss_coef", 0.001),
 )
 LLAMA_FIXED = {"hidden_act": ("silu",), "attention_bias": (False,), "attention_dropout": (0.0,), "mlp_bias": (False,)}
@@ -148,6 +149,7 @@ QWEN2_FIXED = {"hidden_act": ("silu",), "attention_dropout": (0.0,)}
 QWEN3_FIXED = {**QWEN2_FIXED, "attention_bias": (False,)}
 GEMMA_FIXED = {
     "hidden_activation": ("gelu_pytorch_tanh",),
+    "hidden_act": ("gelu_pytorch_tanh",),  # as published, and not used
     "attention_bias": (False,),
     "attention_dropout": (0.0,),
     "use_bidirectional_attention": (False, None),
@@ -272,6 +274,7 @@ FAMILIES = (
         INV_FREQ,
         PLAIN,
         layers="window",
+        original_len=4096,
     ),
     Family(
         "Qwen2ForCausalLM",

@@ -49,7 +49,7 @@ def read_hf_config(where: Path, *, bare: bool = False) -> tuple[Any, Family]:
         raise ValueError(
             f"{where}: no such file; a model folder of transformers has a config.json, which says the model's sizes"
         )
-    hf = read_json(where)
+    hf = read_json(where, wide=True)
     family = find_family(hf, where, bare=bare)
     return read_config(hf, family, where), family
 
@@ -61,7 +61,7 @@ def tensors_of(folder: Path) -> dict[str, Entry]:
     if (folder / "model.safetensors").is_file():
         shards = ["model.safetensors"]
     elif index.is_file():
-        table = read_json(index).get("weight_map")
+        table = read_json(index, wide=True).get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
             raise ValueError(f"{index}: damaged: it has no weight_map from tensors to files")
         for name, shard in table.items():

@@ -11,6 +11,7 @@ from fzero.checkpoint.convert.huggingface_families import Family
 from fzero.core.foreign import expect_entries, short
 from fzero.models import ScoreConfig
 
+MOST_LABELS = 100_000  # that a number alone can ask for
 # Architectures that are not called as the one that says words.
 NAMES = {"GPT2LMHeadModel": "GPT2ForSequenceClassification", "Gemma3ForCausalLM": "Gemma3TextForSequenceClassification"}
 
@@ -24,8 +25,11 @@ def scored_family(family: Family) -> Family:
 def read_labels(hf: dict[str, Any], base: Any, where: Path) -> ScoreConfig:
     """The config with the classes that a config.json names: of one class, a reward. base: of the model without the
     head. Raises ValueError for classes that are not numbered from 0."""
-    named = hf.get("id2label", {"0": "LABEL_0", "1": "LABEL_1"})  # transformers' default, which it does not write
-    expect_entries({"id2label": named}, {"id2label": dict}, str(where))
+    expect_entries(hf, {"id2label?": dict | None, "num_labels?": int | None}, str(where))
+    named = hf.get("id2label")
+    if named is None:  # transformers does not write its default
+        count = hf.get("num_labels")
+        named = {str(i): f"LABEL_{i}" for i in range(2 if count is None else min(count, MOST_LABELS))}
     names = [named.get(str(i)) for i in range(len(named))]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{where}: id2label is {short(named)}; it must name the classes 0, 1, ... by texts")

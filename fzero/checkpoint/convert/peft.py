@@ -25,7 +25,7 @@ from fzero.checkpoint.convert.huggingface_names import Row, places
 from fzero.checkpoint.convert.huggingface_read import like, read_hf_config
 from fzero.checkpoint.convert.safetensors import Entry, read_safetensors, write_safetensors
 from fzero.core import digest, pytree
-from fzero.core.foreign import expect_entries, read_json, short
+from fzero.core.foreign import expect_entries, nearest, read_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
 from fzero.models import LORA, LoRAConfig
@@ -34,8 +34,25 @@ from fzero.sharding.slices import is_stacked
 
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "fzero_base.json"
 PREFIX = "base_model.model."
-# What an entry of adapter_config.json may be; anything else changes what the adapter computes.
+# The entries of adapter_config.json that are read; those that change nothing of what the factors of a file compute; and
+# what those may be that would change it. Others are refused by name.
+KINDS: dict[str, Any] = {
+    "peft_type": str,
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout?": float,
+    "use_dora?": bool,
+    "use_rslora?": bool,
+    "base_model_name_or_path?": str | None,
+}
+SELECTED = {"target_modules": list | str, "exclude_modules?": list | str | None}
+UNUSED = {
+    *("auto_mapping", "eva_config", "fan_in_fan_out", "inference_mode", "megatron_core", "peft_version"),
+    *("qalora_group_size", "revision", "runtime_config", "task_type"),
+}
+INITS = ("gaussian", "eva", "orthogonal")  # which the factors in a file replace; others change the base's weights too
 PLAIN: dict[str, tuple[Any, ...]] = {
+    "init_lora_weights": (True, False, None, *INITS),
     "bias": ("none",),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
@@ -44,6 +61,20 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
+    "layers_to_transform": (None, []),
+    "layers_pattern": (None, [], ""),
+    "megatron_config": (None,),
+    "loftq_config": ({}, None),
+    "corda_config": (None,),
+    "lora_ga_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "kasa_config": (None,),
+    "arrow_config": (None,),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "ensure_weight_tying": (False,),
 }
 
 
@@ -52,6 +83,7 @@ class Adapter(NamedTuple):
 
     config: LoRAConfig
     leaves: dict[str, Entry]  # ours, each made on request
+    notes: list[str]  # lines about what is not taken over
 
 
 class _Place(NamedTuple):
@@ -69,7 +101,7 @@ def is_adapter(folder: Path) -> bool:
 
 def base_of(folder: Path) -> Path:
     """The folder of an adapter's base; raises ValueError if it is not here."""
-    said = read_json(folder / CONFIG).get("base_model_name_or_path")
+    said = read_json(folder / CONFIG, wide=True).get("base_model_name_or_path")
     for place in (folder / said, Path(said)) if isinstance(said, str) and said else ():
         if place.is_dir() and place.resolve() != folder.resolve():
             return place
@@ -143,14 +175,7 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
 
     Raises ValueError of one line for an adapter of another kind than LoRA or DoRA, and for one of another base.
     """
-    about = read_json(folder / CONFIG)
-    kinds = {"peft_type": str, "r": int, "lora_alpha": float, "use_dora?": bool, "use_rslora?": bool}
-    expect_entries(about, kinds, str(folder / CONFIG))
-    if about["peft_type"] != "LORA":
-        raise ValueError(f"{folder / CONFIG}: peft_type is {short(about['peft_type'])}; fzero has LORA alone")
-    for name, allowed in PLAIN.items():
-        if name in about and about[name] not in allowed:
-            raise ValueError(f"{folder / CONFIG}: {name} is {short(about[name])}; fzero has {allowed[0]!r} alone")
+    about = _read_about(folder / CONFIG)
     if not (folder / TENSORS).is_file():
         raise ValueError(
             f"{folder / TENSORS}: no such file; fzero reads no other weights of an adapter (no .bin files)"
@@ -159,8 +184,8 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
     tensors = {n.removeprefix(PREFIX).removesuffix(".weight"): e for n, e in read_safetensors(folder / TENSORS).items()}
     leaves, other = like(inner), f"{folder}: an adapter for another base than {base}"
     found: dict[str, dict[tuple[int, ...], Entry]] = {}
-    rest = set(tensors)
-    for module, row, index in _modules(inner, base):
+    rest, modules = set(tensors), _modules(inner, base)
+    for module, row, index in modules:
         size_in, size_out = leaves[row.ours].shape[-2:]
         shapes = {"lora_A": ("a", (rank, size_in)), "lora_B": ("b", (size_out, rank))}
         shapes |= {"lora_magnitude_vector": ("m", (size_out,))} if dora else {}
@@ -189,7 +214,61 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
     alpha = about["lora_alpha"] * (math.sqrt(rank) if about.get("use_rslora") else 1.0)
     targets = rf"^({'|'.join(re.escape(name) for name in names)})$"
     config = LoRAConfig(inner, rank, float(alpha), targets, dora)
-    return Adapter(config, {name: _stacked(name, parts) for name, parts in found.items()})
+    _expect_selected(about, [place.module for place in modules], {name.rpartition(".")[0] for name in tensors}, folder)
+    rate = about.get("lora_dropout", 0.0)
+    notes = [f"{folder}: was trained with lora_dropout {rate}; fzero trains factors without dropout"] if rate else []
+    return Adapter(config, {name: _stacked(name, parts) for name, parts in found.items()}, notes)
+
+
+def _read_about(where: Path) -> dict[str, Any]:
+    """The content of an adapter_config.json, in which every entry is known; raises ValueError for another kind."""
+    about = read_json(where, wide=True)
+    expect_entries(about, {"peft_type": str}, str(where))
+    if about["peft_type"] != "LORA":
+        raise ValueError(f"{where}: peft_type is {short(about['peft_type'])}; fzero has LORA alone")
+    expect_entries(about, {**KINDS, **SELECTED}, str(where))
+    known = UNUSED | {name.removesuffix("?") for name in (*KINDS, *SELECTED)}
+    for name, value in about.items():
+        if name in PLAIN and value not in PLAIN[name]:
+            fix = "; it changes the base's weights when it is loaded: let PEFT save it as plain LoRA"
+            fix = f"{fix} (path_initial_model_for_weight_conversion)" if name == "init_lora_weights" else ""
+            allowed = " or ".join(map(repr, dict.fromkeys(map(str, PLAIN[name])))) if fix else repr(PLAIN[name][0])
+            raise ValueError(f"{where}: {name} is {short(value)}; fzero has {allowed} alone{fix}")
+        if name not in PLAIN and name not in known and value is not None:
+            raise ValueError(
+                f"{where}: {name} is {short(value)}{nearest(name, (*known, *PLAIN))}; fzero does not know what that "
+                "changes in LoRA. If it changes nothing, take it out of the file"
+            )
+    return about
+
+
+def _expect_selected(about: dict[str, Any], modules: list[str], have: set[str], folder: Path) -> None:
+    """Raise ValueError where target_modules and exclude_modules, by which PEFT chooses the modules that it adapts, and
+    the factors in the file speak of others."""
+
+    def matches(pattern: list[str] | str | None, module: str) -> bool:
+        if isinstance(pattern, str):
+            return re.fullmatch(pattern, module) is not None
+        return any(module == name or module.endswith(f".{name}") for name in pattern or ())
+
+    targets, excluded = about["target_modules"], about.get("exclude_modules")
+    for name, pattern in (("target_modules", targets), ("exclude_modules", excluded)):
+        if isinstance(pattern, list) and not all(isinstance(one, str) for one in pattern):
+            raise ValueError(f"{folder / CONFIG}: {name} is {short(pattern)}; it must name modules")
+    try:
+        selected = {one for one in modules if matches(targets, one) and not matches(excluded, one)}
+    except re.error as error:
+        raise ValueError(f"{folder / CONFIG}: target_modules or exclude_modules is no pattern ({error})") from None
+    unnamed = next((one for one in targets if not any(matches([one], module) for module in modules)), None)
+    if isinstance(targets, list) and unnamed is not None:
+        raise ValueError(f"{folder / CONFIG}: target_modules has {unnamed!r}, of which there are no factors")
+    lacking, extra = selected - have, (set(modules) & have) - selected
+    for some, fault in (
+        (lacking, "names it, and no factors of it are there"),
+        (extra, "does not name it, and factors of it are there"),
+    ):
+        if some:
+            raise ValueError(f"{folder / CONFIG}: {min(some)}: target_modules {fault}; is it of another file?")
 
 
 def expect_base(folder: Path, base: Path, named: Mapping[str, Tensor]) -> None:
@@ -217,7 +296,11 @@ def base_digest(named: Mapping[str, Tensor]) -> str:
 def _modules(inner: Any, base: Path | None) -> list[_Place]:
     """The layers of the weights [in, out] of the blocks. base: the folder of the model, whose config.json tells the
     architecture."""
-    told = base is not None and (base / "config.json").is_file() and "architectures" in read_json(base / "config.json")
+    told = (
+        base is not None
+        and (base / "config.json").is_file()
+        and "architectures" in read_json(base / "config.json", wide=True)
+    )
     family = read_hf_config(base / "config.json")[1] if base is not None and told else write_config(inner)[1]
     leaves = like(inner)
     return [
