@@ -35,7 +35,7 @@ from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
 from fzero.offload.disk_io import serves_direct
 from fzero.offload.store_folder import StoreRanks, release_store
-from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
+from fzero.offload.store_manifest import STEP, STORE, read_step_manifest, read_store
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
@@ -416,6 +416,17 @@ def test_a_broken_text_is_named(direct, opened, name, text):
     said(reopen(opened, direct), direct / name, "is not", "resume from a checkpoint")
 
 
+def test_any_flipped_bit_of_a_description_is_seen_by_every_reader(direct, opened):
+    make(opened(direct), 1)
+    path = direct / STORE
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        said(lambda: read_store(direct), direct)
+    path.unlink()
+    said(lambda: read_store(direct), direct, f"{STORE}: is missing beside {STEP}")
+
+
 @pytest.mark.parametrize("name", [STEP, pytest.param("sums/slot-0.rank-0.json", marks=pytest.mark.slow)])
 def test_any_flipped_bit_of_a_text_is_seen(direct, opened, name):
     make(opened(direct), 1)
@@ -432,7 +443,7 @@ def test_a_store_of_another_format_is_named(direct, opened):
     make(opened(direct), 1)
     text = json.loads((direct / STORE).read_text())
     (direct / STORE).write_text(json.dumps({**text, "format": 99}))
-    said(reopen(opened, direct), direct, "format 99", "reads 1")
+    said(reopen(opened, direct), direct, "format 99", "reads 2")
 
 
 CHUNKS = [(name, layer) for name, kept in LEAVES.items() for layer in range(kept.layers)]

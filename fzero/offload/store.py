@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.foreign import parse_json_value
 from fzero.core.gpu_copies import Copied
-from fzero.core.storage import Damaged, read_text, write_text
+from fzero.core.storage import Damaged, write_text
 from fzero.offload.buffer_pool import Buffer
 from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskRequest
 from fzero.offload.store_manifest import (
     STEP,
     StepManifest,
+    read_sums,
     step_manifest_text,
     sums_name,
 )
@@ -203,17 +203,7 @@ class VersionedStore:
         """Raise Damaged naming the first chunk of the slot whose checksum does not agree."""
         if not self.verify:
             return
-        where = sums_name(slot, self.chunks.rank)
-        try:
-            sums = parse_json_value(read_text(self.folder, where) or "null", f"{self.folder}/{where}")
-            sums = {
-                name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()
-            }
-        except (ValueError, TypeError, KeyError, IndexError):
-            raise Damaged(
-                f"{self.folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: "
-                "resume from a checkpoint"
-            ) from None
+        sums = read_sums(self.folder, slot, self.chunks.rank, {name: kept.layers for name, kept in self.leaves.items()})
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0

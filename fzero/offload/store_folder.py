@@ -20,6 +20,8 @@ from fzero.offload.store_manifest import (
     describe_store,
     read_description,
     read_step_manifest,
+    read_store,
+    signed_text,
     step_manifest_text,
 )
 
@@ -66,13 +68,16 @@ def open_store(
     leaves = {
         name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
     }
-    wanted = describe_store(leaves, size, slots, owner or {})
-    record = None
+    wanted = describe_store(leaves, size, slots, owner or {}, verify=verify)
+    record, sums = None, verify
     if resume:
+        opened = read_store(folder)
         check_same_store(folder, json.loads(json.dumps(wanted)))
-        record = read_step_manifest(folder)
-        if record is None:
+        if opened is None:
             raise ValueError(f"{folder}: holds no complete step yet; start the run again")
+        record, sums = opened[1], opened[0]["verify"]
+        if verify and not sums:
+            raise ValueError(f"{folder}: was written without checksums; use nvme.verify=false")
         if record.dirty:
             raise Damaged(
                 f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
@@ -89,10 +94,11 @@ def open_store(
         raise ValueError(
             f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
         ) from None
-    store = VersionedStore(chunks, slots, verify)
+    store = VersionedStore(chunks, slots, sums)
     if record is not None:
         store.record = record
-        store.check(record.slot)
+        if verify:
+            store.check(record.slot)
     return store
 
 
@@ -107,7 +113,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
                 "give another folder (--nvme)"
             )
     if is_url(folder):
-        write_text(folder, STORE, json.dumps(wanted))
+        write_text(folder, STORE, signed_text(wanted))
         return
     path = Path(folder)
     try:
@@ -120,7 +126,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
             shutil.rmtree(path / "arrays", ignore_errors=True)
             shutil.rmtree(path / "sums", ignore_errors=True)
         (path / "sums").mkdir(exist_ok=True)
-        write_text(folder, STORE, json.dumps(wanted))
+        write_text(folder, STORE, signed_text(wanted))
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
     except FileExistsError as error:
