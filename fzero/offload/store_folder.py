@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.storage import Damaged, is_url, write_text
+from fzero.offload import store_owner
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
 from fzero.offload.disk_io import DiskIO
@@ -62,7 +63,27 @@ def open_store(
     Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
     the store is damaged.
     """
-    (buffers, disk), (rank, size, barrier) = streams, ranks or StoreRanks()
+    ranks = ranks or StoreRanks()
+    try:
+        return _open(folder, leaves, streams, ranks, slots=slots, verify=verify, owner=owner, resume=resume)
+    except BaseException:
+        store_owner.unlock_unowned((store_owner.place_of(folder), ranks.rank))
+        raise
+
+
+def _open(
+    folder: str | Path,
+    leaves: dict[str, LeafFiles],
+    streams: tuple[BufferPool, DiskIO],
+    ranks: StoreRanks,
+    *,
+    slots: int,
+    verify: bool,
+    owner: dict[str, Any] | None,
+    resume: bool,
+) -> VersionedStore:
+    """`open_store`, which unlocks the folder if this fails."""
+    (buffers, disk), (rank, size, barrier) = streams, ranks
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
     leaves = {
@@ -83,6 +104,8 @@ def open_store(
                 f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
                 "run ended; resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )
+        if rank == 0:
+            store_owner.lock(folder)
     elif rank == 0:
         _take_over(folder, wanted)
     barrier()
@@ -118,6 +141,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        store_owner.lock(path)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
             raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
