@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.train.eval import make_eval_step as make_eval_step
     from fzero.train.execution import Execution as Execution
     from fzero.train.init import init_state as init_state
+    from fzero.train.masters import with_params as with_params
     from fzero.train.sdc_check import make_check as make_check
     from fzero.train.spike import Skip as Skip
     from fzero.train.spike import Spike as Spike
@@ -121,6 +122,7 @@ _HOME = {
     "stack": "core.stack",
     "state_specs": "train.state",
     "to_module": "train.to_module",
+    "with_params": "train.masters",
     "zero_plan": "sharding",
 }
 _MODULES = {

@@ -19,7 +19,7 @@ from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
 from fzero.core.paths import leaf_fault, path_fault
 from fzero.offload import LeafFiles
-from fzero.offload.store_manifest import describe_store, read_description
+from fzero.offload.store_manifest import describe_store, read_description, signed_text
 from fzero.sharding import Spec
 
 W = torch.arange(3.0)
@@ -133,7 +133,7 @@ def leaf_of_a_store(tmp_path, name):
     kept = {"sound": LeafFiles((3,), torch.float32)}
     found = describe_store(kept, 1, 2, {})
     found["leaves"][name] = found["leaves"]["sound"]
-    (tmp_path / "store.json").write_text(json.dumps(found))
+    (tmp_path / "store.json").write_text(signed_text(found))
     return read_description, tmp_path
 
 

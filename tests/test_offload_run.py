@@ -242,15 +242,51 @@ def test_a_state_part_of_which_is_on_a_disk_is_saved_as_any(folder, monkeypatch)
     assert numbers("part") == numbers("plain")
 
 
+READERS = {  # command -> the exit code for a damaged store
+    ("ckpt", "verify", "hurt"): 1,
+    ("ckpt", "verify", "hurt/nvme"): 1,
+    ("export", "hurt", "--out", "away"): 2,
+    ("sample", "hurt", "--prompt", "line", "--max-new-tokens", 1): 2,
+    ("sample", "hurt", "--prompt", "line", "--max-new-tokens", 1, "--offload", "params=nvme"): 2,
+    ("pretrain", "--out", "hurt", "--resume"): 2,
+    ("pretrain", "--init", "hurt", "--data", "text.txt", "--steps", 1, "--seq-len", 16, "--out", "next"): 2,
+}
+
+
+def hurt_texts(run, slot, capsys):
+    """Damage the small files of a run's store one at a time: every reader names the file, and writes nothing."""
+    store, sums = run / "nvme/store.json", run / f"nvme/sums/slot-{slot}.rank-0.json"
+    texts = {store: store.read_text(), sums: sums.read_text()}
+    damages = {
+        store: ('"master/blocks/attn/w_k"', '"master/blocks/attn/w_q2"'),  # else the parameters, which are whole
+        sums: ('"master/blocks/attn/w_k"', '"master/blocks/attn/w_q2"'),
+    }
+    for path, (old, new) in damages.items():
+        for text in (texts[path].replace(old, new), None):
+            path.unlink() if text is None else path.write_text(text)
+            for command, code in READERS.items():
+                capsys.readouterr()
+                assert fz(*command) == code, (path, command)
+                said = "".join(capsys.readouterr())
+                assert path.name in said and "resume from a checkpoint" in said, (command, said)
+                assert not Path("away").exists() and not Path("next").exists(), command
+        path.write_text(texts[path])
+
+
 def test_a_damaged_store_is_passed_over_only_for_a_checkpoint(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert fz(*TINY, "--out", "hurt", "--offload", ALL, "--stop-at", 3) == 0
     slot = json.loads(Path("hurt/nvme/step.json").read_text())["slot"]
+    assert fz("ckpt", "verify", "hurt") == fz("ckpt", "verify", "hurt/nvme") == 0
+    assert "hurt/nvme: sound" in capsys.readouterr().out
+    hurt_texts(Path("hurt"), slot, capsys)
     chunk = Path(f"hurt/nvme/arrays/master/blocks/attn/w_k/c/{slot}/1/0/0")
     data = bytearray(chunk.read_bytes())
     data[100] ^= 4
     chunk.write_bytes(data)
     capsys.readouterr()
+    assert fz("ckpt", "verify", "hurt") == 1
+    assert "master/blocks/attn/w_k, layer 1 of rank 0, does not match its checksum" in capsys.readouterr().out
     assert fz("pretrain", "--out", "hurt", "--resume") == 2
     said = capsys.readouterr().err
     assert "master/blocks/attn/w_k" in said and "is damaged" in said and said.count("\n") == 1

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
 from fzero.offload.disk_io import serves_direct
 from fzero.offload.store_folder import StoreRanks, release_store
-from fzero.offload.store_manifest import STEP, STORE, read_step_manifest
+from fzero.offload.store_manifest import STEP, STORE, read_step_manifest, read_store, step_manifest_text
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
@@ -416,6 +417,17 @@ def test_a_broken_text_is_named(direct, opened, name, text):
     said(reopen(opened, direct), direct / name, "is not", "resume from a checkpoint")
 
 
+def test_any_flipped_bit_of_a_description_is_seen_by_every_reader(direct, opened):
+    make(opened(direct), 1)
+    path = direct / STORE
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        said(lambda: read_store(direct), direct)
+    path.unlink()
+    said(lambda: read_store(direct), direct, f"{STORE}: is missing beside {STEP}")
+
+
 @pytest.mark.parametrize("name", [STEP, pytest.param("sums/slot-0.rank-0.json", marks=pytest.mark.slow)])
 def test_any_flipped_bit_of_a_text_is_seen(direct, opened, name):
     make(opened(direct), 1)
@@ -432,7 +444,7 @@ def test_a_store_of_another_format_is_named(direct, opened):
     make(opened(direct), 1)
     text = json.loads((direct / STORE).read_text())
     (direct / STORE).write_text(json.dumps({**text, "format": 99}))
-    said(reopen(opened, direct), direct, "format 99", "reads 1")
+    said(reopen(opened, direct), direct, "format 99", "reads 2")
 
 
 CHUNKS = [(name, layer) for name, kept in LEAVES.items() for layer in range(kept.layers)]
@@ -919,3 +931,62 @@ def test_pruned_trees_lose_dicts_that_are_left_empty():
     tree = {"a": {"b": 1, "c": {"d": 2}}, "e": (3, {"f": 4}), "g": {}}
     assert pytree.prune(tree, lambda name: name == "a/b") == {"a": {"b": 1}, "e": (3, {}), "g": {}}
     assert pytree.prune(tree, lambda name: name != "a/c/d") == {"a": {"b": 1}, "e": (3, {"f": 4}), "g": {}}
+
+
+# -- one owner
+
+
+def state_on(folder, *, resume=False):
+    """(what a step is made of and the state, a step) of a model on a disk."""
+    model, tx = models.llama(models.LlamaConfig(**SIZES)), optim.adamw(1e-2)
+    plan = fzero.zero_plan(0, model, fzero.one_process(), offload="params=nvme,opt=nvme")
+    nvme = Nvme(folder, buffer_bytes=1 << 22)
+    state = reopen_state(tx, plan, nvme) if resume else fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+    return nvme, state, fzero.make_train_step(model, tx, plan, nvme=nvme)
+
+
+def open_and_wait(folder, pipe):
+    nvme, _, _ = state_on(folder, resume=True)
+    pipe.send("open")
+    pipe.recv()
+    nvme.close()
+    pipe.send("closed")
+
+
+def test_a_store_has_one_owner(tmp_path):
+    tokens = torch.arange(16).reshape(2, 8) % 97
+    batch, folder = {"tokens": tokens, "targets": tokens}, tmp_path / "state"
+    first_nvme, first, first_step = state_on(folder)
+    first, _ = first_step(first, batch)
+    second_nvme, second, second_step = state_on(folder, resume=True)
+    second, _ = second_step(second, batch)
+    record = read_step_manifest(folder)
+    for use in (lambda: first_step(first, batch), lambda: pytree.leaves(first.params)[0].tensor()):
+        said(use, folder, "holds another state by now", "reopen_state")
+    first_nvme.close()  # which is not the owner any more
+    assert read_step_manifest(folder) == record and int(second.step) == 2
+
+    (folder / STEP).write_text((folder / STEP).read_text())  # as it is
+    second, _ = second_step(second, batch)
+    other = read_step_manifest(folder)._replace(step=7)  # as another machine's process would leave it
+    (folder / STEP).write_text(step_manifest_text(other))
+    said(lambda: second_step(second, batch), folder, "holds another state by now")
+    assert read_step_manifest(folder) == other
+    second_nvme.close()
+
+
+@pytest.mark.slow
+def test_another_process_is_refused_while_the_owner_lives(tmp_path):
+    folder = tmp_path / "state"
+    state_on(folder)[0].close()
+    fork = multiprocessing.get_context("spawn")
+    here, there = fork.Pipe()
+    process = fork.Process(target=open_and_wait, args=(folder, there))
+    process.start()
+    assert here.poll(120) and here.recv() == "open"
+    said(lambda: state_on(folder, resume=True), folder, "another process has this store open")
+    here.send("go on")
+    assert here.poll(60) and here.recv() == "closed"
+    state_on(folder, resume=True)[0].close()
+    process.kill()
+    process.join()

@@ -22,10 +22,44 @@ def equal_rows(batch):
     return pytree.map(lambda leaf: leaf[:1].expand(leaf.shape).contiguous(), batch)
 
 
+TWICE = "ranks 0 and 1 dealt different batches with local_batch, whose rows had all been dealt to them before"
+VIEWS = "^batch\\['tokens'\\] was dealt by local_batch: its rows are this rank's; give them to the step as they are"
+COPIES = {
+    "clones": torch.clone,
+    "another dtype": lambda leaf: leaf.to(torch.float64 if leaf.is_floating_point() else torch.int32).to(leaf.dtype),
+    "slices of clones": lambda leaf: leaf.clone()[: ROWS // 2],
+    "joined": lambda leaf: torch.cat([leaf[:2], leaf[2:]]),
+    "in another order": lambda leaf: leaf.flip(0),
+}
+
+
+def dealt_twice(change):
+    return lambda batch, mesh, m: fzero.local_batch(pytree.map(change, fzero.local_batch(batch, mesh)), mesh, m)
+
+
+def joined(batch, mesh, m):
+    first, other = fzero.local_batch(batch, mesh), fzero.local_batch(batch_for(1, ROWS), mesh)
+    return fzero.local_batch(pytree.map(lambda a, b: torch.cat([a, b]), first, other), mesh, m)
+
+
+def first_half(batch, mesh, m):  # rank 0 has been dealt these rows before, and it is no mistake
+    fzero.local_batch(batch, mesh)
+    return fzero.local_batch(pytree.map(lambda leaf: leaf[: ROWS // 2].clone(), batch), mesh, m)
+
+
 DEALS = {  # how a batch comes to the ranks -> what a step with two micro-batches says
     "dealt": (lambda batch, mesh, m: fzero.local_batch(batch, mesh, m), ""),
     "dealt for one micro-batch": (lambda batch, mesh, m: fzero.local_batch(batch, mesh), MICRO.format(1, 2)),
     "dealt for four": (lambda batch, mesh, m: fzero.local_batch(batch, mesh, 4), MICRO.format(4, 2)),
+    "dealt for one, in copies": (
+        lambda batch, mesh, m: pytree.map(torch.clone, fzero.local_batch(batch, mesh)),
+        MICRO.format(1, 2),
+    ),
+    **{f"twice, {name}": (dealt_twice(change), TWICE) for name, change in COPIES.items()},
+    "twice, of two batches": (joined, TWICE),
+    "twice, as it is": (dealt_twice(lambda leaf: leaf), VIEWS),
+    "twice, a view": (dealt_twice(lambda leaf: leaf[: ROWS // 2]), VIEWS),
+    "a part of the batch": (first_half, ""),
     "all forget": (lambda batch, mesh, m: batch, SAME),
     "all forget, in copies": (lambda batch, mesh, m: pytree.map(torch.clone, batch), SAME),
     "rank 0 forgets": (lambda batch, mesh, m: batch if mesh.rank == 0 else fzero.local_batch(batch, mesh, m), FEWER),
@@ -37,10 +71,14 @@ DEALS = {  # how a batch comes to the ranks -> what a step with two micro-batche
 
 def outcome(mesh, name):
     """What a step says to the batch of a deal; "" if it takes it."""
-    model = model_of("gpt2", dropout=0.0)
-    plan, tx = fzero.zero_plan(2, model, mesh, policy=FP64), optim.sgd(0.1)
-    step = fzero.make_train_step(model, tx, plan, micro_batches=2)
-    state = fzero.init_state(model, tx, plan, seed=0)
+    params = {"w": torch.arange(20.0, dtype=torch.float64)}
+
+    def loss(params, batch):
+        return params["w"][batch["targets"]].square().sum(), batch["mask"].sum()
+
+    plan, tx = fzero.zero_plan(2, params, mesh, policy=FP64), optim.sgd(0.1)
+    step = fzero.make_train_step(loss, tx, plan, micro_batches=2)
+    state = fzero.init_state(params, tx, plan, seed=0)
     try:
         step(state, DEALS[name][0](batch_for(0, ROWS), mesh, 2))
     except ValueError as error:

@@ -4,9 +4,13 @@ import random as python_random
 from dataclasses import replace
 
 import pytest
+import ranks
 import torch
 from close import assert_same
 
+import fzero
+from fzero import checkpoint, optim
+from fzero.core import pytree
 from fzero.core.precision import POLICIES, LossScale, Policy, fp16, init_scaler, overflow_at_floor, update_scaler
 
 
@@ -183,3 +187,120 @@ def test_policies():
         replace(POLICIES["bf16_float8_rowwise"](), name="odd", gather="float8")
     assert all(make().name == name for name, make in POLICIES.items())
     assert fp16(LossScale(window=3)).loss_scale.window == 3
+
+
+# -- parameters and their master weights
+
+SIZES = {"blocks/w": (2, 8, 8), "scale": (8,), "head": (16, 8)}
+
+
+def weights(seed, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    return pytree.nest({name: torch.randn(size, generator=g).to(dtype) for name, size in SIZES.items()})
+
+
+def squares(params, batch):
+    x = batch["x"].to(params["scale"].dtype)
+    for w in params["blocks"]["w"]:
+        x = torch.tanh(x @ w) * params["scale"]
+    return (x @ params["head"].T).float().square().sum() * 1e-3, x.shape[0]
+
+
+def rows(mesh):
+    return fzero.local_batch({"x": torch.linspace(-1, 1, 64).reshape(8, 8)}, mesh)
+
+
+def read_back(tree):
+    return pytree.map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.tensor(), tree)
+
+
+class Trained:
+    """A state after two steps, and what makes others."""
+
+    def __init__(self, mesh, policy, stage=0, offload="", folder=None, **options):
+        self.tx = optim.with_average(optim.adamw(1e-2), 0.5)
+        self.plan = fzero.zero_plan(stage, weights(0), mesh, policy=policy, offload=offload)
+        self.nvme = fzero.Nvme(folder) if "nvme" in offload else None
+        self.step = self.new_step(**options)
+        self.state, self.batch = self.begin(1), rows(mesh)
+        for _ in range(2):
+            self.state, _ = self.step(self.state, self.batch)
+
+    def new_step(self, **options):
+        return fzero.make_train_step(squares, self.tx, self.plan, nvme=self.nvme, **options)
+
+    def begin(self, seed):
+        return fzero.init_state(weights(seed), self.tx, self.plan, seed=0, nvme=self.nvme)
+
+
+def edited(params, name, element):
+    leaves = {n: leaf.clone() for n, leaf in pytree.named_leaves(params).items()}
+    leaves[name].view(-1)[element] += 1.0
+    return pytree.from_named(leaves, params)
+
+
+@pytest.mark.parametrize("policy", ("bf16", "fp16"))
+@pytest.mark.parametrize("options", ({}, {"donate": False}), ids=("donated", "pure"))
+def test_parameters_that_are_not_the_rounding_of_their_masters_are_named(policy, options, tmp_path):
+    run = Trained(fzero.one_process(), POLICIES[policy](), **options)
+    other = weights(5, run.plan.policy.param)
+    average = pytree.map(lambda leaf: leaf.to(run.plan.policy.param), run.state.opt_state.average)
+    wrong = {
+        "blocks/w": other,
+        "scale": edited(run.state.params, "scale", 3),
+        "head": edited(run.state.params, "head", -1),
+        r"\w+(/w)?": average,
+    }
+    for step in (run.step, run.new_step(**options)):  # the one that made the state, and another one's first
+        for name, params in wrong.items():
+            with pytest.raises(ValueError, match=f"^params/{name} is not the rounding of .* fzero.with_params"):
+                step(run.state._replace(params=params), run.batch)
+    right = fzero.with_params(run.state, pytree.map(torch.clone, run.state.params), run.plan)
+    right, _ = run.step(right, run.batch)
+    with torch.no_grad():
+        right.params["scale"][0] += 1.0  # in place
+    with pytest.raises(ValueError, match=r"^params/scale is not the rounding of its master weights, .*: 1 of 8 elem"):
+        run.step(right, run.batch)
+
+    path = checkpoint.save(tmp_path, run.begin(3), step=0)
+    like = run.begin(4)
+    for keep in ("master/.*", "params/head", "(master|opt_state/.*)/head"):
+        with pytest.raises(ValueError, match=r"^.*step-0+: params/(blocks/w|head) is not .*, of what restore\("):
+            checkpoint.restore(path, like, keep=keep)
+    restored = checkpoint.restore(path, like.params, under="params")
+    first, _ = run.step(fzero.with_params(like, restored, run.plan), run.batch)
+    assert_same(first.params["head"] - restored["head"] == 0, torch.zeros(16, 8, dtype=torch.bool))
+
+
+def begun_from(mesh, policy, stage, offload, folder):
+    """(what a state with other parameters does in two steps, what one made of them does) for the ways to give them."""
+    found = []
+    for i, layout in enumerate(("whole", "at rest", "as updated")):
+        run = Trained(mesh, POLICIES[policy](), stage, offload, folder / f"{i}")
+        given = {
+            "whole": lambda: weights(5),
+            "at rest": lambda run=run: pytree.map(lambda leaf: leaf * 0.5, read_back(run.state.params)),
+            "as updated": lambda run=run: read_back(run.state.opt_state.average),
+        }[layout]()
+        state = fzero.with_params(run.state, given, run.plan, nvme=run.nvme)
+        losses = []
+        for _ in range(2):
+            state, metrics = run.step(state, run.batch)
+            losses.append(float(metrics.loss))
+        found.append(losses)
+        if run.nvme is not None:
+            run.nvme.close()
+    return found
+
+
+WAYS = ((1, ""), (1, "params=nvme,opt=nvme"), (2, "opt=host"), (3, "params=host,opt=host"), (3, "opt=nvme"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*its file system refuses direct transfers:UserWarning")
+def test_a_state_takes_other_parameters_at_every_stage_in_every_memory(tmp_path):
+    alone = begun_from(fzero.one_process(), "bf16", 0, "", tmp_path / "alone")
+    for stage, offload in WAYS:
+        for found in ranks.run(2, begun_from, "bf16", stage, offload, tmp_path / f"{stage}-{offload}"):
+            for given, wanted in zip(found, alone, strict=True):
+                assert given == pytest.approx(wanted, rel=2e-2), (stage, offload)

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.foreign import parse_json
 from fzero.core.pytree import Tree
-from fzero.core.storage import Damaged, read_text
+from fzero.core.storage import Damaged
 from fzero.offload import DiskTensor, LeafFiles, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.chunk_files import read_chunk
-from fzero.offload.store_manifest import StepManifest, read_description, read_step_manifest, sums_name
+from fzero.offload.store_manifest import StepManifest, read_store, read_sums
 from fzero.sharding import Plan, fake_mesh, one_process
 from fzero.sharding.pipelines import Pipeline
 from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
@@ -38,6 +37,8 @@ class StoreSnapshot(NamedTuple):
     pipeline: Pipeline | None  # its plan's, None without pp
     leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
     slots: int
+    layers: dict[str, int]  # of all leaves of the store
+    verify: bool  # whether its chunks have checksums
 
     def holds(self, prefix: str) -> bool:
         """Whether there are leaves under `prefix`."""
@@ -56,8 +57,7 @@ class StoreSnapshot(NamedTuple):
 
         Raises Damaged naming a chunk that does not match its checksum.
         """
-        entry = self.leaves[name]
-        kept = LeafFiles(tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["stacked"])
+        kept = files_of(self.leaves[name])
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
         windows = ((n, w) for n in range(self.ranks) for w in local_windows(shape, spec, fake_mesh(self.sizes, n)))
@@ -75,14 +75,18 @@ class StoreSnapshot(NamedTuple):
                 (target[i] if kept.stacked else target).copy_(narrow_box(value, inner[lead:], sizes[lead:]))
         return out
 
-    def sums(self, rank: int) -> dict[str, list[int]]:
-        """The checksums of a rank's chunks; {} if the run kept none."""
-        text = read_text(self.folder, sums_name(self.record.slot, rank))
-        return parse_json(text, f"{self.folder}/{sums_name(self.record.slot, rank)}") if text else {}
+    def sums(self, rank: int, slot: int | None = None) -> dict[str, list[int]]:
+        """The checksums of a rank's chunks, of the last complete step or in a slot; {} if the run kept none."""
+        return (
+            read_sums(self.folder, self.record.slot if slot is None else slot, rank, self.layers) if self.verify else {}
+        )
 
-    def chunk(self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None) -> Tensor:
+    def chunk(
+        self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None, slot: int | None = None
+    ) -> Tensor:
         """A layer of a rank's shard; raises Damaged if its checksum does not match."""
-        data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else self.record.slot, layer, rank)
+        slot = self.record.slot if slot is None else slot
+        data = read_chunk(self.folder, name, kept, 0 if self.fixed(name) else slot, layer, rank)
         if len(data) < kept.chunk_bytes:
             raise Damaged(
                 f"{self.folder}: {name}, layer {layer} of rank {rank}, has {len(data):,} of {kept.chunk_bytes:,} "
@@ -105,24 +109,58 @@ class StoreSnapshot(NamedTuple):
 
 def find_snapshot(folder: Path) -> StoreSnapshot | None:
     """The StoreSnapshot of the store in `folder`, or None if there is none with a complete step."""
-    description = read_description(folder) if folder.is_dir() else None
-    record = read_step_manifest(folder) if description else None
-    if description is None or record is None:
+    opened = read_store(folder) if folder.is_dir() else None
+    if opened is None:
         return None
+    description, record = opened
     if record.dirty:
         raise ValueError(
             f"{folder}: a step was being written over another one when its run ended; there are no weights in it"
         )
+    owner, leaves = description["owner"], description["leaves"]
     return StoreSnapshot(
         folder,
         record,
         description["ranks"],
-        description["owner"].get("mesh", {}),
-        description["owner"].get("stage"),
-        Pipeline(**description["owner"]["pipeline"]) if "pipeline" in description["owner"] else None,
-        description["leaves"],
+        owner.get("mesh", {}),
+        owner.get("stage"),
+        Pipeline(**owner["pipeline"]) if "pipeline" in owner else None,
+        leaves,
         description["slots"],
+        {name: files_of(leaf).layers for name, leaf in leaves.items()},
+        description["verify"],
     )
+
+
+def files_of(entry: dict[str, Any]) -> LeafFiles:
+    """The files of a leaf by its entry in store.json."""
+    return LeafFiles(tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["stacked"])
+
+
+def verify_store(folder: Path) -> list[str]:
+    """Read all chunks of the last complete step of the store in `folder`, and of the steps that it keeps as
+    checkpoints; return a line for each that is damaged."""
+    try:
+        snapshot = find_snapshot(folder)
+    except ValueError as error:
+        return [str(error)]
+    if snapshot is None:
+        return [f"{folder}: holds no complete step"]
+    found = [] if snapshot.verify else [f"{folder}: was written without checksums (nvme.verify=false)"]
+    for slot in (snapshot.record.slot, *snapshot.record.pinned):
+        for rank in range(snapshot.ranks):
+            try:
+                sums = snapshot.sums(rank, slot)
+            except Damaged as error:
+                found.append(str(error))
+                continue
+            for name, entry in snapshot.leaves.items():
+                for layer in range(snapshot.layers[name]):
+                    try:
+                        snapshot.chunk(name, files_of(entry), layer, rank, sums.get(name), slot)
+                    except (ValueError, OSError) as error:
+                        found.append(str(error).splitlines()[0])
+    return found
 
 
 def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:

@@ -19,8 +19,9 @@ from fzero.core import pytree
 from fzero.core.arguments import checked, expect_regex
 from fzero.core.pytree import Tree
 from fzero.sharding import Mesh, Spec, one_process
-from fzero.sharding.slices import Window, local_shape, local_windows, part_dim, ranks_per_dim
-from fzero.train.state import expect_alive
+from fzero.sharding.slices import Window, local_shape, local_windows, part_dim, ranks_per_dim, whole_shape
+from fzero.train.masters import compare
+from fzero.train.state import TrainState, expect_alive
 
 
 @checked()
@@ -51,8 +52,8 @@ def restore(
     out: a tree of CPU tensors to read into; None: new memory.
 
     Communicates: nothing.
-    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, and Damaged naming leaf,
-    chunk and file if a checksum does not match.
+    Raises ValueError naming the leaves that are missing, extra or of another shape or dtype, or a parameter whose
+    master weights are others, of which `keep` keeps one, and Damaged naming leaf, chunk and file of a wrong checksum.
 
     >>> import tempfile, torch
     >>> from fzero import checkpoint
@@ -103,7 +104,21 @@ def restore(
             done[name] = leaf
         elif leaf.device.type not in ("meta", "cpu"):
             done[name] = done[name].to(leaf.device)
-    return pytree.from_named(done, like)
+    return with_right_masters(path, pytree.from_named(done, like), specs, mesh)
+
+
+def with_right_masters(path: Folder, state: Tree, specs: Tree | None, mesh: Mesh) -> Tree:
+    """What was restored; raises ValueError naming a parameter of a TrainState that is not the rounding of its master
+    weights, as where only one of the two is the checkpoint's."""
+    if not isinstance(state, TrainState):
+        return state
+    spec_of = pytree.named_leaves(specs) if specs is not None else {}
+    masters = pytree.named_leaves(state.master)
+    pairs = {name: tuple(spec_of.get(f"{part}/{name}", Spec()) for part in ("params", "master")) for name in masters}
+    shapes = {name: whole_shape(leaf.shape, pairs[name][1], mesh) for name, leaf in masters.items()}
+    if fault := compare(state, pairs, shapes, mesh):
+        raise ValueError(f'{path}: {fault}, of what restore(path, state.params, under="params") returns')
+    return state
 
 
 def scales_in(path: Folder, there: dict[str, Leaf], wanted: Collection[str]) -> set[str]:

@@ -112,16 +112,15 @@ def show(path: str, leaf: str | None, as_json: bool) -> None:
 @ckpt.command()
 @click.argument("path", metavar="PATH")
 def verify(path: str) -> int:
-    """Read a whole checkpoint and name all its damage. The exit code is 1 if there is any."""
-    from fzero import checkpoint
+    """Read a whole checkpoint, and a state on a disk, and name all damage. The exit code is 1 if there is any."""
     from fzero.run.debug import checkpoint_list
 
-    place = checkpoint_list.path_of(path)
-    found = checkpoint.verify(place)
-    for line in found:
-        click.echo(line)
-    click.echo(f"{place}: {f'damaged: {len(found)} found' if found else 'sound'}")
-    return 1 if found else 0
+    read = checkpoint_list.verify(path)
+    for place, found in read:
+        for line in found:
+            click.echo(line)
+        click.echo(f"{place}: {f'damaged: {len(found)} found' if found else 'sound'}")
+    return 1 if any(found for _, found in read) else 0
 
 
 @ckpt.command()

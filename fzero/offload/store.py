@@ -21,15 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.foreign import parse_json_value
 from fzero.core.gpu_copies import Copied
-from fzero.core.storage import Damaged, read_text, write_text
+from fzero.core.storage import Damaged, write_text
+from fzero.offload import store_owner
 from fzero.offload.buffer_pool import Buffer
 from fzero.offload.chunk_files import Chunks, LeafFiles, RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskRequest
 from fzero.offload.store_manifest import (
     STEP,
     StepManifest,
+    read_step_manifest,
+    read_sums,
     step_manifest_text,
     sums_name,
 )
@@ -49,6 +51,7 @@ class VersionedStore:
         self.sums: dict[tuple[str, int], dict[int, list[int]]] = {}
         self.fixed: dict[str, list[int]] = {}  # checksums of leaves with one slot, which are written once
         self.writing: list[DiskRequest] = []
+        store_owner.take(self, self.folder, chunks.rank)
 
     @property
     def leaves(self) -> dict[str, LeafFiles]:
@@ -71,6 +74,7 @@ class VersionedStore:
         """Begin the next version, in a slot that holds no needed step; does nothing if a version has been begun."""
         if self.target is not None:
             return
+        self.expect_last()
         held = {self.record.slot, *self.record.pinned} if self.record is not None and self.slots > 1 else set()
         free = [slot for slot in range(self.slots) if slot not in held]
         assert free, f"the {self.slots} slots are all held: {self.record}"
@@ -145,6 +149,7 @@ class VersionedStore:
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
                 self._durably(lambda: write_text(self.folder, sums_name(slot, self.chunks.rank), text))
+        self.expect_last()
         barrier()
         self.target = None
         self._put(StepManifest(step, slot, values, before.pinned if before else {}))
@@ -186,7 +191,15 @@ class VersionedStore:
 
     def _last(self) -> StepManifest:
         assert self.record is not None, "nothing was committed yet"
+        store_owner.expect_owner(self, self.folder, self.chunks.rank)
         return self.record
+
+    def expect_last(self) -> None:
+        """Raise ValueError if the last complete step is not the one that this store left, as somebody else wrote to the
+        folder since. Rank 0 reads it, who wrote it: on another node a file may come late."""
+        store_owner.expect_owner(self, self.folder, self.chunks.rank)
+        if self.chunks.rank == 0 and self.record is not None and read_step_manifest(self.folder) != self.record:
+            raise store_owner.another_state(self.folder)
 
     def _put(self, record: StepManifest) -> None:
         self.record = record
@@ -203,17 +216,7 @@ class VersionedStore:
         """Raise Damaged naming the first chunk of the slot whose checksum does not agree."""
         if not self.verify:
             return
-        where = sums_name(slot, self.chunks.rank)
-        try:
-            sums = parse_json_value(read_text(self.folder, where) or "null", f"{self.folder}/{where}")
-            sums = {
-                name: [int(sums[name][layer]) for layer in range(kept.layers)] for name, kept in self.leaves.items()
-            }
-        except (ValueError, TypeError, KeyError, IndexError):
-            raise Damaged(
-                f"{self.folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: "
-                "resume from a checkpoint"
-            ) from None
+        sums = read_sums(self.folder, slot, self.chunks.rank, {name: kept.layers for name, kept in self.leaves.items()})
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
@@ -234,6 +237,7 @@ class VersionedStore:
         for pending in self.writing:
             pending.done.wait()
         self.chunks.close()
+        store_owner.release(self, self.folder, self.chunks.rank)
 
 
 class DiskTensor:

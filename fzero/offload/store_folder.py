@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.storage import Damaged, is_url, write_text
+from fzero.offload import store_owner
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
 from fzero.offload.disk_io import DiskIO
@@ -20,6 +21,8 @@ from fzero.offload.store_manifest import (
     describe_store,
     read_description,
     read_step_manifest,
+    read_store,
+    signed_text,
     step_manifest_text,
 )
 
@@ -60,24 +63,49 @@ def open_store(
     Raises ValueError if the folder cannot be written or holds another store, or the disk is too small, and Damaged if
     the store is damaged.
     """
-    (buffers, disk), (rank, size, barrier) = streams, ranks or StoreRanks()
+    ranks = ranks or StoreRanks()
+    try:
+        return _open(folder, leaves, streams, ranks, slots=slots, verify=verify, owner=owner, resume=resume)
+    except BaseException:
+        store_owner.unlock_unowned((store_owner.place_of(folder), ranks.rank))
+        raise
+
+
+def _open(
+    folder: str | Path,
+    leaves: dict[str, LeafFiles],
+    streams: tuple[BufferPool, DiskIO],
+    ranks: StoreRanks,
+    *,
+    slots: int,
+    verify: bool,
+    owner: dict[str, Any] | None,
+    resume: bool,
+) -> VersionedStore:
+    """`open_store`, which unlocks the folder if this fails."""
+    (buffers, disk), (rank, size, barrier) = streams, ranks
     if slots < 1:
         raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
     leaves = {
         name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
     }
-    wanted = describe_store(leaves, size, slots, owner or {})
-    record = None
+    wanted = describe_store(leaves, size, slots, owner or {}, verify=verify)
+    record, sums = None, verify
     if resume:
+        opened = read_store(folder)
         check_same_store(folder, json.loads(json.dumps(wanted)))
-        record = read_step_manifest(folder)
-        if record is None:
+        if opened is None:
             raise ValueError(f"{folder}: holds no complete step yet; start the run again")
+        record, sums = opened[1], opened[0]["verify"]
+        if verify and not sums:
+            raise ValueError(f"{folder}: was written without checksums; use nvme.verify=false")
         if record.dirty:
             raise Damaged(
                 f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
                 "run ended; resume from a checkpoint, and use nvme.slots=2 to survive a kill"
             )
+        if rank == 0:
+            store_owner.lock(folder)
     elif rank == 0:
         _take_over(folder, wanted)
     barrier()
@@ -89,10 +117,11 @@ def open_store(
         raise ValueError(
             f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
         ) from None
-    store = VersionedStore(chunks, slots, verify)
+    store = VersionedStore(chunks, slots, sums)
     if record is not None:
         store.record = record
-        store.check(record.slot)
+        if verify:
+            store.check(record.slot)
     return store
 
 
@@ -107,11 +136,12 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
                 "give another folder (--nvme)"
             )
     if is_url(folder):
-        write_text(folder, STORE, json.dumps(wanted))
+        write_text(folder, STORE, signed_text(wanted))
         return
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        store_owner.lock(path)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
             raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
@@ -120,7 +150,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
             shutil.rmtree(path / "arrays", ignore_errors=True)
             shutil.rmtree(path / "sums", ignore_errors=True)
         (path / "sums").mkdir(exist_ok=True)
-        write_text(folder, STORE, json.dumps(wanted))
+        write_text(folder, STORE, signed_text(wanted))
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
     except FileExistsError as error:

@@ -1,4 +1,7 @@
-"""The two small files of a store: store.json, its description, and step.json, its last complete step."""
+"""The small files of a store: store.json, its description, step.json, its last complete step, and its checksums.
+
+Every reader of a store begins with `read_store`, which takes whole files that agree with each other, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged, read_text
 from fzero.offload.chunk_files import LeafFiles
 
-FORMAT = 1
+FORMAT = 2
 STORE, STEP = "store.json", "step.json"
 MOST_DIMS = 32
 STEP_ENTRIES = {"step": int, "slot": int, "values": dict, "pinned": dict, "dirty": bool, "done": bool}
-STORE_ENTRIES = {"ranks": int, "slots": int, "owner": dict, "leaves": dict}
+STORE_ENTRIES = {"format": int, "ranks": int, "slots": int, "verify": bool, "owner": dict, "leaves": dict}
+
+
+class OtherFormat(ValueError):
+    """Raised for a store of another version of fzero."""
 
 
 class StepManifest(NamedTuple):
@@ -39,9 +46,11 @@ def sums_name(slot: int, rank: int) -> str:
     return f"sums/slot-{slot}.rank-{rank}.json"
 
 
-def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any]) -> dict[str, Any]:
-    """The content of store.json for a store of these leaves; raises ValueError naming a leaf whose name cannot be that
-    of a folder."""
+def describe_store(
+    leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: dict[str, Any], *, verify: bool = True
+) -> dict[str, Any]:
+    """The content of store.json for a store of these leaves, with or without checksums of its chunks; raises ValueError
+    naming a leaf whose name cannot be that of a folder."""
     fault = leaf_fault(leaves)
     if fault:
         raise ValueError(f"offload: {fault}; rename it")
@@ -54,7 +63,20 @@ def describe_store(leaves: dict[str, LeafFiles], ranks: int, slots: int, owner: 
         }
         for name, kept in leaves.items()
     }
-    return {"format": FORMAT, "ranks": ranks, "slots": slots, "owner": owner, "leaves": listed}
+    return {"format": FORMAT, "ranks": ranks, "slots": slots, "verify": verify, "owner": owner, "leaves": listed}
+
+
+def signed_text(values: dict[str, Any]) -> str:
+    """The text of a small file, with a checksum."""
+    return json.dumps({**values, "sum": zlib.crc32(json.dumps(values).encode())})
+
+
+def unsigned(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a small file without their checksum; raises ValueError if it does not agree."""
+    values = dict(values)
+    if values.pop("sum", None) != zlib.crc32(json.dumps(values).encode()):
+        raise ValueError("its checksum does not agree")
+    return values
 
 
 def read_step_manifest(folder: str | Path) -> StepManifest | None:
@@ -66,9 +88,7 @@ def read_step_manifest(folder: str | Path) -> StepManifest | None:
         text = read_text(folder, STEP)
         if text is None:
             return None
-        found = parse_json(text, "it")
-        if found.pop("sum") != zlib.crc32(json.dumps(found).encode()):
-            raise ValueError("its checksum does not agree")
+        found = unsigned(parse_json(text, "it"))
         expect_entries(found, STEP_ENTRIES, "it")
         found["pinned"] = {int(slot): step for slot, step in found["pinned"].items()}
         if not all(0 <= n < 1 << 62 for n in (found["step"], found["slot"], *found["pinned"].values())):
@@ -82,8 +102,7 @@ def read_step_manifest(folder: str | Path) -> StepManifest | None:
 
 def step_manifest_text(record: StepManifest) -> str:
     """The text of step.json for a record, with a checksum."""
-    values = {**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}}
-    return json.dumps({**values, "sum": zlib.crc32(json.dumps(values).encode())})
+    return signed_text({**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}})
 
 
 def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
@@ -95,11 +114,6 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
             "folder it began with"
         )
     leaves = found["leaves"]
-    if found.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder}: is a store of format {found.get('format')} and this version reads {FORMAT}; use the "
-            "version that wrote it"
-        )
     for name, leaf in wanted["leaves"].items():
         if name not in leaves:
             raise ValueError(
@@ -140,13 +154,20 @@ def _check_leaf(name: str, leaf: dict[str, Any]) -> None:
 def read_description(folder: str | Path) -> dict[str, Any] | None:
     """The content of store.json in `folder`, or None if there is none.
 
-    Raises Damaged if it does not describe a store.
+    Raises Damaged if it does not describe a store, and ValueError for one of another format.
     """
     try:
         text = read_text(folder, STORE)
         if text is None:
             return None
         found = parse_json(text, "it")
+        expect_entries(found, {"format": int}, "it")
+        if found["format"] != FORMAT:
+            raise OtherFormat(
+                f"{folder}: is a store of format {found['format']} and this version reads {FORMAT}; use the version "
+                "that wrote it"
+            )
+        found = unsigned(found)
         expect_entries(found, STORE_ENTRIES, "it")
         expect_entries(found["owner"], {"mesh?": dict, "stage?": int | None, "pipeline?": dict}, "its owner")
         if found["ranks"] < 1 or found["slots"] < 1:
@@ -163,8 +184,47 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
             expect_entries(found["leaves"], {name: dict}, "its leaves")
             _check_leaf(name, leaf)
         return found
+    except OtherFormat:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
             f"{folder}/{STORE}: is not the description of a store ({error}); "
             "resume from a checkpoint, or start the run in another folder (--nvme)"
+        ) from None
+
+
+def read_store(folder: str | Path) -> tuple[dict[str, Any], StepManifest] | None:
+    """(description, last complete step) of the store in `folder`; None if it has no complete step.
+
+    Raises Damaged if one of the files is damaged, missing beside the other, or does not go with it, and ValueError for
+    a store of another format.
+    """
+    description, record = read_description(folder), read_step_manifest(folder)
+    if record is None:
+        return None
+    if description is None:
+        raise Damaged(f"{folder}/{STORE}: is missing beside {STEP}; the store is damaged: resume from a checkpoint")
+    slots = description["slots"]
+    if odd := [slot for slot in (record.slot, *record.pinned) if slot >= slots]:
+        raise Damaged(
+            f"{folder}/{STEP}: has a step in slot {odd[0]} of {slots}; the store is damaged: resume from a checkpoint"
+        )
+    return description, record
+
+
+def read_sums(folder: str | Path, slot: int, rank: int, layers: dict[str, int]) -> dict[str, list[int]]:
+    """{leaf: the checksums of its layers} of a rank's chunks in a slot; raises Damaged unless they are those of
+    `layers`, {leaf: number of layers}."""
+    where = sums_name(slot, rank)
+    try:
+        sums = parse_json(read_text(folder, where) or "null", f"{folder}/{where}")
+        if sums.keys() != layers.keys() or any(
+            len(sums[name]) != count or any(type(n) is not int for n in sums[name]) for name, count in layers.items()
+        ):
+            raise ValueError("other leaves")
+        return sums
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Damaged(
+            f"{folder}/{where}: does not hold the checksums of the store's leaves; it is damaged: "
+            "resume from a checkpoint"
         ) from None

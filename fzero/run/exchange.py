@@ -94,7 +94,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     snapshot = weights.snapshot_of(run, value)
     if snapshot is not None:
         write(on_disk(run, value, snapshot, ema=ema))
-        step, passed = snapshot.record.step, []
+        step, passed = snapshot.record.step, [] if ema else weights.without_masters(value, snapshot)
     else:
         step, passed = weights.read_newest(run, value, read)
     return f"{out}: the model of {run} after step {step}", passed

@@ -64,6 +64,10 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
     if snapshot is None:
         return None
     names = pytree.names(shapes_of(models.build(value.model)))  # use a group only if all of its leaves are on the disk
+    for name in snapshot.leaves:
+        group = next((prefix for prefix in (PARAMS, MASTER, EMA) if name.startswith(prefix)), None)
+        if group and name.removeprefix(group) not in names:
+            raise ValueError(f"{snapshot.folder}: is the store of another model: it has {name}, and {folder} has not")
     whole = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if all(prefix + name in snapshot.leaves for name in names))
     parts = tuple(prefix for prefix in (PARAMS, MASTER, EMA) if prefix not in whole)
     snapshot = snapshot._replace(
@@ -74,6 +78,17 @@ def snapshot_of(folder: Path, value: RunConfig) -> offload_snapshot.StoreSnapsho
     return (
         snapshot if max(checkpoint.steps(checkpoints_of(folder, value)), default=-1) <= snapshot.record.step else None
     )
+
+
+def without_masters(value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> list[str]:
+    """A line where a run has master weights and its store lacks some, so that rounded parameters are read."""
+    policy = POLICIES[value.precision.policy]()
+    if snapshot.holds(MASTER) or not policy.has_master:
+        return []
+    return [
+        f"{snapshot.folder}: holds not all master weights, as a part was in memory: these are the parameters, in "
+        f"{str(policy.param).removeprefix('torch.')}"
+    ]
 
 
 def plan_of(model: Model, value: RunConfig, snapshot: offload_snapshot.StoreSnapshot) -> Plan:
@@ -142,7 +157,7 @@ def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeigh
             model,
             offload_snapshot.read_weights(snapshot, plan_of(model, value, snapshot), prefix, dtype),
             snapshot.record.step,
-            [],
+            without_masters(value, snapshot) if wide and not ema else [],
         )
     like = shapes_of(model)
 

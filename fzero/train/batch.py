@@ -13,20 +13,13 @@ from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_count, expect_kind
 from fzero.sharding import Mesh
-
-DEALT = "fzero_micro_batches"  # the attribute of a tensor that says for how many micro-batches its rows were dealt
+from fzero.train.dealt import MASK, dealing_of, expect_undealt, record
 
 
 def split_batch(batch: Any, micro_batches: int) -> tuple[int, list[Any]]:
     """(rows of a part, the batch's equal parts along the first dim of its leaves)."""
     named = tensors_of(batch)
     for name, leaf in named.items():
-        if getattr(leaf, DEALT, micro_batches) != micro_batches:
-            raise ValueError(
-                f"local_batch dealt this batch for micro_batches={getattr(leaf, DEALT)} and the step has "
-                f"micro_batches={micro_batches}, which takes other rows for this rank's; write "
-                f"local_batch(batch, mesh, micro_batches={micro_batches})"
-            )
         if leaf.shape[0] % micro_batches:
             raise ValueError(
                 f"batch[{name!r}] has {leaf.shape[0]} rows, not divisible by micro_batches={micro_batches}"
@@ -87,9 +80,9 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
 
     batch: a tree of tensors with the same number of rows (first dim). micro_batches: as in the train step.
     The batch is cut into micro_batches x (data ranks) parts, and part m goes to data rank m mod (data ranks). The
-    tensors remember `micro_batches`, so that a step with another number refuses them; a copy of them, as to a device,
-    does not: move the batch first.
-    Raises ValueError if the rows do not divide.
+    last dealings are remembered by the values of their rows, so that the first step refuses rows, or copies of them,
+    that were dealt for another number of micro-batches, or twice.
+    Raises ValueError if the rows do not divide, and for tensors that it dealt, or views of them.
 
     >>> mesh = fzero.fake_mesh({"dp": 2}, rank=1)
     >>> local_batch({"tokens": torch.arange(8)}, mesh, micro_batches=2)
@@ -102,36 +95,48 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
         raise ValueError(f"the batch's tensors have unlike numbers of rows: {sizes}; they must agree")
     rows = torch.tensor(rows_of(mesh, next(iter(sizes.values())), micro_batches))
 
-    def deal(leaf: Tensor) -> Tensor:
-        own = leaf[rows]
-        if mesh.data_size > 1:  # alone a rank has the same rows for any number of micro-batches
-            setattr(own, DEALT, micro_batches)
-        return own
-
-    return pytree.map(deal, batch)
+    if mesh.data_size == 1:  # alone a rank has the same rows for any number of micro-batches
+        return pytree.map(lambda leaf: leaf[rows], batch)
+    expect_undealt(batch, mesh)
+    dealt = pytree.map(lambda leaf: leaf[rows], batch)
+    record(batch, rows, dealt, mesh, micro_batches)
+    return dealt
 
 
 def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
-    """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, or the ranks
-    of a tp or cp group have different ones.
+    """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, the ranks
+    of a tp or cp group have different ones, or `local_batch` dealt them for another number of micro-batches, or twice.
 
     Equal rows that `local_batch` dealt pass, and those of a batch whose rows are all alike, as of zeros in a trial.
-    Communicates: an all_gather of three int64.
+    Communicates: an all_gather of five int64.
     """
     named, content = pytree.named_leaves(batch), hashlib.sha256()
     for name, leaf in named.items():
         held = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         content.update(f"{name} {leaf.dtype} {list(leaf.shape)}".encode() + held.numpy().tobytes())
     one_row = all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
-    dealt = one_row or all(hasattr(leaf, DEALT) for leaf in named.values())
-    row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0], dealt]
+    dealing = dealing_of(batch, mesh) if mesh.data_size > 1 else None
+    parts, twice = (dealing.micro_batches, int(dealing.again) * (int(dealing.source) & MASK)) if dealing else (0, 0)
+    row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0]]
+    row += [one_row or dealing is not None, 0 if one_row else parts, 0 if one_row else twice]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
     group, first = mesh.size // mesh["pp"].size, {}
     alike, tp = (
         mesh["cp"].size * mesh["tp"].size,
         mesh["tp"].size,
     )  # neighbours of one data rank, and those of one tp group
-    for rank, (same, rows, passes) in enumerate(table):
+    for rank, (same, rows, passes, parts, source) in enumerate(table):
+        if parts not in (0, micro_batches):
+            raise ValueError(
+                f"local_batch dealt this batch for micro_batches={parts} and the step has "
+                f"micro_batches={micro_batches}, which takes other rows for this rank's; write "
+                f"local_batch(batch, mesh, micro_batches={micro_batches})"
+            )
+        if source and table[0][4] not in (0, source):
+            raise ValueError(
+                f"ranks 0 and {rank} dealt different batches with local_batch, whose rows had all been dealt to them "
+                "before: each would train on a part of its part; give the step what local_batch returned, or a copy"
+            )
         if rank % alike and same != table[rank - rank % alike][0]:
             kind = "tp" if rank % alike < tp else "cp"
             raise ValueError(

@@ -27,7 +27,6 @@ from fzero.optim import GradientTransformation
 from fzero.optim.combine import split_chain
 from fzero.optim.norm import Squared
 from fzero.sharding import Mesh, Plan
-from fzero.train.batch import DEALT
 from fzero.train.checks import plan_memories
 from fzero.train.state import TrainState, expect_alive, hand_over
 
@@ -194,7 +193,7 @@ class CapturedStep:
         fixed = {name: leaf.clone() for name, leaf in leaves.items() if name in self.moved}
         working = pytree.map_named(lambda name, leaf: fixed[name].detach() if name in fixed else leaf, state)
         addresses = {name: leaf.data_ptr() for name, leaf in (leaves | fixed).items()}
-        inputs, before = pytree.map(same_rows, batch), ledger.entries()
+        inputs, before = pytree.map(torch.clone, batch), ledger.entries()
 
         def work() -> tuple[Any, dict[torch.dtype, Tensor]]:
             new, metrics = self.step(working, inputs)
@@ -242,23 +241,14 @@ def take_news(step: Step) -> list[str]:
 
 
 def shapes_of(batch: Any) -> Any:
-    """What a graph is recorded for: names, shapes, dtypes and devices of a batch, and for how many parts it was
-    dealt."""
+    """What a graph is recorded for: names, shapes, dtypes and devices of a batch."""
     named = pytree.named_leaves(batch).items()
-    return tuple((name, tuple(x.shape), x.dtype, x.device, getattr(x, DEALT, None)) for name, x in named)
+    return tuple((name, tuple(x.shape), x.dtype, x.device) for name, x in named)
 
 
 def text_of(key: Any) -> str:
     """The shapes of a batch in words."""
     return ", ".join(f"{name} {list(shape)}" for name, shape, *_ in key)
-
-
-def same_rows(leaf: Tensor) -> Tensor:
-    """A copy of a leaf of a batch, which remembers for how many micro-batches it was dealt."""
-    copied = leaf.clone()
-    if hasattr(leaf, DEALT):
-        setattr(copied, DEALT, getattr(leaf, DEALT))
-    return copied
 
 
 def cause_of(error: BaseException) -> str:

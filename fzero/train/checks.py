@@ -214,6 +214,11 @@ def expect_state(plan: Plan, opt_names: list[str], state: TrainState, donate: bo
                 f"{name} is {leaf.dtype} and the plan, of policy {policy.name}, has {plan.leaves[name].dtype}; give "
                 "init_state this plan"
             )
+        if isinstance(leaf, torch.Tensor) and plan.leaves[name].params.memory == "nvme":
+            raise ValueError(
+                f"{name} rests on a disk by the plan and is in memory here, where no update would write it; write "
+                "state = fzero.with_params(state, params, plan, nvme=nvme)"
+            )
     if bool(pytree.leaves(state.master)) != policy.has_master or bool(state.scaler) != bool(policy.loss_scale):
         raise ValueError(f"the state was not made for the plan's policy {policy.name}; give init_state this plan")
     if pytree.names(state.extra.get(ERRORS, {})) != pytree.names(error_specs(plan).get(ERRORS, {})):
@@ -236,13 +241,15 @@ def check_values(model: base.Model | LossFn, batch: Any, ctx: base.Ctx) -> bool:
 
     That waits for the device, so a step does it once.
     """
-    if (
-        transforms()
-        or is_tracing()
-        or any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in pytree.leaves(batch))
-    ):
+    if not have_values(batch):
         return False
     if isinstance(model, base.Model) and hasattr(model.config, "vocab_size"):
         forward.check(model, batch, ctx)
         check_tokens(batch, model.config.vocab_size)
     return True
+
+
+def have_values(tree: Any) -> bool:
+    """Whether the values of a tree's tensors can be looked at now: not under a transform or a trace, nor in a plan."""
+    leaves = pytree.leaves(tree)
+    return not (transforms() or is_tracing() or any(isinstance(leaf, FakeTensor) or leaf.is_meta for leaf in leaves))

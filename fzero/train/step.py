@@ -30,16 +30,17 @@ from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.train.after import move_leaves
 from fzero.train.batch import expect_own_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, why_not
-from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan, expect_state
+from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack
 from fzero.train.gradient import Found, StepGradient
 from fzero.train.loss import LossFn, context_of, draws_of
+from fzero.train.masters import StateCheck
 from fzero.train.moved import moved_apart
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.split_check import check_split
-from fzero.train.state import TrainState, hand_over
+from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
@@ -128,12 +129,12 @@ def make_train_step(
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = StepGradient(model, with_expert_slack(plan, update), execution, nvme, ({}, streamed is not None))
-    opt_names = pytree.names(tx.spec(plan.trained(plan.opt)))
+    states = StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate)
     unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        expect_state(plan, opt_names, state, donate)
+        states.expect(state)
         size, parts = split_batch(batch, micro_batches)
         if unseen and check_values(model, batch, unseen[0]):
             check_split(model, plan, state.params, parts[0], unseen.pop())
@@ -148,7 +149,7 @@ def make_train_step(
             if plan.delayed:
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, drawn, seed.value, later)
-                return hand_over(state, new) if donate else new, join_metrics(each)
+                return states.handed_over(state, new), join_metrics(each)
             found = gradient(moved_apart(tx, plan, state), parts, size, drawn, seed.value, early, known)
             metrics, verdict, sums = measured(seed, state, found)
             moved = advance(plan, state, verdict, rows)
@@ -159,7 +160,7 @@ def make_train_step(
                 new = (finish if early is None else early.finish)(sums, moved, skipped)
                 new = move_leaves(model, plan, new, metrics.tables, skipped, donate=donate)
                 commit(nvme, new, plan)
-            return hand_over(state, new) if donate else new, count_layers(metrics, early)
+            return states.handed_over(state, new), count_layers(metrics, early)
 
     return train_step if execution.capture == "off" else CapturedStep(train_step, mesh, why_not(plan, tx, donate))
 

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero import checkpoint
-from fzero.checkpoint import Damaged, Folder
+from fzero.checkpoint import Folder
 from fzero.checkpoint.directory import SPARE, clean_step, step_of
 from fzero.checkpoint.manifest import MANIFEST, join, parse_leaf
+from fzero.checkpoint.offload_snapshot import verify_store
 from fzero.checkpoint.reader import part_name
 from fzero.checkpoint.restore_tree import dtype_name
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
 from fzero.core.tables import flat
-from fzero.offload.store_manifest import read_step_manifest
+from fzero.offload.store_manifest import STEP, STORE, read_store
 from fzero.run import config_table, run_folder
 from fzero.run.config_versions import current_keys
 from fzero.sharding.memory import Offload
@@ -190,18 +191,47 @@ def some(names: list[str]) -> str:
 
 def on_disk(folder: Path) -> OnDisk | None:
     """The store of the run in `folder`; None if its state is not on a disk."""
+    place = store_of(folder)
+    if place is None:
+        return None
+    try:
+        opened = read_store(place)
+    except ValueError as error:
+        return OnDisk(place, None, [], str(error))
+    if opened is None:
+        return OnDisk(place, None, [], "")
+    record = opened[1]
+    note = "the step that overwrites it did not end" if record.dirty else "the run has ended" if record.done else ""
+    return OnDisk(place, record.step, sorted(record.pinned.values()), note)
+
+
+def store_of(folder: Path) -> str | None:
+    """The place of the store of the run in `folder`; None if its state is not on a disk."""
     value = run_folder.read_config(folder)
     if "nvme" not in Offload.parse(value.offload).memories:
         return None
-    place = str(value.nvme.folder or folder / run_folder.NVME)
-    try:
-        record = read_step_manifest(place)
-    except Damaged as error:
-        return OnDisk(place, None, [], str(error))
-    if record is None:
-        return OnDisk(place, None, [], "")
-    note = "the step that overwrites it did not end" if record.dirty else "the run has ended" if record.done else ""
-    return OnDisk(place, record.step, sorted(record.pinned.values()), note)
+    return str(value.nvme.folder or folder / run_folder.NVME)
+
+
+def verify(place: str) -> list[tuple[Folder, list[str]]]:
+    """(what was read, a line for each damage in it) for what `place` names: a checkpoint, the newest one of a run,
+    folder or URL, and the store of a run, or in a folder, with its state on a disk. Raises ValueError for none."""
+    if is_url(place):
+        path = path_of(place)
+        return [(path, checkpoint.verify(path))]
+    here, store = Path(place), None
+    if (here / STORE).is_file() or (here / STEP).is_file():
+        store = place
+    elif (here / run_folder.CONFIG).is_file():
+        store = store_of(here)
+    if store is None or is_url(store):
+        path = path_of(place)
+        return [(path, checkpoint.verify(path))]
+    found: list[tuple[Folder, list[str]]] = [(store, verify_store(Path(store)))]
+    if store == place or not checkpoint.steps(home_of(place)[0]):
+        return found
+    path = path_of(place)
+    return [(path, checkpoint.verify(path)), *found]
 
 
 # ---- what one holds ----

@@ -1,0 +1,285 @@
+"""Parameters and their master weights: the first are the rounding of the second, which a step compares where somebody
+else may have written one of the two."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.comm.collectives import all_gather
+from fzero.comm.tables import any_rank
+from fzero.core import gpu, pytree
+from fzero.core.arguments import checked, expect_kind
+from fzero.core.copy_buckets import bring
+from fzero.core.host_memory import to_host
+from fzero.core.pytree import Tree
+from fzero.offload import DiskTensor, Nvme
+from fzero.sharding import Mesh, Plan, Spec
+from fzero.sharding.shapes import check_tree
+from fzero.sharding.slices import is_stacked, local_shape, local_windows, narrow_box, narrow_to, row_blocks, shard_dim
+from fzero.train.checks import expect_state, have_values
+from fzero.train.init import copy_of
+from fzero.train.state import STATE_MEMORY, TrainState, expect_alive, hand_over, with_previous
+from fzero.train.state_on_disk import commit
+from fzero.train.to_module import read
+
+REMEDY = "make the master weights anew: state = fzero.with_params(state, params, plan)"
+
+
+@torch.no_grad()
+@checked("state params plan", tx="the optimizer's state stays as it is; leave it out")
+def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | None = None) -> TrainState:
+    """Return the state with other parameters, and with master weights that are made of them.
+
+    params: a tree with the names of `state.params`; each leaf is whole, or this rank's shard, as the parameters rest or
+    as the optimizer updates them (an average of `with_average`), in any floating dtype and on any device: restored,
+    merged, averaged or edited weights. plan: the plan of the state. nvme: its folder, if a part of it rests on a disk;
+    the store then holds the new state, and the one that was given is gone.
+
+    A master weight is the value given, in the policy's `state` dtype, and the parameter is its rounding. Without master
+    weights, as in fp32, parameters are the values given. With delayed updates those before the last one are these too.
+    All else stays: step, key, optimizer state and its average.
+    Communicates: with ranks, an all_gather of each leaf that is given as the optimizer updates it and rests whole.
+    Raises ValueError naming a leaf that is missing, extra or of another shape, and a frozen one on a disk that differs.
+
+    >>> params, tx = {"w": torch.ones(2)}, fzero.optim.sgd(0.1)
+    >>> plan = fzero.zero_plan(0, params, fzero.one_process(), policy=fzero.bf16())
+    >>> state = fzero.init_state(params, tx, plan, seed=0)
+    >>> state = with_params(state, {"w": torch.tensor([1.0, 1.001])}, plan)
+    >>> state.params["w"], state.master["w"]
+    (tensor([1., 1.], dtype=torch.bfloat16), tensor([1.0000, 1.0010]))
+    """
+    expect_kind("the state", state, TrainState, "write with_params(state, params, plan)")
+    expect_kind("plan", plan, Plan, "write with_params(state, params, plan)")
+    expect_alive(state.step)
+    if not any(isinstance(leaf, DiskTensor) for leaf in pytree.leaves(params)):
+        check_tree(params)
+    values = NewValues(plan, pytree.named_leaves(params), state.step.device)
+    pytree.from_named(values.given, plan.like)  # which names a leaf that is missing or extra
+    for name in values.given:
+        values.layout(name)
+    before = {"params": pytree.named_leaves(state.params), "master": pytree.named_leaves(state.master)}
+    if any(isinstance(leaf, DiskTensor) for leaves in before.values() for leaf in leaves.values()):
+        rewrite_store(values, state, nvme)
+
+    def new(part: str, tree: Tree) -> Tree:
+        def leaf_of(name: str, old: Any) -> Any:
+            return old if isinstance(old, DiskTensor) else values.in_memory(part, name)
+
+        return pytree.map_named(leaf_of, tree)
+
+    changed = new("params", state.params)
+    changed = state._replace(params=changed, master=new("master", state.master))
+    changed = changed._replace(extra={**state.extra, **with_previous(plan, changed.params)})
+    commit(nvme, changed, plan)
+    return changed
+
+
+class NewValues(NamedTuple):
+    """The parameters that a caller gives, leaf by leaf, in the layouts of a plan."""
+
+    plan: Plan
+    given: dict[str, Any]
+    device: torch.device
+
+    def layout(self, name: str) -> str:
+        """Which part of a leaf was given: "whole", "params" (at rest) or "opt" (as it is updated)."""
+        leaf, shape, mesh = self.plan.leaves[name], tuple(self.given[name].shape), self.plan.mesh
+        if shape == leaf.shape:
+            return "whole"
+        parts = ("params", "opt") if leaf.trained else ("params",)
+        shapes = {part: local_shape(leaf.shape, getattr(leaf, part), mesh) for part in parts}
+        for part, size in shapes.items():
+            if shape == size:
+                return part
+        shards = "".join(f" or {list(size)}, a shard of it" for size in dict.fromkeys(shapes.values()))
+        fix = "a tree of other shapes needs a plan and state of its own: init_state(params, tx, zero_plan(...))"
+        raise ValueError(f"{name}: is {list(shape)}; the state has {list(leaf.shape)}{shards}: {fix}")
+
+    def part(self, part: str, name: str) -> Tensor:
+        """This rank's value of params/name or master/name, which may share memory with what was given."""
+        leaf, mesh, layout = self.plan.leaves[name], self.plan.mesh, self.layout(name)
+        value, spec = read(self.given[name]), leaf.params if part == "params" else leaf.opt
+        if layout == "whole":
+            return narrow_to(value, spec, mesh, leaf=name)
+        if layout == "params":
+            return value if part == "params" else part_between(value, leaf.shape, (leaf.params, leaf.opt), mesh)
+        if part == "params" and self.updated_in_shards(name):
+            value = value.to(self.device, leaf.dtype).contiguous()
+            return all_gather(value, self.plan.link(name), shard_dim(name), leaf=name)
+        return value
+
+    def updated_in_shards(self, name: str) -> bool:
+        """Whether a leaf rests whole and is updated in shards."""
+        leaf, mesh = self.plan.leaves[name], self.plan.mesh
+        return local_shape(leaf.shape, leaf.params, mesh) != local_shape(leaf.shape, leaf.opt, mesh)
+
+    def in_memory(self, part: str, name: str) -> Tensor:
+        """The new leaf of the state, in its dtype and memory."""
+        leaf = self.plan.leaves[name]
+        dtype, spec = (leaf.dtype, leaf.params) if part == "params" else (self.plan.policy.state, leaf.opt)
+        value = self.part(part, name)
+        new = copy_of(value, dtype, value.device)
+        return to_host([new], self.device, STATE_MEMORY)[0] if spec.memory == "host" else bring(new, self.device)
+
+
+def rewrite_store(values: NewValues, state: TrainState, nvme: Nvme | None) -> None:
+    """Begin the next version of a state's store with the new parameters and masters, and all else as it is."""
+    if nvme is None or nvme.store is None:
+        raise ValueError("the state rests on a disk; give with_params the nvme= that init_state was given")
+    store, fresh = nvme.store, {}
+    for name, kept in store.leaves.items():
+        part, _, leaf = name.partition("/")
+        if part not in ("params", "master"):
+            continue
+        fixed = kept.slots == 1 and store.slots > 1
+        fresh[name] = None if fixed else (part, leaf)
+        if fixed and not torch.equal(DiskTensor(store, name).tensor(), values.part(part, leaf).to("cpu", kept.dtype)):
+            raise ValueError(
+                f"{leaf}: is frozen and rests on a disk, where it was written once, and is given other values; make a "
+                "state of them: init_state(params, tx, plan, nvme=fzero.Nvme(folder))"
+            )
+    store.begin()
+    for name, kept in store.leaves.items():
+        target = fresh.get(name, ())
+        if target is None:
+            continue
+        whole = values.part(*target).to("cpu", kept.dtype) if target else None
+        for i in range(kept.layers):
+            layer = read(DiskTensor(store, name), i if kept.stacked else None) if whole is None else whole
+            layer = layer[i] if whole is not None and kept.stacked else layer
+            for rows in row_blocks(kept.chunk):
+                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+    store.flush()
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+class StateCheck:
+    """The check of the states that a step is given: by shapes, dtypes and names in each call; parameters against their
+    masters in the first, and again where a leaf is another tensor than the one that the step returned, or was written
+    to since."""
+
+    def __init__(self, plan: Plan, opt_names: list[str], donate: bool) -> None:
+        self.plan, self.opt_names, self.donate, self.first = plan, opt_names, donate, True
+        self.known: list[tuple[Any, int]] = []  # by leaf: a weak reference, and the version of its values
+
+    def expect(self, state: TrainState) -> None:
+        """Raise ValueError if the state is not one for this step, or naming a parameter that is not the rounding of its
+        master weights; that in the first call on every rank.
+
+        Communicates: in the first call, with master weights, a flag over each axis.
+        """
+        expect_state(self.plan, self.opt_names, state, self.donate)
+        if not self.plan.policy.has_master or not have_values(state.step) or gpu.is_capturing(state.step.device):
+            return
+        leaves = leaves_of(state)
+        if len(leaves) == len(self.known) and all(
+            made() is leaf and version == version_of(leaf) for (made, version), leaf in zip(self.known, leaves)
+        ):
+            return
+        fault = fault_of(self.plan, state)
+        mesh, first, self.first = self.plan.mesh, self.first, False
+        if first and mesh.store is not None:
+            with mesh.ledger.phase("check"):
+                elsewhere = any_rank(bool(fault), mesh)
+            if elsewhere and not fault:
+                fault = f"a parameter on another rank is not the rounding of its master weights; {REMEDY}"
+        if fault:
+            raise ValueError(fault)
+
+    def handed_over(self, old: TrainState, new: TrainState) -> TrainState:
+        """The state that the step returns, whose parameters are known to be right."""
+        if self.plan.policy.has_master and have_values(new.step):
+            self.known = [(weakref.ref(leaf), version_of(leaf)) for leaf in leaves_of(new)]
+        return hand_over(old, new) if self.donate else new
+
+
+def leaves_of(state: TrainState) -> list[Any]:
+    """The parameters and master weights of a state."""
+    return [*pytree.leaves(state.params), *pytree.leaves(state.master)]
+
+
+def version_of(leaf: Any) -> int:
+    """How often the values of a leaf were written to, as far as PyTorch counts it."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+
+
+def fault_of(plan: Plan, state: TrainState) -> str:
+    """What is wrong with the parameters and masters of this rank, in words; "" for nothing."""
+    pairs = {name: (leaf.params, leaf.opt) for name, leaf in plan.leaves.items()}
+    shapes = {name: leaf.shape for name, leaf in plan.leaves.items()}
+    return compare(state, pairs, shapes, plan.mesh)
+
+
+@torch.no_grad()
+def compare(
+    state: TrainState, specs: Mapping[str, tuple[Spec, Spec]], shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
+) -> str:
+    """Compare every master weight of a state with its parameter, a layer at a time: the names of those that differ, in
+    words, or "". specs: of a leaf at rest and as it is updated. shapes: of the whole leaves."""
+    params, differing = pytree.named_leaves(state.params), {}
+    for name, master in pytree.named_leaves(state.master).items():
+        counts, layers = [], range(master.shape[0]) if is_stacked(name) else (None,)
+        take = narrowing(shapes[name], specs[name], mesh)
+        for i in layers:
+            low, high = take(read(params[name], i), i), read(master, i)
+            if low.numel():
+                counts.extend(unlike(a, b.to(a.device)) for a, b in blocks_of(low, high))
+        if counts:
+            differing[name] = torch.stack([count.to(counts[0].device) for count in counts]).sum()
+    totals = {name: int(count) for name, count in differing.items()}
+    wrong = [name for name, count in totals.items() if count]
+    if not wrong:
+        return ""
+    more = f" (nor are {len(wrong) - 1} more leaves)" if wrong[1:] else ""
+    name, size = wrong[0], math.prod(pytree.named_leaves(state.master)[wrong[0]].shape)
+    return (
+        f"params/{name} is not the rounding of its master weights, master/{name}: {totals[name]:,} of {size:,} "
+        f"elements differ{more}, and the next update would bring the masters' values back; {REMEDY}"
+    )
+
+
+def blocks_of(low: Tensor, high: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Two layers of one shape, cut alike into blocks of rows."""
+    if not low.dim():
+        return [(low, high)]
+    return [(low[begin:end], high[begin:end]) for begin, end in row_blocks(tuple(low.shape))]
+
+
+def unlike(param: Tensor, master: Tensor) -> Tensor:
+    """The number of parameters that are not the rounding of their master: NaN is NaN, and numbers below the smallest
+    normal one, which some devices take for 0, are alike."""
+    rounded, least = master.to(param.dtype), torch.finfo(param.dtype).smallest_normal
+    same = (param == rounded) | ((param != param) & (rounded != rounded))
+    return (~(same | ((param.abs() < least) & (rounded.abs() < least)))).sum()
+
+
+def narrowing(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Callable[[Tensor, int | None], Tensor]:
+    """The function (leaf at rest, or a layer of it; its number or None) -> the part of it that is updated here."""
+    if local_shape(shape, specs[0], mesh) == local_shape(shape, specs[1], mesh):
+        return lambda value, layer: value
+    start, size = inner_box(shape, specs, mesh)
+    return lambda value, layer: (
+        narrow_box(value, start, size) if layer is None else narrow_box(value, start[1:], size[1:])
+    )
+
+
+def part_between(value: Tensor, shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> Tensor:
+    """The part that this rank updates of its shard at rest."""
+    return narrowing(shape, specs, mesh)(value, None)
+
+
+def inner_box(shape: tuple[int, ...], specs: tuple[Spec, Spec], mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(start, size) of a rank's shard by the second spec in its shard by the first, which contains it."""
+    outer, inner = (local_windows(shape, spec, mesh) for spec in specs)
+    size = local_shape(shape, specs[1], mesh)
+    if not inner:  # no layer is this rank's
+        return (0,) * len(shape), size
+    return tuple(a - b for a, b in zip(inner[0].start, outer[0].start)), size
