@@ -158,7 +158,7 @@ def test_a_folder_that_is_replaced_by_a_file(tmp_path):
         (home / "step-00000003").write_text("")
         saving.save(state_of(3), step=3)
         with pytest.raises(
-            checkpoint.SaveFailed, match=r"step-00000003: the checkpoint could not be written: File exists"
+            checkpoint.SaveFailed, match=r"step-00000003: the checkpoint could not be written: is a file"
         ):
             saving.wait()
         saving.save(state_of(4), step=4)

@@ -512,7 +512,7 @@ def test_a_file_system_that_refuses_direct_transfers_is_known(monkeypatch, tmp_p
     assert serves_direct(tmp_path) is False
     assert list(tmp_path.iterdir()) == []
     if at == "open":
-        assert open_direct(tmp_path / "x", os.O_RDWR | os.O_CREAT) is None
+        assert open_direct(tmp_path / "x", make=True) is None
 
 
 @pytest.mark.parametrize("at", ["open", "pwritev"])
@@ -538,7 +538,7 @@ def cached(path, size):
 
 def cached_by_itself(path, raw):
     """Whether the system does not tell, or this file system caches what a direct transfer of its own writes."""
-    fd = open_direct(path, os.O_RDWR | os.O_CREAT)
+    fd = open_direct(path, make=True)
     try:
         assert os.pwritev(fd, [memoryview(raw.numpy())], 0) == len(raw)
     finally:
@@ -549,7 +549,7 @@ def cached_by_itself(path, raw):
 def test_direct_transfers_pass_the_page_cache_by(tmp_path, buffers):
     if not serves_direct(tmp_path):
         pytest.skip("the folder of this test refuses direct transfers")
-    fd = open_direct(tmp_path / "data", os.O_RDWR | os.O_CREAT)
+    fd = open_direct(tmp_path / "data", make=True)
     disk = DiskIO(DiskSettings(block_bytes=64 << 10))
     buffer = buffers.take((HUGE // 2,), torch.uint8)
     buffer.view.copy_(torch.arange(HUGE // 2) % 251)

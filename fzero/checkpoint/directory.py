@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
@@ -25,6 +24,7 @@ from fzero.checkpoint.manifest import ARRAYS, MANIFEST, Folder, join, read_manif
 from fzero.core.arguments import checked
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, sync_folder
+from fzero.core.writing import is_real_folder, make_folder, remove_entry
 from fzero.offload.chunk_files import Damaged
 
 SPARE = "spare"  # the files of a removed checkpoint, which the next one overwrites
@@ -166,10 +166,9 @@ def begin(checkpoint_dir: Folder, step: int) -> str:
         used = _arrays_used(path)
         return next(name for i in count() if (name := _arrays(i)) != used)
     checkpoint_dir = Path(checkpoint_dir)
-    path = checkpoint_dir / f"step-{step:08d}"
-    path.mkdir(exist_ok=True)
-    arrays = next(name for i in count() if not (path / (name := _arrays(i))).exists())
-    if (checkpoint_dir / SPARE).is_dir():
+    path = make_folder(checkpoint_dir, f"step-{step:08d}")
+    arrays = next(name for i in count() if not os.path.lexists(path / (name := _arrays(i))))
+    if is_real_folder(checkpoint_dir / SPARE):
         (checkpoint_dir / SPARE).rename(path / arrays)
     return arrays
 
@@ -196,14 +195,15 @@ def clean(checkpoint_dir: Folder, *, but: int | None = None) -> None:
         return
     drop_spare(checkpoint_dir)
     for path, step in _step_folders(Path(checkpoint_dir)):
-        if step != but:
+        if step != but and is_real_folder(path):  # what a link names is another's
             clean_step(path)
 
 
 def drop_spare(checkpoint_dir: Folder) -> None:
     """Remove the spare files."""
     if not is_url(checkpoint_dir):
-        shutil.rmtree(Path(checkpoint_dir, SPARE), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_entry(Path(checkpoint_dir, SPARE))
 
 
 def clean_step(path: Folder) -> None:
@@ -222,7 +222,7 @@ def clean_step(path: Folder) -> None:
     (path / f"{MANIFEST}.partial").unlink(missing_ok=True)
     for inner in path.glob(f"{ARRAYS}*"):
         if inner.name != used and re.fullmatch(rf"{ARRAYS}(-\d+)?", inner.name):
-            shutil.rmtree(inner)
+            remove_entry(inner)
     if not complete:
         with contextlib.suppress(OSError):  # it holds files of another program
             path.rmdir()
@@ -269,6 +269,9 @@ def remove(checkpoint_dir: Folder, step: int, *, spare: bool = False) -> None:
         return
     if not Path(path, MANIFEST).is_file():
         raise ValueError(f"{path}: no such checkpoint")
+    if not is_real_folder(path):
+        remove_entry(path)
+        return
     arrays = _arrays_used(path)
     Path(path, MANIFEST).unlink()
     sync_folder(Path(path))

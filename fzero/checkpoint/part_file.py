@@ -107,7 +107,9 @@ class PartFile:
         if is_url(folder):
             file = ObjectWriter(str(folder), layout.key(self.index))
         else:
-            file = FileWriter(Path(folder, layout.key(self.index)), 0 if layout.compress else layout.file_bytes)
+            arrays = self.path("")
+            name = f"{self.name}/{layout.key(self.index)}" if self.name else layout.key(self.index)
+            file = FileWriter(Path(arrays), name, 0 if layout.compress else layout.file_bytes)
         file.append(layout.header)
         return file
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from fzero.checkpoint.manifest import Folder, join
 from fzero.core.object_store import Objects
 from fzero.core.storage import PAGE, is_url, naming
+from fzero.core.writing import is_lone_file, make_folder, open_to_write, remove_entry
 from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.disk_io import open_direct
 
@@ -35,13 +36,14 @@ class FileWriter:
     Its content is not durable until the file system is synced.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
-        """size: the bytes of the file; 0 if unknown so far."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, name: str, size: int) -> None:
+        """name: of the file, below `folder`. size: its bytes; 0 if unknown so far."""
+        path = make_folder(folder, *Path(name).parts[:-1]) / Path(name).name
         self.path, self.size, self.lock = path, size, threading.Lock()
-        flags = os.O_RDWR | os.O_CREAT
-        direct = open_direct(path, flags) if size > SMALL else None
-        self.fd = os.open(path, flags, 0o644) if direct is None else direct
+        if not is_lone_file(path):  # else it is a spare file, whose space is used again
+            remove_entry(path)
+        direct = open_direct(path, make=True) if size > SMALL else None
+        self.fd = open_to_write(path, "update") if direct is None else direct
         room = round_to_pages(size) if direct is not None else size
         if os.fstat(self.fd).st_size not in (size, room) or not size:
             with naming(path):
@@ -167,7 +169,7 @@ class PartReader:
 
     def _open(self, name: str) -> OpenFile:
         path = Path(self.folder, name)
-        fd = open_direct(path, os.O_RDONLY) if os.stat(path).st_size > SMALL else None
+        fd = open_direct(path, write=False) if os.stat(path).st_size > SMALL else None
         return OpenFile(os.open(path, os.O_RDONLY), False) if fd is None else OpenFile(fd, True)
 
     def _buffer(self, size: int) -> np.ndarray:

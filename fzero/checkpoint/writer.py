@@ -40,6 +40,7 @@ from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.numa import cores
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system
+from fzero.core.writing import make_folder
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 
@@ -361,7 +362,7 @@ class Writer:
 
     def _begin(self, step: int) -> str:
         if not is_url(self.checkpoint_dir):
-            Path(self.checkpoint_dir).mkdir(parents=True, exist_ok=True)
+            make_folder(self.checkpoint_dir)
         if not self.cleaned:
             directory.clean(self.checkpoint_dir)
             self.cleaned = True

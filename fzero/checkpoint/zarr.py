@@ -10,7 +10,8 @@ from typing import Any
 
 from fzero.checkpoint.layout import array_json, group_json
 from fzero.checkpoint.manifest import Folder, Leaf, join
-from fzero.core.storage import is_url, naming, sync_file_system, write_text
+from fzero.core.storage import is_url, sync_file_system, write_text
+from fzero.core.writing import make_folder, writing
 
 
 def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
@@ -31,10 +32,9 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
         return
 
     def put(name: str) -> None:
-        folder = Path(arrays, name)
-        folder.mkdir(parents=True, exist_ok=True)
-        with naming(folder / "zarr.json"), open(folder / "zarr.json", "w", encoding="utf-8") as f:
-            f.write(texts[name])
+        folder = make_folder(arrays, *name.split("/")) if name else Path(arrays)
+        with writing(folder / "zarr.json", "replace") as f:
+            f.write(texts[name].encode())
 
     run_all(pool, put, texts)
     keep = {Path(arrays, name, leaf.layout.key(part)) for name, leaf in leaves.items() for part in leaf.layout.parts()}

@@ -11,7 +11,6 @@ import ctypes
 import functools
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
@@ -21,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fzero.core import kept
-from fzero.core.storage import naming
+from fzero.core.writing import replacing
 
 # EXACT rounds every operation separately. CONTRACTED lets the compiler fuse a product and a sum, which are then rounded
 # once.
@@ -105,10 +104,8 @@ def _macros(part: str) -> tuple[str, ...]:
 def _keep_library(asked: str, content: bytes) -> str:
     """Write a library to the folder of kept ones, as the answer of a question, and return its file."""
     place = kept.folder() / f"{hashlib.sha256(content).hexdigest()[:32]}.so"
-    part = place.with_suffix(f".{os.getpid()}.part")
-    with naming(place):
-        part.write_bytes(content)
-        part.replace(place)
+    with replacing(place, cache=True) as file:
+        file.write(content)
     kept.keep(asked, {"library": str(place)}, [str(place)])
     return str(place)
 

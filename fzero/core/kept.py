@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.foreign import in_form, read_json
-from fzero.core.storage import naming
+from fzero.core.writing import make_folder, replacing, writing
 
 PACKAGE = Path(__file__).parents[1]
 # Environment variables that choose what is traced and compiled.
@@ -119,14 +119,13 @@ def first_alone(question: str) -> Iterator[None]:
     import fcntl
 
     place = _path(question).with_suffix(".lock")
-    with naming(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fcntl.flock(file, fcntl.LOCK_SH)
-            yield
+    make_folder(place.parent)
+    with writing(place, "update") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def find(question: str) -> dict[str, Any] | None:
@@ -150,15 +149,10 @@ def keep(question: str, answer: Mapping[str, Any], files: Sequence[str] = ()) ->
     Where the folder cannot be written nothing is kept: the answer is there already, and is made again next time.
     """
     path = _path(question)
-    part = path.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
         digests = {file: _digest(Path(file).read_bytes()) for file in files}
         digest = _digest(json.dumps([answer, digests]).encode())
         text = json.dumps({"question": question, "digest": digest, "files": digests, "answer": answer})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with naming(path):
-            try:
-                part.write_text(text, encoding="utf-8")
-                part.replace(path)  # whole or absent, also if two processes write it
-            finally:
-                part.unlink(missing_ok=True)
+        make_folder(path.parent)
+        with replacing(path, cache=True) as file:
+            file.write(text.encode())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from fzero.core.foreign import read_text_file
 from fzero.core.object_store import Objects, context, is_url, url_spec
+from fzero.core.writing import naming, replacing, sync_folder
 
 __all__ = [
     "PAGE",
@@ -64,20 +63,6 @@ def user_folder(variable: str) -> Path:
     return home / USERS[variable] / "fzero"
 
 
-@contextlib.contextmanager
-def naming(path: str | Path) -> Iterator[None]:
-    """A context in which an OSError that names no file, such as that of a full disk, names `path`.
-
-    Every function of fzero that writes a file does so in one (tests/test_full_disk.py).
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            error.filename = str(path)
-        raise
-
-
 def kvstore(folder: str | Path, *path: str) -> Any:
     """tensorstore's specification of the folder `path` below `folder`."""
     if is_url(folder):
@@ -115,28 +100,8 @@ def write_text(folder: str | Path, name: str, text: str) -> None:
     if is_url(folder):
         Objects(str(folder)).write(name, text.encode())
         return
-    path = Path(folder, name)
-    partial = path.with_name(f"{path.name}.partial")
-    with naming(path):
-        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            view = memoryview(text.encode())
-            while view:
-                view = view[os.write(fd, view) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(partial, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the entries (names) of a local folder durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with replacing(Path(folder, name)) as file:
+        file.write(text.encode())
 
 
 def sync_file_system(path: Path) -> None:

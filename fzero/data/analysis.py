@@ -22,7 +22,8 @@ import numpy as np
 from fzero.core.arguments import checked
 from fzero.core.foreign import expect_entries, read_json
 from fzero.core.pytree import nearest
-from fzero.core.storage import naming, write_text
+from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, writing
 from fzero.data.assemble import Batch, assemble
 from fzero.data.mixed_corpus import digest
 from fzero.data.packing import FILL, PACKINGS, Packing, whole
@@ -152,10 +153,9 @@ def write_analysis(place: Path, values: np.ndarray, metric: str, by: str, corpus
     np.save(content, values)
     meta = {"metric": metric, "by": by, "corpus": corpus, "sha256": hashlib.sha256(content.getbuffer()).hexdigest()}
     with tempfile.TemporaryDirectory(prefix=".analysis-", dir=place.parent) as temporary:
-        folder = Path(temporary) / "analysis"
-        folder.mkdir()
-        with naming(place / "values.npy"):
-            (folder / "values.npy").write_bytes(content.getbuffer())
+        folder = make_folder(temporary, "analysis")
+        with writing(folder / "values.npy", "new") as file:
+            file.write(content.getbuffer())
         write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
         os.rename(folder, place)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from fzero.core.crc32c import crc32c
 from fzero.core.storage import naming
+from fzero.core.writing import open_to_write, writing
 
 CHUNK = 1 << 16  # bytes
 FIX = "put the file back, or prepare the corpus again (fzero data prepare)"
@@ -24,8 +25,7 @@ class SummedFile:
     """A file being written, and the checksums of its chunks: `sums` is whole once it is closed."""
 
     def __init__(self, path: Path) -> None:
-        with naming(path):
-            self.path, self.file = path, path.open("wb")
+        self.path, self.file = path, open(open_to_write(path, "new"), "wb")  # noqa: SIM115  (closed with this one)
         self.sums: list[int] = []
         self.size = self.crc = 0
 
@@ -53,8 +53,8 @@ class SummedFile:
 def write_sums(path: Path, files: list[SummedFile]) -> str:
     """Write the checksums of closed files to `path`; returns the SHA-256 of that file."""
     raw = np.array([crc for file in files for crc in file.sums], "<u4").tobytes()
-    with naming(path):
-        path.write_bytes(raw)
+    with writing(path, "new") as file:
+        file.write(raw)
     return hashlib.sha256(raw).hexdigest()
 
 

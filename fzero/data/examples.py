@@ -21,6 +21,7 @@ import numpy as np
 from fzero.core.foreign import expect_regular, parse_json
 from fzero.core.storage import write_text
 from fzero.core.tables import Table
+from fzero.core.writing import make_folder
 from fzero.data.chat import Chat, Example, write_chat
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
@@ -66,10 +67,9 @@ def prepare_examples(
     low, high, below = min(draws), max(draws), VAL_FRACTION * 2**64
     counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
     dtype = token_dtype(tokenizer.vocab_size)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary, ExitStack() as stack:
-        folder = Path(temporary) / "corpus"
-        folder.mkdir()
+        folder = make_folder(temporary, "corpus")
         files = {
             split: [stack.enter_context(closing(SummedFile(folder / f"{split}.{x}"))) for x in ("bin", "docs", "said")]
             for split in SPLITS

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fzero.core.storage import naming
+from fzero.core.writing import writing
 from fzero.data.preparing import Filter, Preparing, filtered
 from fzero.data.sources import Document, SourceFile, read_documents
 from fzero.data.workers import results_of
@@ -86,7 +86,7 @@ def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str]]:
     """Write the rows of the documents of a piece; return how many there are, and the problems of others."""
     skipped: Counter[str] = Counter()
     path, count, rows = sources.folder / f"{number}.documents", 0, bytearray()
-    with naming(path), path.open("wb") as file:
+    with writing(path, "replace") as file:
         for document in read_documents(sources.pieces[number], sources.text_key):
             if document.problem:
                 skipped[document.problem] += 1

@@ -22,6 +22,7 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.storage import naming, write_text
+from fzero.core.writing import make_folder, writing
 from fzero.data.foreign_tokens import find_tokens
 from fzero.data.prepare import check_new, tokenizer_of_file
 from fzero.data.tokens import FORMAT, VERSION, sampled_sum
@@ -78,12 +79,12 @@ def link(
         "val_fraction": val_fraction,
     }
     with naming(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            folder = Path(temporary) / "corpus"
-            folder.mkdir()
+            folder = make_folder(temporary, "corpus")
             for split, its in docs.items():
-                (folder / f"{split}.docs").write_bytes(its.astype("<i8").tobytes())
+                with writing(folder / f"{split}.docs", "new") as file:
+                    file.write(its.astype("<i8").tobytes())
             if made.json:
                 write_text(folder, "tokenizer.json", made.json)
             write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.storage import absolute, is_url, naming, read_text, write_text
+from fzero.core.writing import make_folder
 from fzero.data.mixture import Mixture
 from fzero.data.remote import READING, Reading
 from fzero.data.remote_corpus import link_url, read_remote_meta
@@ -64,10 +65,9 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
     if all("text_bytes" in one.get("source", {}) for one in metas):
         meta["source"] = {"text_bytes": sum(one["source"]["text_bytes"] for one in metas)}
     with naming(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            folder = Path(temporary) / "corpus"
-            folder.mkdir()
+            folder = make_folder(temporary, "corpus")
             for i, source in enumerate(mixture.sources):
                 if is_url(source.path):
                     link_url(source.path, folder / f"source-{i}")

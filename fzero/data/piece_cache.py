@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fzero.core.storage import naming
+from fzero.core.writing import make_folder, open_to_write, writing
 
 LOCK, PARTIAL = "lock", "partial"
 KEPT = 0.9  # the share of the bytes that is kept where room is made
@@ -55,7 +56,7 @@ class PieceCache:
         self.open = OrderedDict[str, int]()  # the files that this process has open, those touched last at the end
         self.lock = threading.Lock()  # of them
         with naming(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, self.folder.name)
         with self._locked():
             pass
 
@@ -129,9 +130,10 @@ class PieceCache:
             if total < 0 or total + len(data) > self.most:
                 total = self._make_room(len(data))
             os.pwrite(lock, f"{total + len(data):<{OWN - 1}}\n".encode(), 0)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, *name.split("/")[:-1])
             try:
-                partial.write_bytes(data)
+                with writing(partial, "replace") as file:
+                    file.write(data)
                 os.replace(partial, path)
             except OSError:
                 partial.unlink(missing_ok=True)
@@ -140,7 +142,7 @@ class PieceCache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         with naming(self.folder / LOCK):
-            fd = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            fd = open_to_write(self.folder / LOCK, "update")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield fd
@@ -169,7 +171,7 @@ class PieceCache:
         """Remove a piece, and what it takes on the disk where a process has it open."""
         with self.lock:
             self._forget(name)
-        fd = os.open(f"{self.root}/{name}", os.O_WRONLY)
+        fd = open_to_write(f"{self.root}/{name}", "update", make=False)
         try:
             os.unlink(f"{self.root}/{name}")
             os.ftruncate(fd, 0)

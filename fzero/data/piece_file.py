@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fzero.core.crc32c import crc32c
-from fzero.core.storage import naming
+from fzero.core.writing import writing
 
 TAIL = struct.Struct("<QI")
 READ = 1 << 22  # bytes that are compared together
@@ -24,7 +24,7 @@ READ = 1 << 22  # bytes that are compared together
 def write_piece(path: Path, number: int) -> Iterator[Callable[[bytes], None]]:
     """A context of a function that appends bytes to the file of a piece, which has its name at the end."""
     partial, crc = path.with_suffix(".partial"), 0
-    with naming(partial), partial.open("wb") as file:
+    with writing(partial, "replace") as file:
 
         def write(data: bytes) -> None:
             nonlocal crc

@@ -9,7 +9,6 @@ follow from the sources alone, and so does the corpus.
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from fzero.core.arguments import checked
 from fzero.core.foreign import expect_regular, read_text_file
 from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, remove_entry
 from fzero.data import work_folder
 from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
@@ -76,7 +76,7 @@ def prepare(
     out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
     except OSError as error:
         raise ValueError(f"{out}: its parent folder cannot be made ({error})") from None
     wanted = {
@@ -183,10 +183,8 @@ def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
 
 def _write(work: Path, corpus: Corpus, made: Tokenizer, source: dict[str, Any]) -> dict[str, Any]:
     """Write all files of the corpus but meta.json, and return what that says of them. source: begins its entry."""
-    folder = work / "corpus"
-    if folder.exists():  # of a preparation that was killed
-        shutil.rmtree(folder)
-    folder.mkdir()
+    remove_entry(work / "corpus")  # of a preparation that was killed
+    folder = make_folder(work, "corpus")
     splits, sums = join(work / "encoded", len(corpus.sources.pieces), folder, made)
     if made.json:
         write_text(folder, "tokenizer.json", made.json)

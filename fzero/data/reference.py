@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from fzero.core.foreign import expect_entries, read_json
-from fzero.core.storage import naming, write_text
+from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, writing
 from fzero.data.tokens import SPLITS, read_meta
 
 NUMBERS = np.dtype("<f8")
@@ -29,14 +30,13 @@ def reference_folder(corpus: Path, digest: str) -> Path:
 def write_reference(corpus: Path, digest: str, log_probs: dict[str, np.ndarray]) -> None:
     """Write the log-probabilities [documents] of each split; the folder appears when it is complete."""
     with tempfile.TemporaryDirectory(prefix=".reference-", dir=corpus) as temporary:
-        folder = Path(temporary) / "reference"
-        folder.mkdir()
+        folder = make_folder(temporary, "reference")
         sums = {}
         for split in SPLITS:
             content = log_probs[split].astype(NUMBERS).tobytes()
             path = folder / f"{split}.log_probs"
-            with naming(path):
-                path.write_bytes(content)
+            with writing(path, "new") as file:
+                file.write(content)
             sums[split] = hashlib.sha256(content).hexdigest()
         write_text(folder, "meta.json", json.dumps({"digest": digest, "sha256": sums}, indent=2) + "\n")
         os.rename(folder, reference_folder(corpus, digest))

@@ -21,6 +21,7 @@ from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, naming, write_text
+from fzero.core.writing import make_folder, writing
 from fzero.data.checksums import CHUNK, FIX, split_sums
 from fzero.data.tokens import PREPARE_AGAIN, SPLITS, read_meta, token_dtype
 
@@ -52,10 +53,9 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
         raise ValueError(f"{out}: already exists; name another folder or remove this one first")
     meta, sha256, objects = read_remote_meta(url), digest_at(url), Objects(url)
     with naming(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.parent)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as temporary:
-            folder = Path(temporary) / "corpus"
-            folder.mkdir()
+            folder = make_folder(temporary, "corpus")
             for split in SPLITS:
                 copy_split(objects, meta, split, folder)
             if meta["tokenizer"] != "bytes":
@@ -91,8 +91,9 @@ def copy_split(objects: Objects, meta: dict[str, Any], split: str, folder: Path)
     sizes = [counts["tokens"] * token_dtype(meta["vocab_size"]).itemsize, 8 * (counts["documents"] + 1)]
     raw = read_whole(objects, f"{split}.sums")
     sums = split_sums(raw, f"{objects.url}/{split}.sums", meta["sums"][split], sizes)[1]
-    with naming(folder / name), (folder / name).open("wb") as file:
-        (folder / f"{split}.sums").write_bytes(raw)
+    with writing(folder / f"{split}.sums", "new") as file:
+        file.write(raw)
+    with writing(folder / name, "new") as file:
         for begin in range(0, sizes[1], PART):
             part = read_whole(objects, name, begin, min(begin + PART, sizes[1]))
             for i in range(0, len(part), CHUNK):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
-from fzero.core.storage import naming
+from fzero.core.writing import writing
 from fzero.data import tables
 from fzero.data.zstd_file import ZstdFile
 
@@ -186,7 +186,7 @@ def _suffix(path: Path) -> str:
 
 
 def _spool_stdin(path: Path, jsonl: bool) -> SourceFile:
-    with naming(path), path.open("wb") as file:
+    with writing(path, "replace") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
     with path.open("rb") as file:
         begin = file.read(4)

@@ -25,6 +25,7 @@ from typing import Any
 
 from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming, write_text
+from fzero.core.writing import make_folder, writing
 from fzero.data.tokenizers import sha256_of
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"
@@ -53,8 +54,8 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
     folder = path_of(out)
     new = not folder.exists()
     with naming(folder):
-        folder.mkdir(exist_ok=True)
-    with naming(folder / "lock"), (folder / "lock").open("w") as lock:
+        make_folder(folder.parent, folder.name)
+    with writing(folder / "lock", "update") as lock:
         end = time.monotonic() + ENDING_S
         while not taken(lock):
             if time.monotonic() > end:
@@ -67,7 +68,7 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
             expect_settings(folder, settings)
         try:
             for name in FOLDERS:
-                (folder / name).mkdir(exist_ok=True)
+                make_folder(folder, name)
             yield folder
         except OSError:
             raise
@@ -89,7 +90,9 @@ def clear(out: Path) -> bool:
     if {path.name for path in folder.iterdir()} - BEFORE - {SETTINGS, TOKENIZER}:
         return False
     with contextlib.ExitStack() as stack:
-        if (folder / "lock").exists() and not taken(stack.enter_context((folder / "lock").open("r+"))):
+        if (folder / "lock").exists() and not taken(
+            stack.enter_context(writing(folder / "lock", "update", make=False))
+        ):
             return False
         if (folder / SETTINGS).exists():  # else it was removed already, or the sources were being read
             begun, made = (parse_json(read_text_file(path), str(path)) for path in (folder / SETTINGS, meta))

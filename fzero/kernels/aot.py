@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
-from fzero.core.storage import naming
+from fzero.core.writing import writing
 from fzero.kernels.optional_triton import VERSION, triton
 
 FILES = (
@@ -179,8 +179,8 @@ def _assemble(ptx: str, capability: int) -> tuple[int, int]:
 
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        with naming(source):
-            source.write_text(ptx)
+        with writing(source, "new") as file:
+            file.write(ptx.encode())
         gpu = f"--gpu-name=sm_{capability}{'a' * (capability >= 90)}"
         options = [f"--maxrregcount={count}" for count in re.findall(r"\.maxnreg (\d+)", ptx)]
         command = [

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.foreign import read_json
-from fzero.core.storage import naming, user_folder
+from fzero.core.storage import user_folder
+from fzero.core.writing import make_folder, replacing
 
 LISTED = Path(__file__).parent / "chips"
 DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none
@@ -118,11 +118,9 @@ def without_repeats(gpu: str, dtype: str) -> set[str]:
 def write_measured(gpu: str, speeds: Sequence[Speed]) -> Path:
     """Write what was measured on a GPU of this machine, from where `order_of_attention` reads it."""
     path = measured_file(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with naming(path):
-        part.write_text(json.dumps({"speeds": [speed._asdict() for speed in speeds]}, indent=1) + "\n")
-        part.replace(path)
+    make_folder(path.parent)
+    with replacing(path, cache=True) as file:
+        file.write((json.dumps({"speeds": [speed._asdict() for speed in speeds]}, indent=1) + "\n").encode())
     measured.cache_clear()
     order_of_attention.cache_clear()
     return path

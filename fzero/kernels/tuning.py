@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from fzero.core import gpu
 from fzero.core.foreign import read_json
-from fzero.core.storage import naming
+from fzero.core.writing import make_folder, replacing
 from fzero.kernels import chips
 from fzero.kernels.optional_triton import triton
 
@@ -81,11 +80,9 @@ def tune(
     best = min(candidates, key=seconds)
     path = cache_file(device)
     kept = dict(_read(path)) | {_key(kernel, shape): best}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with naming(path):
-        part.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-        part.replace(path)
+    make_folder(path.parent)
+    with replacing(path, cache=True) as file:
+        file.write((json.dumps(kept, indent=1, sort_keys=True) + "\n").encode())
     _LOADED[path] = kept
     return best
 

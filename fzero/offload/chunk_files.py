@@ -24,6 +24,7 @@ from fzero.core.future import Future
 from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
+from fzero.core.writing import make_folder
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
 from fzero.sharding.slices import row_blocks
@@ -179,12 +180,12 @@ class Chunks:
     def _open_file(self, name: str, kept: LeafFiles, slot: int, layer: int, create: bool) -> int:
         path, size = self.path(name, slot, layer), kept.file_bytes
         if create:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder, *path.parent.relative_to(self.folder).parts)
         elif not path.is_file():
             raise Damaged(
                 f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint"
             )
-        fd = open_direct(path, os.O_RDWR | (os.O_CREAT if create else 0))
+        fd = open_direct(path, make=create)
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
             try:

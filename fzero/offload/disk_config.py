@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from fzero.core.foreign import parse_toml, read_text_file
-from fzero.core.storage import PAGE, is_url, naming, user_folder
+from fzero.core.storage import PAGE, is_url, user_folder
+from fzero.core.writing import make_folder, replacing
 from fzero.offload.disk_io import DiskSettings, mount_point
 
 
@@ -83,15 +82,7 @@ def save_settings(mount: str, settings: DiskSettings, gbs: dict[str, float]) -> 
         raise ValueError(
             f"{path}: has {header} in a form that cannot be replaced; delete it there and run `fzero bench disk` again"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix="config.toml.", dir=path.parent)
-    try:
-        with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(after)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    make_folder(path.parent)
+    with replacing(path) as file:
+        file.write(after.encode())
     return path

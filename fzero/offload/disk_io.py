@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fzero.core import gpu
 from fzero.core.storage import PAGE
+from fzero.core.writing import open_to_write
 
 # Priorities: the data that the computation needs next comes first.
 NEXT, LATER = 0, 1
@@ -237,15 +238,16 @@ def _transfer(
     return run
 
 
-def open_direct(path: Path, flags: int = os.O_RDWR) -> int | None:
-    """A file descriptor for direct transfers, or None if the file system refuses them."""
+def open_direct(path: Path, *, write: bool = True, make: bool = False) -> int | None:
+    """A file descriptor for direct transfers, or None if the file system refuses them. make: make a missing file."""
     try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o644)
+        if write:
+            return open_to_write(path, "update", direct=True, make=make)
+        return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:
         if error.errno in REFUSED:
             return None
         raise
-    return fd
 
 
 def mount_point(path: str | Path) -> str:
@@ -280,7 +282,7 @@ def serves_direct(folder: Path) -> bool:
     """Whether files in the existing folder `folder` take direct transfers; it tries one."""
     path = folder / f".direct-{os.getpid()}"
     try:
-        fd = open_direct(path, os.O_RDWR | os.O_CREAT)
+        fd = open_direct(path, make=True)
         if fd is None:
             return False
         try:

@@ -9,6 +9,7 @@ from typing import Any
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
 from fzero.core.storage import is_url
+from fzero.core.writing import make_folder
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
 from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
@@ -95,7 +96,7 @@ class Nvme:
                 )
             path = Path(self.folder, SCRATCH)
             try:
-                path.mkdir(parents=True, exist_ok=True)
+                make_folder(self.folder, SCRATCH)
                 self._scratch = ScratchFile(path, self.buffers, self.disk)
             except OSError as error:
                 raise ValueError(

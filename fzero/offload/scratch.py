@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import PAGE
+from fzero.core.writing import open_to_write
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct
@@ -60,7 +61,7 @@ class ScratchFile:
                 stacklevel=3,
             )
         path = folder / f".scratch-{os.getpid()}-{id(self)}"
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.direct else 0), 0o600)
+        self.fd = open_to_write(path, "update", direct=self.direct)
         path.unlink()
         self.extents: dict[Any, Extent] = {}
         self.stacks = StackNumbers()

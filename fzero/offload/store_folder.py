@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.storage import Damaged, is_url, write_text
 from fzero.offload import store_owner
+from fzero.core.writing import make_folder, remove_entry
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
 from fzero.offload.disk_io import DiskIO
@@ -140,16 +140,16 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         return
     path = Path(folder)
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         store_owner.lock(path)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
             raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
         (path / STEP).unlink(missing_ok=True)
         if found is None or _geometry(found) != _geometry(wanted):
-            shutil.rmtree(path / "arrays", ignore_errors=True)
-            shutil.rmtree(path / "sums", ignore_errors=True)
-        (path / "sums").mkdir(exist_ok=True)
+            remove_entry(path / "arrays")
+            remove_entry(path / "sums")
+        make_folder(path, "sums")
         write_text(folder, STORE, signed_text(wanted))
     except NotADirectoryError as error:
         raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None

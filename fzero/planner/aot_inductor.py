@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero import models, optim
 from fzero.core import precision
 from fzero.core.device import ELSEWHERE, FakeDevice, Target
-from fzero.core.storage import naming
+from fzero.core.writing import writing
 from fzero.kernels import aot
 from fzero.planner import devices, fake_inductor
 from fzero.sharding import one_process, zero_plan
@@ -120,8 +120,8 @@ def _compile(kernel: Generated) -> list[Any]:
         inductor_config.patch(use_static_cuda_launcher=False),  # which keeps the cubin alone
     ):
         path = Path(folder) / "generated.py"
-        with naming(path):
-            path.write_text(kernel.source)
+        with writing(path, "new") as file:
+            file.write(kernel.source.encode())
         spec = importlib.util.spec_from_file_location("generated", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)

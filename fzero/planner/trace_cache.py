@@ -27,7 +27,8 @@ from fzero.core.compile import have_compiler
 from fzero.core.device import Target
 from fzero.core.foreign import in_form, read_json
 from fzero.core.kept import package_digest
-from fzero.core.storage import naming, user_folder
+from fzero.core.storage import user_folder
+from fzero.core.writing import make_folder, replacing
 from fzero.kernels import chips
 from fzero.planner.operations import Op
 from fzero.planner.step_trace import Segment, Trace, Transfer
@@ -176,14 +177,9 @@ def _digest(trace: Any) -> str:
 
 def write_entry(path: Path, text: str) -> None:
     """Replace a file of the cache atomically; two processes may do so at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    with naming(path):
-        try:
-            part.write_text(text, encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+    make_folder(path.parent)
+    with replacing(path, cache=True) as file:
+        file.write(text.encode())
 
 
 def remove_oldest(folder: Path, most: int = MOST_BYTES) -> None:

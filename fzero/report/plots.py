@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero.core.storage import naming
+from fzero.core.writing import replacing
 from fzero.run import run_folder
 from fzero.run.objectives import unit_of
 
@@ -48,8 +48,8 @@ def loss(rows: Rows, path: str | Path, title: str = "", unit: str = "token") -> 
         )
     axes.set_ylabel(f"loss (nats per {unit})")
     axes.legend(frameon=False)
-    with naming(path):
-        figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=Path(path).suffix[1:] or "png")
 
 
 def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
@@ -65,8 +65,8 @@ def throughput(rows: Rows, path: str | Path, title: str = "") -> None:
     other = axes.secondary_yaxis("right", functions=(lambda y: y * percent, lambda y: y / percent))
     other.set_ylabel("model FLOPs utilisation (%)")
     axes.legend(frameon=False, loc="lower right")
-    with naming(path):
-        figure.savefig(path)
+    with replacing(path) as file:
+        figure.savefig(file, format=Path(path).suffix[1:] or "png")
 
 
 def smooth(values: Sequence[float]) -> list[float]:

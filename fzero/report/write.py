@@ -10,6 +10,7 @@ from typing import Any
 import fzero
 from fzero.core.foreign import in_form, read_json
 from fzero.core.storage import write_text
+from fzero.core.writing import make_folder
 from fzero.report import compare, figures, html_page, markdown, values
 from fzero.report.figures import Drawn
 from fzero.report.parts import Picture
@@ -124,7 +125,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
     Raises ValueError if `folder` holds something else."""
     expect_ours(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent, folder.name)
     pictures = draw(report)
     for old in folder.glob("*.svg"):
         old.unlink()

@@ -5,7 +5,6 @@ its steps."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from fzero.comm.mesh_text import mesh_text
 from fzero.core import gpu, numa
 from fzero.core.storage import absolute, is_url
 from fzero.core.tables import Table
+from fzero.core.writing import NotWritable
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
@@ -230,6 +230,7 @@ def lock_run(folder: Path, say: Say) -> tuple[str, Table]:
     """
     run_folder.read_config(folder)
     run_lock.take(folder, say)
+    run_folder.expect_places(folder)
     return to_json(run_folder.read_config(folder)), run_folder.read_environment(folder)
 
 
@@ -238,8 +239,12 @@ def lock_others(config: RunConfig, say: Say) -> None:
     places = [config.train.checkpoints, config.nvme.folder if "nvme" in config.offload else ""]
     for place in places:
         if place and not is_url(place):
-            with contextlib.suppress(OSError):  # a place that is no folder is refused by its own reader
+            try:
                 run_lock.take(Path(place), say)
+            except NotWritable:
+                raise
+            except OSError:  # a place that is no folder is refused by its own reader
+                pass
 
 
 def open_corpus(

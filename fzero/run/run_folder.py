@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -41,7 +41,8 @@ from fzero.core.foreign import (
     read_json,
     read_text_file,
 )
-from fzero.core.storage import naming, write_text
+from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, open_to_write, remove_entry, writing
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
@@ -91,10 +92,8 @@ def clear_folder(folder: Path, *, keep: bool) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name == run_lock.LOCK:
             keep = True
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
         else:
-            path.unlink()
+            remove_entry(path)
     if folder.is_dir() and not keep:
         folder.rmdir()
 
@@ -109,7 +108,7 @@ def create_run(
 ) -> None:
     """Write config.json, environment.json, tokenizer.json, the chat template and `files` {name: content} into `folder`;
     config.json last: with it the folder is a run."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name, content in files.items():
         write_text(folder, name, content)
     if chat is not None:
@@ -134,6 +133,17 @@ def create_run(
 def pretrain_command(processes: int) -> str:
     """The command that starts `fzero pretrain` with this number of processes."""
     return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
+
+
+def expect_places(folder: Path) -> None:
+    """Raise NotWritable, before anything is trained, if a link or something of another kind is in the place of a file
+    to which the run in `folder` appends, or of a folder that it fills."""
+    for name in (METRICS, ATTEMPTS, SAMPLES):
+        with contextlib.suppress(FileNotFoundError):
+            os.close(open_to_write(folder / name, "append", make=False))
+    for name in (CHECKPOINTS, NVME, "tensorboard", "wandb"):
+        if os.path.lexists(folder / name):
+            make_folder(folder, name)
 
 
 def is_run(folder: Path) -> bool:
@@ -213,8 +223,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def add_sample(folder: Path, step: int, prompt: str, text: str) -> None:
     """Write a line of samples.jsonl: the text generated after `step`, which begins with its prompt."""
     line = {"step": step, "prompt": prompt, "text": text}
-    with naming(folder / SAMPLES), (folder / SAMPLES).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with writing(folder / SAMPLES, "append") as file:
+        file.write((json.dumps(line) + "\n").encode())
 
 
 def cut_metrics(folder: Path, step: int) -> None:

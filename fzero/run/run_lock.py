@@ -25,6 +25,7 @@ from typing import Any
 
 from fzero.core.foreign import parse_json
 from fzero.core.storage import naming
+from fzero.core.writing import make_folder, open_to_write
 
 LOCK = "lock.json"
 BEAT_S = 5.0
@@ -57,7 +58,7 @@ class Held:
                         flush=True,
                     )
                     os._exit(2)
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
 
 
 _HELD: dict[str, Held] = {}
@@ -215,9 +216,9 @@ def _guarded(folder: Path, *, make: bool = True) -> Iterator[int]:
     path = folder / LOCK
     while True:
         if make:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         try:
-            fd = os.open(path, os.O_RDWR | (os.O_CREAT if make else 0), 0o644)
+            fd = open_to_write(path, "update", make=make)
         except FileNotFoundError:
             if make:
                 continue  # an owner that ended removed the folder
@@ -229,7 +230,7 @@ def _guarded(folder: Path, *, make: bool = True) -> Iterator[int]:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
                     raise  # else a file system without locks of files: then two starts must not be of one instant
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                if os.lstat(path).st_ino == os.fstat(fd).st_ino:
                     yield fd
                     return
         finally:

@@ -16,6 +16,7 @@ from fzero.checkpoint.convert.transformers_module import loss_of_task, make_modu
 from fzero.checkpoint.convert.transformers_weights import weights_of
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
+from fzero.core.writing import make_folder, remove_entry
 from fzero.models.base import Model
 from fzero.models.batch import Batch
 from fzero.models.from_module import expect_trainable, held_by, model_of
@@ -129,7 +130,7 @@ def on_disk(value: Tensor, folder: Path) -> Tensor:
     """A copy of a tensor in a file without a name: the host's memory need not hold it, and nobody removes it."""
     if not value.numel():
         return value.cpu()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
     return held.copy_(value)
@@ -140,7 +141,7 @@ def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     if hasattr(module.config, "use_cache"):
         module.config.use_cache = True
     partly = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(partly, ignore_errors=True)
+    remove_entry(partly)
     try:
         module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
         partly.rename(target)

@@ -27,6 +27,7 @@ from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, remove_entry
 from fzero.models import build
 
 # ---- import ----
@@ -99,8 +100,8 @@ def save_hf(
     if pad >= 0:  # some have one by default
         hf["pad_token_id"] = pad
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    remove_entry(partial)
+    make_folder(partial.parent, partial.name)
     try:
         write_text(partial, "config.json", json.dumps(hf, indent=2) + "\n")
         if source:

@@ -28,6 +28,7 @@ from fzero.core import digest, pytree
 from fzero.core.foreign import expect_entries, nearest, read_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, remove_entry
 from fzero.models import LORA, LoRAConfig
 from fzero.models.presets import without_adapters
 from fzero.sharding.slices import is_stacked
@@ -156,8 +157,8 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
         "inference_mode": True,
     }
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    remove_entry(partial)
+    make_folder(partial.parent, partial.name)
     try:
         write_text(partial, CONFIG, json.dumps(about, indent=2) + "\n")
         write_safetensors(partial / TENSORS, entries)

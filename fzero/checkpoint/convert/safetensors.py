@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.foreign import LARGEST, expect_entries, parse_json, short
-from fzero.core.storage import naming
+from fzero.core.writing import writing
 
 CHUNK_BYTES = 1 << 22
 LONGEST_HEADER = LARGEST  # bytes
@@ -68,7 +68,7 @@ def write_safetensors(path: Path, entries: dict[str, Entry]) -> int:
         place = end
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
-    with naming(path), open(path, "xb") as f:
+    with writing(path, "new") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             _write(f, name, entries[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,7 @@ import torch
 import fzero
 from fzero.core import gpu
 from fzero.core.compile import have_compiler
-from fzero.core.storage import naming
+from fzero.core.writing import make_folder, replacing
 from fzero.kernels import chips
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings
@@ -346,14 +345,8 @@ def machine(effort: Effort, took: float, found: list[Rates]) -> dict[str, str]:
 
 def save(device: Device, path: Path) -> None:
     """Write the device file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     text = to_json(device)
     assert from_json(text, str(path)) == device
-    descriptor, partial = tempfile.mkstemp(prefix=path.name + ".", dir=path.parent)
-    try:
-        with naming(path), os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with replacing(path, cache=True) as file:
+        file.write(text.encode())

@@ -15,8 +15,8 @@ import torch
 
 import fzero
 from fzero.core import gpu
-from fzero.core.storage import naming
 from fzero.core.tables import Table
+from fzero.core.writing import writing
 from fzero.run import machine as doctor
 from fzero.run import run_folder
 from fzero.run.build import Job, local_micro_batches, num_params
@@ -64,8 +64,8 @@ def begin(
         "machine": machine(),
         "config": to_table(config),  # a resumed run may have another mesh, stage and offload than config.json
     }
-    with naming(folder / run_folder.ATTEMPTS), (folder / run_folder.ATTEMPTS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    with writing(folder / run_folder.ATTEMPTS, "append") as file:
+        file.write((json.dumps(line) + "\n").encode())
     return number
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.core.gpu import HOST, memory_of, reset_peak
 from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import naming
+from fzero.core.writing import open_to_write
 from fzero.optim.lr_scale import LR_SCALE
 from fzero.run import run_folder
 from fzero.run.build import Job
@@ -224,8 +225,7 @@ def metrics_writer(
     """A context of a function that writes a step's row to metrics.jsonl, the terminal and the loggers."""
     path = folder / run_folder.METRICS
     with ExitStack() as stack:
-        with naming(path):
-            file = path.open("a", encoding="utf-8")
+        file = open(open_to_write(path, "append"), "a", encoding="utf-8")  # noqa: SIM115  (closed by the stack)
         stack.callback(close_flushed, file)
         log = stack.enter_context(open_loggers(loggers, folder, first=first, config=config))
 

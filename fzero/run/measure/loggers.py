@@ -16,7 +16,8 @@ from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.foreign import read_text_file
 from fzero.core.pytree import nearest
-from fzero.core.storage import naming, write_text
+from fzero.core.storage import write_text
+from fzero.core.writing import make_folder, writing
 from fzero.sharding import Mesh
 
 Log = Callable[[int, Any], None]  # takes the number of a step, and its values
@@ -89,7 +90,7 @@ def open_loggers(
         wanted = {}
     with ExitStack() as stack:
         if wanted:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         logs = [stack.enter_context(OPENERS[name](Path(folder), first, config or {})) for name in wanted]
 
         def log(step: int, values: Any) -> None:
@@ -104,7 +105,7 @@ def open_loggers(
 def _tensorboard(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) as board:
+    with SummaryWriter(str(make_folder(folder, "tensorboard")), purge_step=first + 1) as board:
 
         def log(step: int, row: Mapping[str, float]) -> None:
             for name, value in row.items():
@@ -116,6 +117,8 @@ def _tensorboard(folder: Path, first: int, config: Mapping[str, Any]) -> Iterato
 @contextlib.contextmanager
 def _wandb(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
     import wandb  # pyright: ignore[reportMissingImports]  (it need not be installed)
+
+    make_folder(folder, "wandb")  # where it writes
 
     # A resumed attempt continues the run of its folder; steps that wandb has already are passed over by it.
     run = wandb.init(dir=str(folder), name=folder.name, id=folder.name, resume="allow", config=dict(config))
@@ -144,8 +147,8 @@ def _csv(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
             columns.extend(new)
             write_rows(path, columns, [*rows, values])
         else:
-            with naming(path), path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, columns, lineterminator="\n").writerow(values)
+            with writing(path, "append") as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+                csv.DictWriter(text, columns, lineterminator="\n").writerow(values)
 
     yield log
 

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from fzero.comm.ledger import Ledger
 from fzero.core import gpu
-from fzero.core.storage import naming
+from fzero.core.writing import replacing
 
 TRACE = "trace.json.gz"
 
@@ -123,7 +123,7 @@ class Profile:
         for name in ("host_name", "traceName"):
             trace.pop(name, None)
         trace["traceEvents"] = [*apart(trace["traceEvents"]), *self.messages(trace["traceEvents"])]
-        with naming(self.path), gzip.open(self.path, "wt", encoding="utf-8") as file:
+        with replacing(self.path) as raw, gzip.open(raw, "wt", encoding="utf-8") as file:
             json.dump(trace, file)
 
     def messages(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fzero.core.storage import absolute
 from fzero.core.tables import Table, flat, put
+from fzero.core.writing import make_folder, open_to_write
 from fzero.data.mixture import Mixture
 from fzero.models.presets import family_of
 from fzero.run import run_folder, run_lock
@@ -35,8 +37,8 @@ def take_folder(folder: Path, *, auto: bool) -> bool:
 
 def put_marker(folder: Path) -> None:
     """Mark `folder` as that of a run without config.json yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).touch()
+    make_folder(folder)
+    os.close(open_to_write(folder / MARKER, "replace"))
 
 
 def remove_marker(folder: Path) -> None:

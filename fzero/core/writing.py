@@ -1,0 +1,202 @@
+"""The opening of every file that fzero writes: a name that fzero chooses is never followed through a link.
+
+A folder that a user names may be reached through symbolic links. Below it nothing is: a file there is a regular file
+with one name, a folder is a folder, and what else stands in its place is refused by name or, where its content would be
+replaced anyway, removed. So no run changes a file outside of its folder (tests/test_writing.py walks the package for
+other openings).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+How = Literal["new", "replace", "append", "update"]
+FLAGS: dict[How, int] = {
+    "new": os.O_WRONLY | os.O_EXCL,
+    "replace": os.O_WRONLY | os.O_EXCL,
+    "append": os.O_WRONLY | os.O_APPEND,
+    "update": os.O_RDWR,
+}
+KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotWritable(OSError):
+    """Raised for a file or folder to write whose place is taken by a link or by something of another kind."""
+
+    def __init__(self, path: str | Path, what: str) -> None:
+        super().__init__(errno.EPERM, what, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """A context in which an OSError that names no file, such as that of a full disk, names `path`.
+
+    Every function of fzero that writes a file does so in one (tests/test_full_disk.py).
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def kind_of(mode: int) -> str:
+    """What a file of this `st_mode` is, in words; "" for a regular file."""
+    return "" if stat.S_ISREG(mode) else KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def is_lone_file(path: str | Path) -> bool:
+    """Whether there is a regular file at `path` itself, not through a link, that has no other name."""
+    try:
+        seen = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(seen.st_mode) and seen.st_nlink == 1
+
+
+def open_to_write(path: str | Path, how: How, *, direct: bool = False, make: bool = True) -> int:
+    """Open a regular file for writing, and return its descriptor; never through a link.
+
+    how: "new": none may be there. "replace": what is there is removed first, a link itself and not what it points at.
+    "append": at its end. "update": in its middle, and for reading. direct: without the page cache. make: whether a
+    file to append to or to update is made if it is missing, where otherwise FileNotFoundError is raised.
+    Raises NotWritable, an OSError, if a link, a folder or a FIFO is there, and for a file to update that has other
+    names (hard links); one to append to is copied first.
+    """
+    path, flags = Path(path), FLAGS[how] | os.O_CREAT * make | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags |= os.O_DIRECT if direct else 0
+    try:
+        if how == "replace":
+            path.unlink(missing_ok=True)
+        fd = os.open(path, flags, 0o644)
+    except OSError as error:
+        kind = _kind_there(path) if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR) else ""
+        if kind:
+            raise NotWritable(path, _fault(kind)) from None
+        raise
+    try:
+        seen = os.fstat(fd)
+        if kind := kind_of(seen.st_mode):
+            raise NotWritable(path, _fault(kind))
+        if seen.st_nlink > 1 and how == "append":
+            with replacing(path) as copy, path.open("rb") as old:
+                shutil.copyfileobj(old, copy)
+        elif seen.st_nlink > 1 and how != "replace":
+            raise NotWritable(
+                path, f"has {seen.st_nlink} names (hard links), whose content would change too; put a copy in its place"
+            )
+        else:
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return os.open(path, flags, 0o644)
+
+
+def _fault(kind: str) -> str:
+    return f"is {kind}, and fzero writes a regular file there; remove it"
+
+
+def _kind_there(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return kind_of(os.lstat(path).st_mode)
+    return ""
+
+
+@contextlib.contextmanager
+def writing(path: str | Path, how: How, *, make: bool = True) -> Iterator[BinaryIO]:
+    """A context of the file that `open_to_write` opens."""
+    with naming(path), open(open_to_write(path, how, make=make), "r+b" if how == "update" else "wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path, *, cache: bool = False) -> Iterator[BinaryIO]:
+    """A context of a file whose content replaces that of `path` at its end: a reader finds all of the old content or
+    all of the new one, also after a crash of the machine.
+
+    cache: a file that several processes may write at once, and that need not outlive a crash.
+    """
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part" if cache else f"{path.name}.partial")
+    try:
+        with writing(partial, "replace") as file, naming(path):
+            yield file
+            file.flush()
+            if not cache:
+                os.fsync(file.fileno())
+        try:
+            os.replace(partial, path)
+        except IsADirectoryError:
+            raise NotWritable(path, _fault(KINDS[stat.S_IFDIR])) from None
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    if not cache:
+        sync_folder(path.parent)
+
+
+def make_folder(folder: str | Path, *names: str) -> Path:
+    """Make `folder`, and below it the folders `names`, each in the one before it, unless they are there; returns the
+    last.
+
+    `folder` may be reached through links, and those below it not: raises NotWritable if one is a link or no folder.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        path /= name
+        try:
+            path.mkdir()
+        except FileExistsError:
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISDIR(mode):
+                kind = kind_of(mode) or "a file"
+                other = ", and name a folder elsewhere by an option" if stat.S_ISLNK(mode) else ""
+                raise NotWritable(path, f"is {kind}, and fzero writes a folder there; remove it{other}") from None
+    return path
+
+
+def is_real_folder(path: str | Path) -> bool:
+    """Whether there is a folder at `path` itself, not through a link."""
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def remove_entry(path: str | Path) -> None:
+    """Remove a file, a link itself, or a folder with its content, if it is there; no link is followed."""
+    if is_real_folder(path):
+        shutil.rmtree(path)
+    else:
+        Path(path).unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the entries (names) of a local folder durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
