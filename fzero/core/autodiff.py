@@ -181,7 +181,8 @@ class Backward(Function):
 class _Remat(Function):
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return run(*tensors)
+        # Autograd cannot save an input that is also an output, such as what a dropout passes.
+        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run(*tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

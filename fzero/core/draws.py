@@ -50,7 +50,7 @@ class Draws(TorchFunctionMode):
     ):
         super().__init__()
         self.make_key, self.rows, self.first, self.expect = key, rows, first, expect
-        self.number = 0  # of draws so far
+        self.number, self.used = 0, False  # draws so far; whether a random function was called, which may not draw
         self.made: Tensor | None = None
 
     @property
@@ -70,6 +70,7 @@ class Draws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sampler = SAMPLERS.get(func)
         if sampler is not None:
+            self.used |= func is not F.scaled_dot_product_attention or has_rate(args, kwargs)
             return sampler(self, *args, **(kwargs or {}))
         if func in COMPOSED:
             with self.entered_again():
@@ -117,6 +118,32 @@ class Draws(TorchFunctionMode):
         """Which elements a dropout keeps."""
         key, first = self.next_site(shape, device)
         return prng.bernoulli(key, 1.0 - rate, shape, first=first)
+
+
+class NoDraws(Draws):
+    """Draws in a program that is compiled within others: it would have their key and number as constants."""
+
+    off = False  # type: ignore[assignment]  # the program may be used again where dropouts are on
+
+    def next_site(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, int | Tensor]:
+        raise Impure(
+            f"{line()}: a function that is compiled, and called by a loss, draws random numbers, which would be the "
+            "same in every call; draw outside of it and hand them in, or leave compiled=True or jit out"
+        )
+
+
+def no_draws() -> contextlib.AbstractContextManager[Any]:
+    """A mode for the compilation of a function, in which the draws that are on around it are refused."""
+    around = CURRENT.get()
+    if around is None:
+        return contextlib.nullcontext()
+    around.used = True
+    return NoDraws(around.make_key, around.rows)
+
+
+def has_rate(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether attention is called with a rate of dropout."""
+    return bool(args[4] if len(args) > 4 else (kwargs or {}).get("dropout_p"))
 
 
 def drop(draws: Draws, x: Tensor, rate: float) -> Tensor:

@@ -108,7 +108,7 @@ def is_foreign(f: Any, depth: int = 0) -> bool:
     f = getattr(f, "__func__", f)
     code = getattr(f, "__code__", None)
     if code is None or depth > DEEPEST:
-        return callable(f) and not depth
+        return callable(f) and not depth and not inspect.isbuiltin(f)
     if not code.co_filename.startswith(OURS):
         return True
     return any(is_foreign(x, depth + 1) for x in inspect.getclosurevars(f).nonlocals.values())

@@ -22,7 +22,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
 from fzero.core.graph_cut import is_foreign
 from fzero.core.pytree import Tree
-from fzero.core.surroundings import Surroundings, watched_if_traced
+from fzero.core.surroundings import Surroundings, first_run
 from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
@@ -226,7 +226,7 @@ class LayerLoop:
         elif seen is None:
             yield lambda i: None
         else:
-            with watched_if_traced():
+            with first_run():
                 yield lambda i: None if i and (not self.every or i % self.every) else seen.append(Surroundings.now())
             first = seen[0].without_unmoved() if seen else None
             if first is not None and first.random is None:

@@ -1,7 +1,8 @@
 """What a program reads beside its arguments, put back where it runs again: a recomputation must see what the first run
 saw, or its gradient is that of another function.
 
-That is: random numbers (torch's generators, Python's, numpy's, and the draws by a key), autocast, and the default dtype.
+That is: random numbers (torch's generators, Python's, numpy's, and the draws by a key), autocast and the default
+dtype.
 """
 
 from __future__ import annotations
@@ -55,8 +56,13 @@ class RandomState(NamedTuple):
         return (
             all(bool((a == b).all()) for (_, a), (_, b) in pairs)
             and self.python == other.python
-            and repr(self.numpy) == repr(other.numpy)
+            and (self.numpy is None or all(map(equal, self.numpy, other.numpy)))
         )
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values, or arrays of them, are equal."""
+    return bool(a == b) if not hasattr(a, "all") else bool((a == b).all())
 
 
 def cast_now() -> list[tuple[str, bool, torch.dtype, bool]]:
@@ -138,12 +144,19 @@ class Rerun:
             with self.first.again():
                 return self.run(*args)
         before = Surroundings.now(self.generators)
-        with watched_if_traced():
+        with first_run():
             out = self.run(*args)
         self.first = before.without_unmoved(self.generators)
         return out
 
 
-def watched_if_traced() -> contextlib.AbstractContextManager[Any]:
-    """A mode that refuses draws by torch's generators where operators are recorded, as no state of theirs is."""
-    return contextlib.nullcontext() if get_current_dispatch_mode() is None else Watch({}, why=ANEW)
+@contextlib.contextmanager
+def first_run() -> Iterator[None]:
+    """A mode that refuses draws by torch's generators where operators are recorded, as no state of theirs is; and the
+    draws by a key that are on, which torch leaves where it calls an autograd.Function under its transforms.
+    """
+    draws, traced = CURRENT.get(), get_current_dispatch_mode() is not None
+    with contextlib.nullcontext() if draws is None else draws.entered_again(), contextlib.ExitStack() as stack:
+        if traced and draws is None:
+            stack.enter_context(Watch({}, why=ANEW))
+        yield

@@ -26,6 +26,7 @@ NAMES = {
     "CppCodeCache": "torch._inductor.codecache:CppCodeCache",
     "CppPythonBindingsCodeCache": "torch._inductor.codecache:CppPythonBindingsCodeCache",
     "DebugContext": "torch._inductor.debug:DebugContext",
+    "DisableTorchFunction": "torch._C:DisableTorchFunction",
     "DispatchKey": "torch._C:DispatchKey",
     "DeviceProperties": "torch._inductor.runtime.hints:DeviceProperties",
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
