@@ -136,14 +136,15 @@ def dropped(mesh, kind, micro_batches):
 
 
 @slow
-def test_dropout_is_the_same_however_the_batch_is_cut():
-    kind = "transformer"
+@pytest.mark.parametrize("kind", ["transformer", "noisy"])
+def test_dropout_is_the_same_however_the_batch_is_cut(kind):
     log, evaluated, module = dropped(fzero.one_process(), kind, 1)
     for result in ranks.run(2, dropped, kind, 2):
         assert_close(result[0], log, rtol=1e-10)
     _, loss, batch_of = own_modules.made(kind)
-    total, number = loss(module.eval(), batch_of(0))  # without a key nothing is dropped
-    assert_close(evaluated, float(total.detach() / number), rtol=1e-10)
+    total, number = loss(module.eval(), batch_of(0))
+    # Without a key nothing is dropped, and noise is always the same.
+    assert_close(evaluated, float(total.detach() / number), rtol=1e-10 if kind == "transformer" else 1e-3)
     assert abs(log[0] - evaluated) > 1e-3
 
 

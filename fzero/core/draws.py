@@ -132,6 +132,12 @@ class NoDraws(Draws):
         )
 
 
+def is_drawing() -> bool:
+    """Whether a random function was called within the draws that are on."""
+    around = CURRENT.get()
+    return around is not None and around.used
+
+
 def no_draws() -> contextlib.AbstractContextManager[Any]:
     """A mode for the compilation of a function, in which the draws that are on around it are refused."""
     around = CURRENT.get()

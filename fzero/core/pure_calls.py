@@ -12,7 +12,7 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ class PureCalls:
 
     def __init__(self) -> None:
         self.known: dict[Any, bool] = {}  # by the shapes of a call that was watched: whether it may draw
+        self.watches = False  # whether a call is watched now
 
     def __call__(
         self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, find_held: Callable[[], Held]
@@ -47,7 +48,11 @@ class PureCalls:
         held = find_held()
         with draws, Watch({**held.tensors, **given}):
             before = held.marks()
-            out = named_writes(f)
+            self.watches = True
+            try:
+                out = named_writes(f)
+            finally:
+                self.watches = False
             changed = unlike(before, held.marks())
             # Another thread may have drawn: what counts is whether the result depends on it.
             if changed and not same_values(out, f_again(f, draws)):
@@ -163,6 +168,21 @@ class Held:
                 own = {key: value for key, value in vars(one).items() if key not in BLANK} | one._buffers
                 found |= {f"{dotted}.{key}": mark_of(value) for key, value in own.items()}
         return found
+
+
+@contextlib.contextmanager
+def expect_unchanged(name: str, module: nn.Module) -> Iterator[None]:
+    """Raise Impure if an attribute of a module is another one after what runs within, where nobody would find it."""
+    held = Held()
+    held.note_module(name, module)
+    before = held.marks()
+    yield
+    changed = unlike(before, held.marks())
+    if changed:
+        raise Impure(
+            f"the forward pass changes {changed}, and what is no parameter is lost; return it, draw random numbers by "
+            "torch, and hand in by the batch what changes"
+        )
 
 
 def unlike(before: dict[str, Any], after: dict[str, Any]) -> str:
