@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fzero.core import pytree
 from fzero.core.draws import Draws
 from fzero.core.graph_cut import Impure, Watch, apart, is_foreign, line
+from fzero.core.recomputation import passed_over
 from fzero.core.torch_private import get_current_dispatch_mode
 
 R = TypeVar("R")
@@ -40,6 +41,11 @@ class PureCalls:
 
         Raises Impure, at the first call with tensors of these shapes, for what no pure function does.
         """
+        with passed_over():
+            return self.call(f, given, draws, find_held)
+
+    def call(self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, find_held: Callable[[], Held]) -> R:
+        """The call itself."""
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in given.items()), draws.off
         traced = get_current_dispatch_mode() is not None
         if shapes in self.known and not traced:

@@ -38,6 +38,7 @@ NAMES = {
     "TorchDispatchModeKey": "torch._C:_TorchDispatchModeKey",
     "TracingContext": "torch._guards:TracingContext",
     "V": "torch._inductor.virtualized:V",
+    "checkpoint_without_reentrant": "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
     "clear_interpreter_stack": "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
     "compile_fx": "torch._inductor.compile_fx",
     "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",

@@ -29,6 +29,7 @@ from fzero.comm.collectives import pvary
 from fzero.core import graph_cut, prng, pytree
 from fzero.core.draws import Draws
 from fzero.core.pytree import nearest
+from fzero.core.recomputation import passed_over
 from fzero.models.base import Ctx
 from fzero.models.layers import leave
 
@@ -100,7 +101,7 @@ def calling(
     call = Call(ctx, rows, factors=factors or {}, cuts=cuts or Cuts())
     token = CALL.set(call)
     try:
-        with draws(call):
+        with passed_over(), draws(call):
             yield call
     finally:
         CALL.reset(token)
