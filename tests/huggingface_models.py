@@ -63,7 +63,26 @@ MODELS = {
         decoder_start_token_id=0,
     ),
 }
-TASKS = {"BERT": "masked"}
+TASKS = {"BERT": "masked", "RoBERTa": "masked", "DistilBERT": "masked"}
+# Those that drop by functions of torch, attention's probabilities among them, with transformers' own rates.
+DROPPING = {
+    **{name: MODELS[name] for name in ("BERT", "GPT2", "T5", "OPT")},
+    "RoBERTa": lambda: hf.RobertaConfig(**TRUNK, max_position_embeddings=32, pad_token_id=0),
+    "DistilBERT": lambda: hf.DistilBertConfig(
+        vocab_size=V, dim=16, hidden_dim=32, n_layers=3, n_heads=4, max_position_embeddings=32
+    ),
+    "BART": lambda: hf.BartConfig(
+        vocab_size=V,
+        d_model=16,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **{f"{side}_layers": 3 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    ),
+}
 
 
 def batch_of(name, seed):

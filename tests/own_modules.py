@@ -74,6 +74,40 @@ def sequential(dropout=0.0):
     return nn.Sequential(nn.Linear(4, D), *middle, nn.Linear(D, 1))
 
 
+class Drawing(nn.Module):
+    """A layer that draws by functions of torch, in and outside of modules of its own."""
+
+    def __init__(self, number, rate):
+        super().__init__()
+        self.rate, self.up, self.down = rate, nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.heads = nn.MultiheadAttention(D, HEADS, dropout=rate, batch_first=True)
+
+    def forward(self, x):
+        rate = self.rate if self.training else 0.0
+        q = x.view(len(x), -1, HEADS, D // HEADS).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, q, q, dropout_p=rate, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.dropout(h, rate, self.training) + self.heads(x, x, x, need_weights=False)[0] + self.heads(x, x, x)[0]
+        return x + F.dropout(self.down(F.gelu(self.up(x))), rate, self.training)
+
+
+class Noisy(nn.Module):
+    """Drawing layers, and noise outside of them in training."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.layers = nn.ModuleList(Drawing(i, dropout) for i in range(L))
+        self.noise = 0.1 * dropout
+
+    def forward(self, tokens):
+        x = self.tokens(tokens)
+        if self.training and self.noise:
+            x = F.dropout1d(x + self.noise * torch.randn_like(x), self.noise)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 class Branching(nn.Module):
     """Its code needs a value, so that it cannot be cut; its buffer is no parameter."""
 
@@ -92,6 +126,7 @@ class Branching(nn.Module):
 
 KINDS = {
     "transformer": (Transformer, token_loss, tokens_of),
+    "noisy": (Noisy, token_loss, tokens_of),
     "sequential": (sequential, square_loss, points_of),
     "branching": (Branching, square_loss, points_of),
 }

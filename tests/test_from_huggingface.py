@@ -166,6 +166,45 @@ def tp_refusal(mesh, name, rules):
     return split, ""
 
 
+def dropped(name, micro_batches, remat):
+    """Losses and norms of two steps in train mode, and the loss of an evaluation."""
+    task = theirs.TASKS.get(name, "")
+    model = fzero.from_huggingface(
+        theirs.DROPPING[name](), task=task, batch=theirs.batch_of(name, 0), seed=3, dropout=True
+    )
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy="fp64")
+    state, log = fzero.init_state(model, optim.sgd(RATE), plan, seed=0), []
+    how = fzero.Execution(remat=remat)
+    step = fzero.make_train_step(model, optim.sgd(RATE), plan, micro_batches=micro_batches, execution=how)
+    evaluated = fzero.make_eval_step(model, plan)(state.params, theirs.batch_of(name, 0))
+    for i in range(2):
+        torch.rand(3)
+        state, metrics = step(state, theirs.batch_of(name, i))
+        log += [metrics.loss, metrics.grad_norm]
+    return model, torch.stack(log), evaluated
+
+
+OFTEN_DROPPED = ("OPT", "DistilBERT")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=slow if n in OFTEN_DROPPED else pytest.mark.exhaustive) for n in theirs.DROPPING],
+)
+def test_their_dropout_is_drawn_by_the_states_key(name):
+    model, log, evaluated = dropped(name, 1, "none")
+    assert model.config.n_layers >= 3  # layer by layer
+    assert_close(dropped(name, 2, "full")[1], log, rtol=1e-12)
+    config = theirs.DROPPING[name]()
+    cls, task = class_of(config, theirs.TASKS.get(name, ""))
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        module = cls._from_config(config).double().eval()
+    total, number = loss_of_task(task, module, theirs.batch_of(name, 0))
+    assert_close(evaluated.total / evaluated.num_tokens, (total / number).detach(), rtol=1e-5)
+    assert abs(float(log[0] - evaluated.total / evaluated.num_tokens)) > 1e-4
+
+
 def test_what_their_plan_gathers_is_left_whole_and_a_norm_over_split_features_is_refused():
     rules = {r"self_attn\.[qkv]_proj": "columns", r"self_attn\.o_proj": "rows"}
     for split, error in ranks.run(2, tp_refusal, "Olmo2", None, mesh={"tp": 2}):

@@ -1,12 +1,12 @@
 """What from_module and to_module cannot do is one line that names the module, the tensor or the line of code."""
 
+import random
 import re
 import warnings
 
 import own_modules
 import pytest
 import torch
-import torch.nn.functional as F
 from own_modules import points_of, square_loss
 from torch import nn
 
@@ -80,12 +80,35 @@ def sets_a_buffer(self, x):
 
 
 def draws(self, x):
-    return F.dropout(self.linear(x), 0.5, self.training)
+    return self.linear(x) * torch.poisson(torch.ones_like(x))
 
 
-def attends_with_dropout(self, x):
-    q = self.linear(x)[None]
-    return x + F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)[0]
+def counts_its_calls(self, x):
+    self.calls = getattr(self, "calls", 0) + 1
+    return self.linear(x)
+
+
+def keeps_a_tensor(self, x):
+    self.beside = self.before(x).sum()
+    return through(self, x)
+
+
+def draws_by_python(self, x):
+    return self.linear(x) * random.random()
+
+
+def looks_up(**options):
+    """A function that makes layers that add rows of a table."""
+
+    class Looking(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.linear, self.table = nn.Linear(4, 4), nn.Embedding(5, 4, **options)
+
+        def forward(self, x):
+            return self.linear(x) + self.table(torch.arange(len(x)) % 5)
+
+    return Looking
 
 
 def forgets_gradients(self, x):
@@ -96,26 +119,40 @@ def forgets_gradients(self, x):
     return self.after(x)
 
 
-def draws_after(self, x):
-    return through(self, x) + torch.randn(1, dtype=x.dtype)
+def clamps_a_weight(self, x):
+    self.linear.weight.data.clamp_(-1, 1)
+    return self.linear(x)
 
 
 REFUSED = {
     "batch normalisation": (lambda: net(lambda i: nn.BatchNorm1d(4)), r"1 \(BatchNorm1d\) keeps running statistics"),
-    "another dropout": (
-        lambda: net(lambda i: nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1))),
-        r"1\.1 \(AlphaDropout\) is no nn\.Dropout",
-    ),
     "a tensor that is no buffer": (
         lambda: net(layer_of(lambda self, x: self.linear(x) * self.mask, mask=torch.ones(4))),
         r"its attribute 'mask' is a tensor .*self\.register_buffer\(\"mask\", \.\.\.\)",
     ),
-    "functional dropout": (
+    "numbers that no key draws": (
         lambda: net(layer_of(draws)),
-        r"test_module_mistakes\.py:\d+ \(return F\.dropout.*\): draws random numbers \(aten\..*nn\.Dropout",
+        r"test_module_mistakes\.py:\d+ \(return self.*\): draws random numbers \(aten\.poisson.*draw by F\.dropout",
     ),
-    "attention with dropout": (lambda: net(layer_of(attends_with_dropout)), r"\(return x \+ F\.scaled.*draws random"),
-    "random numbers after the layers": (lambda: of_layers(draws_after), r"torch\.randn.*\): draws random numbers"),
+    "Python's random numbers": (
+        lambda: net(layer_of(draws_by_python)),
+        "changes the state of Python's random, and what",
+    ),
+    "a count of calls": (lambda: net(layer_of(counts_its_calls)), r"changes a layer\.calls, and what is no parameter"),
+    "a tensor for the loss": (lambda: of_layers(keeps_a_tensor), r"changes the module\.beside, .* is lost; return it"),
+    "max_norm": (
+        lambda: net(looks_up(max_norm=1.0)),
+        r"embedding_renorm_.* writes into the parameter table\.weight of a layer in place",
+    ),
+    "max_norm outside of the layers": (
+        lambda: nn.Sequential(looks_up(max_norm=1.0)(0), *(nn.Linear(4, 4) for _ in range(3))).double(),
+        r"writes into the parameter 0\.table\.weight in place",
+    ),
+    "scale_grad_by_freq": (lambda: net(looks_up(scale_grad_by_freq=True)), "scale_grad_by_freq divides gradients by"),
+    "a weight written in place": (
+        lambda: net(layer_of(clamps_a_weight)),
+        r"clamp_\(-1, 1\)\): .*writes into the parameter linear\.weight of a layer in place",
+    ),
     "a buffer written in place": (
         lambda: net(layer_of(writes_into_a_buffer)),
         r"\(self\.count\.add_\(1\)\): aten\.add_\.Tensor writes into the buffer count of a layer",
@@ -136,7 +173,7 @@ REFUSED = {
         "no parameter of the module req",
     ),
 }
-CHEAP = {"batch normalisation", "functional dropout", "an input written in place"}
+CHEAP = {"batch normalisation", "max_norm", "a count of calls", "an input written in place"}
 
 
 def marked(cases):
@@ -319,7 +356,9 @@ def test_dropout_of_rows_that_are_no_samples():
         def forward(self, x):
             return self.drop(self.linear(x).T).T
 
-    with pytest.raises(ValueError, match=r"dropout 'drop' has an input of shape \[4, 8\] for a batch of 8 samples"):
+    with pytest.raises(
+        ValueError, match=r"\(return self\.drop.*: dropout has an input of shape \[4, 8\] for a batch of 8 s"
+    ):
         one_step(fzero.from_module(net(Turned), square_loss))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.core import pytree, varying
 from fzero.core.arguments import checked
 from fzero.core.kinds import expect_fields
+from fzero.core.surroundings import Rerun, generators_in
 from fzero.core.torch_private import (
     get_interpreter_stack,
     is_functorch_wrapped_tensor,
@@ -182,7 +183,8 @@ class Backward(Function):
 class _Remat(Function):
     @staticmethod
     def forward(run: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-        return run(*tensors)
+        # Autograd cannot save an input that is also an output, such as what a dropout passes.
+        return tuple(x.view_as(x) if any(x is t for t in tensors) else x for x in run(*tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -220,9 +222,12 @@ def remat(f: Callable[..., R]) -> Callable[..., R]:
     """Return a function equal to `f` that keeps only its inputs for the backward pass, which runs `f` again.
 
     f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the
-    same bits as those of `f`. Composes with torch.func.grad, vjp, jvp and vmap, and with .backward().
+    same bits as those of `f`. Composes with torch.func.grad, vjp, jvp and vmap, and with .backward(). What f reads
+    beside its arguments is put back where it runs again: random numbers, those of a torch.Generator that it holds too,
+    autocast and the default dtype.
 
-    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument.
+    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument; and, where it is
+    compiled or traced, if it draws random numbers by torch's generators.
 
     >>> f = remat(lambda p, x: torch.tanh(x @ p["w"]).sum())
     >>> torch.func.grad(f)({"w": torch.zeros(2, 2)}, torch.ones(1, 2))["w"]
@@ -243,7 +248,7 @@ def remat(f: Callable[..., R]) -> Callable[..., R]:
             out_def[:] = [out_treedef]
             return tuple(out)
 
-        out = _Remat.apply(_of(run, flat, at), *(flat[i] for i in at))
+        out = _Remat.apply(Rerun(_of(run, flat, at), generators_in(f, *flat)), *(flat[i] for i in at))
         return pytree.unflatten(out, out_def[0])
 
     return remat_f

@@ -24,6 +24,7 @@ from fzero.core.arguments import checked
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
+from fzero.core.draws import no_draws
 from fzero.core.graph import chain_in_order, keeps_order
 from fzero.core.kept import package_digest
 from fzero.core.loops import compiled_together
@@ -83,7 +84,7 @@ def trace(
         from fzero.core.torch_private import select_decomp_table
 
         table = select_decomp_table()
-    with mode:
+    with mode, no_draws():
         try:
             graph = make_fx(f)(primals, tangents)
         except AssertionError as error:
@@ -100,22 +101,41 @@ def trace(
         return make_fx(named, decomposition_table=table)(primals, tangents)
 
 
+@contextlib.contextmanager
+def alone(mode: Any) -> Iterator[None]:
+    """Outside of the modes around the caller: a compiler traces programs of its own, which are no part of one that is
+    watched. mode: that of the trace; a plan's stays.
+    """
+    from fzero.core.torch_private import DisableTorchFunction, disable_current_modes
+
+    apart = contextlib.nullcontext() if isinstance(mode, FakeDevice) else disable_current_modes()
+    with apart, DisableTorchFunction():
+        yield
+
+
 def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = False) -> Run:
     """Compile a graph. The result takes a list of inputs and empties it, so that each input is freed after its last
     use.
     """
     from torch.compiler import config as compiler_config
 
-    from fzero.core.torch_private import TracingContext, compile_fx_inner, inductor_config, joint_graph_passes, tracing
+    from fzero.core.torch_private import (
+        TracingContext,
+        compile_fx_inner,
+        inductor_config,
+        joint_graph_passes,
+        tracing,
+    )
 
     graph.graph.set_codegen(torch.fx.CodeGen())  # flat tensors in and out
     graph.recompile()
     ordered = chain_in_order(graph)
-    joint_graph_passes(graph)
+    with alone(mode):
+        joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
     options = {"fallback_random": True} | ({"reorder_for_peak_memory": False} if keeps_order(graph) else {})
-    with tracing(TracingContext(mode)), inductor_config.patch(options):
+    with alone(mode), tracing(TracingContext(mode)), inductor_config.patch(options):
         if not isinstance(mode, FakeDevice):
             # torch makes `patch` when it imports the module, which a type checker does not see.
             with compiler_config.patch(cache_key_tag=_cache_tag()):  # pyright: ignore[reportAttributeAccessIssue]

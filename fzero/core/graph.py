@@ -26,7 +26,8 @@ def hold(graph: torch.fx.GraphModule) -> None:
 
     The backward pass begins at the first node that depends on a placeholder named `tangents...`. Ordered operators
     before it belong to the forward pass, and the partitioner must save their results; those after it, including ones
-    that the program repeats on purpose, belong to the backward pass.
+    that the program repeats on purpose, belong to the backward pass. Random numbers are never recomputed either: they
+    would be others.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -42,6 +43,13 @@ def hold(graph: torch.fx.GraphModule) -> None:
         if node.target in ORDERED:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             node.meta["partitioner_tag"] = "must_be_in_backward" if backward else "must_be_in_forward"
+        elif is_random(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether a node of a graph draws random numbers by torch's generators."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def merge_shared(graph: torch.fx.GraphModule) -> None:

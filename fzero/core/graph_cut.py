@@ -1,13 +1,16 @@
 """Somebody's program as a graph of plain operators, and that graph cut into functions.
 
 `trace` runs a function on fake tensors, so that it costs no memory, and `Watch` refuses on the way what a graph would
-lose or a pure function may not do: random numbers, writes into what is not the function's own, regions without
-gradients. Each error names the line of the program that did it.
+lose or a pure function may not do: random numbers that are no function of a key (see core.draws), writes into what is
+not the function's own, gradients that count the batch, regions without gradients. Each error names the line of the
+program that did it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +23,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fzero.core import pytree
-from fzero.core.torch_private import TorchDispatchMode, clear_interpreter_stack, disable_current_modes
+from fzero.core.torch_private import (
+    TorchDispatchMode,
+    clear_interpreter_stack,
+    disable_current_modes,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
 
 OURS = tuple(str(Path(file).parent) + "/" for file in (torch.__file__, Path(__file__).parent))
 
@@ -29,34 +38,49 @@ class Impure(ValueError):
     """Raised for an operation that no pure function can have; names its line."""
 
 
+NO_KEY = (
+    "which fzero cannot draw by the state's key, so that the loss is no function of (state, batch); draw by F.dropout, "
+    "torch.rand, randn, randint, randperm, normal, bernoulli or multinomial, or hand the numbers in by the batch"
+)
+
+
 class Watch(TorchDispatchMode):
-    """While it is entered, raises Impure for operators that draw random numbers or write into one of `kept`.
+    """While it is entered, raises Impure for operators that draw random numbers or write into one of `kept`, and for
+    those whose gradient or result depends on what else is in a batch.
 
     kept: what is not the program's own, by name. recorded: the operators become a graph, which has no regions without
-    gradients, so these are refused too where a gradient would be lost.
+    gradients, so these are refused too where a gradient would be lost. why: what is wrong with random numbers.
     """
 
-    def __init__(self, kept: dict[str, Tensor], *, recorded: bool = False):
+    def __init__(self, kept: dict[str, Tensor], *, recorded: bool = False, why: str = NO_KEY):
         super().__init__()
-        self.recorded = recorded
+        self.recorded, self.why = recorded, why
         self.kept: dict[int, str] = {}
         for name, tensor in kept.items():
             self.keep(name, tensor)
 
     def keep(self, name: str, tensor: Tensor) -> None:
         """Refuse writes into this tensor too."""
-        self.kept.setdefault(tensor.untyped_storage()._cdata, name)
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.kept.setdefault(storage, name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        named = {arg.name: value for arg, value in zip(func._schema.arguments, args)} | kwargs
-        rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in func._schema.arguments) else 1.0)
+        arguments = func._schema.arguments
+        named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
+        rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in arguments) else 1.0)
         if torch.Tag.nondeterministic_seeded in func.tags and rate:
+            raise Impure(f"{place()}: draws random numbers ({func}), {self.why}")
+        if named.get("scale_grad_by_freq"):
             raise Impure(
-                f"{line()}: draws random numbers ({func}), which depend on how a batch is cut over ranks; use the "
-                "module nn.Dropout, whose masks are made from fzero's keys, or set the rate to 0"
+                f"{place()}: scale_grad_by_freq divides gradients by how often a row is in the part of a batch that it "
+                "sees, so that they depend on how the batch is cut; leave it out"
             )
-        for arg in func._schema.arguments:
+        statistics = named.get("running_mean")
+        if statistics is not None and named.get("training", named.get("use_input_stats", False)):
+            self.expect_own(statistics, func)  # which some of these operators write into and do not say
+        for arg in arguments:
             if arg.alias_info is not None and arg.alias_info.is_write:
                 for leaf in pytree.leaves(named.get(arg.name)):
                     self.expect_own(leaf, func)
@@ -64,18 +88,48 @@ class Watch(TorchDispatchMode):
         leaves = pytree.leaves((args, kwargs)) if lost else []
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise Impure(
-                f"{line()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
+                f"{place()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
                 "autograd.Function), which a traced graph would lose; use .detach(), or move it into a layer"
             )
         return func(*args, **kwargs)
 
     def expect_own(self, leaf: Any, func: Any) -> None:
         """Raise Impure if an operator writes into a kept tensor."""
-        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata in self.kept:
-            raise Impure(
-                f"{line()}: {func} writes into {self.kept[leaf.untyped_storage()._cdata]} in place; make a new tensor, "
-                "as in x = x + y"
-            )
+        name = self.kept.get(storage_of(leaf)) if isinstance(leaf, Tensor) else None
+        if name is not None:
+            raise Impure(f"{place()}: {func} writes into {name} in place; make a new tensor, as in x = x + y")
+
+
+def is_foreign(f: Any, depth: int = 0) -> bool:
+    """Whether a function is somebody's code, or one of ours that calls such a one: a partial, or by what it closes
+    over."""
+    if isinstance(f, functools.partial):
+        return is_foreign(f.func, depth) or any(is_foreign(x, depth + 1) for x in (*f.args, *f.keywords.values()))
+    f = getattr(f, "__func__", f)
+    code = getattr(f, "__code__", None)
+    if code is None or depth > DEEPEST:
+        return callable(f) and not depth and not inspect.isbuiltin(f)
+    if not code.co_filename.startswith(OURS):
+        return True
+    return any(is_foreign(x, depth + 1) for x in inspect.getclosurevars(f).nonlocals.values())
+
+
+DEEPEST = 8  # functions of ours around somebody's
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What tells a tensor's memory from others', below the transforms that wrap it; None for one without memory."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, for instance
+        return None
+
+
+def place() -> str:
+    """The line that is running now, for an error."""
+    return line() or "the program"
 
 
 def line(error: BaseException | None = None) -> str:

@@ -8,9 +8,10 @@ writes each layer's gradient directly into the stacked gradient.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
+from fzero.core.graph_cut import is_foreign
 from fzero.core.pytree import Tree
+from fzero.core.surroundings import Surroundings, first_run
 from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
@@ -60,8 +63,9 @@ def stack(
     block: a pure function (one layer's parameters, x, ctx) -> x of the same structure, shapes and dtypes, or a tuple of
     such functions that the layers take in turn. layers: a tree of leaves [L, ...]. x: a tree of floating tensors. ctx:
     a NamedTuple with a field `layer`; its tensors are not differentiated, its other leaves are hashable. remat: what is
-    kept for the backward pass; it does not change a bit of the result or the gradients. compiled: trace and compile
-    each function, once for each set of shapes. first: the layers of other stacks before this one.
+    kept for the backward pass; it does not change a bit of the result or the gradients, and random numbers that
+    `block` draws are the same where it runs again. compiled: trace and compile each function, once for each set of
+    shapes. first: the layers of other stacks before this one.
 
     Raises ValueError if the leaves of `layers` disagree in L, if `block` closes over a tensor that is differentiated,
     or if a tensor in `ctx` requires a gradient.
@@ -85,7 +89,8 @@ def stack(
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
     structure = layer_def, x_def, ctx_def, static
     pairs = tuple(part_pair("block", one, structure, compiled, remat.budget)[0] for one in in_turn(block))
-    run = LayerLoop(pairs, depth(layers), remat.every, first=first)
+    seen = [] if any(map(is_foreign, in_turn(block))) else None
+    run = LayerLoop(pairs, depth(layers), remat.every, first=first, seen=seen)
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
     if needs_grad(*tensors):
@@ -178,6 +183,8 @@ class LayerLoop:
     kept: Any = field(default_factory=list)
     at: Callable[[int], None] = lambda i: None  # called with the number of each layer before its backward pass
     first: int = 0  # the number of its first layer among those of all stacks
+    # What somebody's layers read beside their inputs, where each segment begins; None: they are ours, and read nothing.
+    seen: list[Surroundings] | None = None
     owed: deque[Owed] = field(default_factory=deque)  # what each layer's gradients by weights need, last layer first
 
     def pair(self, i: int) -> VjpPair:
@@ -196,15 +203,34 @@ class LayerLoop:
 
     def forward(self, fetch: Fetch, x: Sequence[Tensor], extra: Sequence[Tensor]) -> list[Tensor]:
         """Return the leaves of x after the last layer, and keep in `kept` what `backward` needs."""
-        for i in range(self.depth):
-            if self.every and i % self.every == 0:
-                self.kept.append(x)
-            params = fetch(i)
-            x, residuals = self.pair(i).forward(self.inputs(i, params, x, extra), self.drop * len(params))
-            if not self.every:
-                self.kept.append(residuals)
-            del params, residuals
+        with self.surroundings() as note:
+            for i in range(self.depth):
+                if self.every and i % self.every == 0:
+                    self.kept.append(x)
+                note(i)
+                params = fetch(i)
+                x, residuals = self.pair(i).forward(self.inputs(i, params, x, extra), self.drop * len(params))
+                if not self.every:
+                    self.kept.append(residuals)
+                del params, residuals
         return list(x)
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[Callable[[int], None]]:
+        """Within it, a forward pass: it gives what notes the surroundings of a layer that begins a segment, and of a
+        second pass they are those of the first."""
+        seen = self.seen
+        if seen:
+            with seen[0].again():
+                yield lambda i: None
+        elif seen is None:
+            yield lambda i: None
+        else:
+            with first_run():
+                yield lambda i: None if i and (not self.every or i % self.every) else seen.append(Surroundings.now())
+            first = seen[0].without_unmoved() if seen else None
+            if first is not None and first.random is None:
+                seen[:] = [one._replace(random=None) for one in seen]
 
     def order(self) -> list[int]:
         """The numbers of the layers in the order in which `backward` fetches them."""
@@ -224,13 +250,14 @@ class LayerLoop:
         """
         if self.every and not segment:
             x = self.kept.pop()
-            for j in range(i - i % self.every, i + 1):
-                params = fetch(j)
-                # The last layer of a segment is differentiated next, so it is not fetched again.
-                x, kept = self.pair(j).forward(
-                    self.inputs(j, params, x, extra), self.drop * (j < i or split) * len(params)
-                )
-                segment.append(kept)
+            with self.seen[i // self.every].again() if self.seen else contextlib.nullcontext():
+                for j in range(i - i % self.every, i + 1):
+                    params = fetch(j)
+                    # The last layer of a segment is differentiated next, so it is not fetched again.
+                    x, kept = self.pair(j).forward(
+                        self.inputs(j, params, x, extra), self.drop * (j < i or split) * len(params)
+                    )
+                    segment.append(kept)
             return segment.pop(), params if self.drop and split else ()
         residuals = segment.pop() if self.every else self.kept.pop()
         return residuals, fetch(i) if self.drop else ()

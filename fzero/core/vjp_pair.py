@@ -28,12 +28,13 @@ from fzero.core.compile import (
     trace,
 )
 from fzero.core.device import FakeDevice, fake_device_of
-from fzero.core.graph import hold, merge_shared
+from fzero.core.graph import hold, is_random, merge_shared
 from fzero.core.largest import take_largest
 from fzero.core.loops import compiled_together
 from fzero.core.product_flops import partition_by_cost
 from fzero.core.torch_private import disable_current_modes, run_autograd
 
+LEAST_BUDGET = 1e-9  # with 0 the partitioner recomputes what must be saved too
 Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 
 
@@ -330,6 +331,8 @@ def _split_programs(
     hold(graph)
     merge_shared(graph)
     take_largest(graph)
+    if budget == 0.0 and any(map(is_random, graph.graph.nodes)):
+        budget = LEAST_BUDGET
     # No common subexpressions (cse): merging a deliberate recomputation (scores, activations) with the forward pass
     # would keep its result. What may be merged is named: see merge_shared.
     with (

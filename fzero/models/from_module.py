@@ -42,15 +42,17 @@ def from_module(
         this process, equals a whole one, its gradients too; a warning says what is split, and why the others are not.
 
     A module whose layers cannot be a stack, or whose code needs values of tensors, is trained whole, as one part, and a
-    warning says why; with `layers` that is an error. nn.Dropout draws by fzero's keys if the module is in train mode;
+    warning says why; with `layers` that is an error. Random numbers, dropout's too, are drawn by fzero's keys if the
+    module is in train mode (evaluations have no dropout), with masks that are the same however a batch is cut;
     parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
     are of the dtype of the computation, and other buffers keep theirs. The module itself is not changed. Its weights
     are held for init_state: `model._replace(start={})` lets them go.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
     nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode,
-    other dropouts than nn.Dropout, and, with the line, for what a pure function cannot do: random numbers, buffers
-    written in place. Without `batch` these lines are found in the first step.
+    and, with the line, for what a pure function cannot do: random numbers that no key makes, parameters, buffers,
+    inputs and attributes that are written (`max_norm`), `scale_grad_by_freq`. Without `batch` these lines are found in
+    the first step.
 
     >>> layer = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), layer(), layer(), torch.nn.Linear(4, 1))
@@ -117,7 +119,6 @@ def warn_of(module: nn.Module, what: str, reason: str) -> None:
 
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def expect_trainable(module: nn.Module) -> None:
@@ -129,8 +130,6 @@ def expect_trainable(module: nn.Module) -> None:
                 f"{at} keeps running statistics, which depend on how a batch is cut over ranks; use LayerNorm or "
                 f"GroupNorm, or call .eval() on it to train with the statistics it has"
             )
-        if isinstance(one, DROPOUTS) and one.training and one.p > 0.0:
-            raise ValueError(f"{at} is no nn.Dropout, the one whose masks fzero makes from its keys; use that")
         for key, value in vars(one).items():
             if isinstance(value, Tensor):
                 raise ValueError(

@@ -1,5 +1,5 @@
-"""Replacements of some modules of a copied nn.Module while it is called as a function: dropout drawn by fzero's keys,
-and linear layers split over tp.
+"""A copied nn.Module while it is called as a function: random numbers drawn by fzero's keys, and linear layers split
+over tp.
 
 They need the Ctx of the call, which a module's own code does not hand on; it is a context variable.
 
@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,9 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fzero.comm.collectives import pvary
-from fzero.core import prng, pytree
+from fzero.core import graph_cut, prng, pytree
+from fzero.core.draws import Draws
 from fzero.core.pytree import nearest
-from fzero.kernels.dropout import dropout
+from fzero.core.recomputation import passed_over
 from fzero.models.base import Ctx
 from fzero.models.layers import leave
 
@@ -78,7 +78,6 @@ class Call:
 
     ctx: Ctx
     rows: int  # samples in the batch
-    times: Counter[str] = field(default_factory=Counter)  # that each dropout was called
     parts: Parts = field(default_factory=Parts)
     factors: dict[str, Factors] = field(default_factory=dict)  # by the name of a linear layer
     used: set[str] = field(default_factory=set)  # the linear layers with factors that were called
@@ -89,12 +88,21 @@ CALL: ContextVar[Call] = ContextVar("CALL")
 
 
 @contextlib.contextmanager
-def calling(ctx: Ctx, rows: int, factors: dict[str, Factors] | None = None, cuts: Cuts | None = None) -> Iterator[Call]:
-    """The Ctx of the calls of copied modules within. factors: LoRA's, by the name of a linear layer."""
+def calling(
+    ctx: Ctx,
+    rows: int,
+    factors: dict[str, Factors] | None = None,
+    cuts: Cuts | None = None,
+    draws: Callable[[Call], contextlib.AbstractContextManager[Any]] = lambda call: contextlib.nullcontext(),
+) -> Iterator[Call]:
+    """The Ctx of the calls of copied modules within. factors: LoRA's, by the name of a linear layer. draws: makes the
+    mode of their random numbers.
+    """
     call = Call(ctx, rows, factors=factors or {}, cuts=cuts or Cuts())
     token = CALL.set(call)
     try:
-        yield call
+        with passed_over(), draws(call):
+            yield call
     finally:
         CALL.reset(token)
 
@@ -122,42 +130,29 @@ class Regions(TorchFunctionMode):
         return out
 
 
-def key_dropouts(module: nn.Module) -> float:
-    """Have every nn.Dropout of a copied module that drops at all draw its mask from the call's key; returns the largest
-    rate, 0 for none.
-    """
-    largest = 0.0
-    for name, one in module.named_modules():
-        if type(one) is nn.Dropout and one.training and one.p > 0.0:
-            vars(one)["forward"] = partial(drop, name, one.p)
-            largest = max(largest, one.p)
-    return largest
+def draws_of(call: Call) -> Draws:
+    """The random numbers of a call: by its key and its layer; without a key dropouts are off."""
+    ctx = call.ctx
+
+    def key() -> Tensor:
+        assert isinstance(ctx.key, Tensor)
+        return prng.fold_in(ctx.key, ctx.layer) if isinstance(ctx.layer, Tensor) else ctx.key
+
+    return Draws(key if isinstance(ctx.key, Tensor) else None, call.rows, ctx.first, partial(expect_samples, call))
 
 
-def drop(name: str, rate: float, x: Tensor) -> Tensor:
-    """The dropout called `name` of x, whose first dim counts the batch's samples, or the rows of each side by side.
-
-    The mask depends on the key, the layer, the name, how often it was called before in this call, and an element's
-    index in the step's global batch.
-    """
-    call = CALL.get()
-    ctx, number = call.ctx, call.times[name]
-    call.times[name] += 1
+def expect_samples(call: Call, x: Tensor) -> None:
+    """Raise ValueError for the input of a dropout whose mask would depend on how a batch, or a layer, is cut."""
+    at = graph_cut.place()
     if x in call.parts:
         raise ValueError(
-            f"dropout {name!r} is within what tp splits, where its masks would depend on tp; set its rate to 0, or "
-            "move it"
+            f"{at}: dropout is within what tp splits, where its masks would depend on tp; set its rate to 0, or move it"
         )
     if not x.dim() or x.shape[0] % call.rows:
         raise ValueError(
-            f"dropout {name!r} has an input of shape {list(x.shape)} for a batch of {call.rows} samples; its first dim "
+            f"{at}: dropout has an input of shape {list(x.shape)} for a batch of {call.rows} samples; its first dim "
             "must count the samples, or the rows of each sample side by side"
         )
-    if isinstance(ctx.key, tuple):
-        return x
-    key = prng.fold_in(ctx.key, f"module {name} {number}")
-    key = prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
-    return dropout(x, rate, key, ctx.first * (x.numel() // call.rows))
 
 
 WAYS = ("columns", "rows", "whole", "auto")

@@ -23,7 +23,18 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.core import graph_cut, pytree
 from fzero.models.base import Ctx
-from fzero.models.module_calls import Cuts, Parts, Regions, Ways, calling, divided, is_transposed, replaced, specs_of
+from fzero.models.module_calls import (
+    Cuts,
+    Parts,
+    Regions,
+    Ways,
+    calling,
+    divided,
+    draws_of,
+    is_transposed,
+    replaced,
+    specs_of,
+)
 
 MOST = 1e-4  # the largest difference in float32 over the largest element
 LEAST = 1e-2  # of the largest gradient: the least size that a difference of another one is compared with
@@ -232,7 +243,7 @@ def sources_of(probe: Probe) -> dict[str, set[str]]:
         return y
 
     noted = [(one, "forward", partial(note, name, vars(one)["forward"])) for name, one in probe.linears.items()]
-    with torch.no_grad(), calling(Ctx(dtype=torch.float32), probe.rows), replaced(noted), origins:
+    with torch.no_grad(), calling(Ctx(dtype=torch.float32), probe.rows, draws=draws_of), replaced(noted), origins:
         probe.call(probe.params)
     return found
 
@@ -326,7 +337,7 @@ def run(
         return y
 
     try:
-        with calling(Ctx(dtype=torch.float32), probe.rows, cuts=group.cuts) as call:
+        with calling(Ctx(dtype=torch.float32), probe.rows, cuts=group.cuts, draws=draws_of) as call:
             call.parts.add([leaves[name] for name in mine])
             with divided(probe.layer, group.cuts, size), replaced([(layer, "forward", row)]), Regions(call):
                 out = probe._replace(args=args, kwargs=kwargs).call({n: leaves[n] for n in params})

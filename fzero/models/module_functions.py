@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from fzero.core import graph_cut, pytree
 from fzero.core.arguments import expect_kind
+from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
+from fzero.core.pure_calls import expect_unchanged
 from fzero.core.pytree import Tree
 from fzero.core.stack import Blocks
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
@@ -28,8 +30,8 @@ from fzero.models.module_calls import (
     Regions,
     calling,
     divided,
+    draws_of,
     expect_called,
-    key_dropouts,
     key_linears,
     specs_of,
     split_factors,
@@ -49,7 +51,6 @@ class ModuleConfig:
 
     name: str  # of the module's class
     n_layers: int  # 0: the module is not split
-    dropout: float  # the largest rate; 0.0: no key is made
 
 
 class Prepared(NamedTuple):
@@ -80,8 +81,8 @@ class Layered:
         self.stacks, self.loss = stacks, loss
         self.skeleton = without_memory(module)
         self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
-        every = [layer for some in self.templates.values() for layer in some]
-        self.dropout = max(map(key_dropouts, [self.skeleton, *every]))
+        self.draws = any(one.training for one in module.modules())  # unless an example says that nothing does
+        self.drawing: set[Kind] = set()  # the layers that may draw random numbers
         self.linears = {stack: key_linears(layer) for stack, some in self.templates.items() for layer in some}
         self.ways = ways_of(self.linears, tp, found)
         self.known_cuts: dict[int, dict[str, Cuts]] = {}  # by the size of tp
@@ -109,6 +110,7 @@ class Layered:
             one = self.splits[self.split_of(batch, Ctx())]
             used = {part: program.uses("parameter") for part, program in self.programs(one).items()}
             parts = {name: [part for part in used if name in used[part]] for name in self.parameters}
+            self.draws = one.draws or bool(self.drawing)
             own = {name: some[0] if len(some) == 1 else "embed" for name, some in parts.items()}
             self.places = {name: f"{part}/{slashed(name)}" for name, part in own.items()}
             self.shared = tuple(self.places[name] for name, some in parts.items() if len(some) > 1)
@@ -121,7 +123,7 @@ class Layered:
                 leaves[f"{stack}/{slashed(name)}"] = leaf
         one_stack = self.functions("blocks") if "blocks" in self.stacks else None
         return Model(
-            config=ModuleConfig(self.name, sum(len(layers.names) for layers in self.stacks.values()), self.dropout),
+            config=ModuleConfig(self.name, sum(len(layers.names) for layers in self.stacks.values())),
             init=partial(init, {name: one.shape for name, one in start.items()}),
             embed=self.embed,
             block=one_stack or {stack: self.functions(stack) for stack in self.stacks},
@@ -134,6 +136,7 @@ class Layered:
             start=start,
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
             foreign=True,
+            draws=self.draws,
         )
 
     def functions(self, stack: str) -> Blocks:
@@ -213,14 +216,18 @@ class Layered:
                 params[name] = params[name] + pair.b @ pair.a
         return LayerLeaves(params, buffers, factors)
 
-    def call_layer(self, kind: Kind, leaves: LayerLeaves, args: Any, kwargs: Any, ctx: Ctx, rows: int) -> Any:
-        """What the layer of a kind with these leaves returns."""
+    def call_layer(
+        self, kind: Kind, leaves: LayerLeaves, args: Any, kwargs: Any, ctx: Ctx, rows: int, ask: bool = False
+    ) -> Any:
+        """What the layer of a kind with these leaves returns. ask: find out whether it may draw random numbers."""
         template, given = self.templates[kind.stack][kind.number], {**leaves.params, **leaves.buffers}
         size = ctx.mesh["tp"].size
         cuts = self.cuts(ctx.mesh)[kind.stack] if size > 1 else Cuts()
-        with calling(ctx, rows, leaves.factors, cuts) as call:
+        draws = {"draws": draws_of} if ask or kind in self.drawing else {}
+        with calling(ctx, rows, leaves.factors, cuts, **draws) as call:
             if size == 1:
                 out = torch.func.functional_call(template, given, args, kwargs)
+                self.drawing |= {kind} if is_drawing() else set()
                 expect_called(call)
                 return out
             specs = specs_of(template, cuts)
@@ -328,11 +335,14 @@ class Layered:
         ctx = call.ctx._replace(key=(), layer=torch.zeros((), dtype=torch.int64, device=device))
         params = blank(self.within[kind.stack], device, ctx.dtype)
         buffers = {n: some[0] for n, some in self.stacked[kind.stack].blank(device, ctx.dtype).items()}
-        for name, leaf in buffers.items():
-            watch.keep(f"the buffer {name} of a layer", leaf)
+        for what, leaves in (("buffer", buffers), ("parameter", params)):
+            for name, leaf in leaves.items():
+                watch.keep(f"the {what} {name} of a layer", leaf)
         watch.recorded = False  # a layer is not run as a graph
+        own = LayerLeaves(params, buffers, {})
         try:
-            return self.call_layer(kind, LayerLeaves(params, buffers, {}), args, kwargs, ctx, call.rows)
+            with expect_unchanged("a layer", self.templates[kind.stack][kind.number]):
+                return self.call_layer(kind, own, args, kwargs, ctx, call.rows, ask=True)
         finally:
             watch.recorded = True
 

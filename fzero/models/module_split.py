@@ -9,7 +9,7 @@ before the first one, from the batch alone where no parameter goes into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fzero.core import graph_cut, pytree
+from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
+from fzero.core.pure_calls import expect_unchanged
 from fzero.models.base import Ctx
-from fzero.models.module_calls import calling
+from fzero.models.module_calls import calling, draws_of
 from fzero.models.module_layers import CannotSplit, Stacks
 
 Inputs = Mapping[str, Tensor]  # by name: parameter NAME, buffer NAME, batch NAME, "key" and "first" of the Ctx
@@ -60,6 +62,7 @@ class Split:
     after: Program  # (x as the last layer leaves it) -> tensors of the loss
     arguments: dict[Kind, tuple[Any, Any]]  # structure of a layer's (args, kwargs), with Place for tensors
     result: tuple[Any, list[Any]]  # structure of what the loss function returned, with Place for tensors
+    draws: bool = False  # whether something outside of the layers may draw random numbers
 
     def arguments_of(self, kind: Kind, x: tuple[Tensor, ...], beside: tuple[Tensor, ...]) -> tuple[Any, Any]:
         """(args, kwargs) of a layer."""
@@ -217,13 +220,14 @@ def split(
         state = {
             name.split(" ", 1)[1]: leaf for name, leaf in now.items() if name.startswith(("parameter ", "buffer "))
         }
-        watch = Watch({name: leaf for name, leaf in now.items() if name.startswith("buffer ")}, recorded=True)
+        watch = Watch({f"the {name}": leaf for name, leaf in now.items()}, recorded=True)
         recorder = Recorder(stacks, check, watch)
         for i, (name, _) in enumerate(recorder.layers):
             vars(skeleton.get_submodule(name))["forward"] = lambda *a, i=i, **k: recorder.call(i, *a, **k)
         here = ctx._replace(key=now.get("key", ()), first=now.get("first", 0))
-        with watch, calling(here, rows):
+        with watch, calling(here, rows, draws=draws_of), expect_unchanged("the module", skeleton):
             out = loss(function_of(skeleton, state, ctx.dtype), pytree.unflatten(leaves, batch_def))
+            found["draws"] = is_drawing()
         if recorder.calls < len(recorder.layers):
             missing = recorder.layers[recorder.calls][0]
             raise CannotSplit(f"{missing} is never called" if recorder.calls else "the layers are never called")
@@ -233,7 +237,7 @@ def split(
 
     trained = {f"parameter {name}": leaf.requires_grad for name, leaf in skeleton.named_parameters()}
     graph = traced(run, list(inputs.values()), [trained.get(name, False) for name in names])
-    return Cutter(graph, names, found["recorder"]).split(found["result"])
+    return replace(Cutter(graph, names, found["recorder"]).split(found["result"]), draws=found["draws"])
 
 
 def results_of(recorder: Recorder) -> list[list[Tensor]]:

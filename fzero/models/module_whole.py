@@ -11,16 +11,13 @@ from typing import Any
 from torch import nn
 
 from fzero.core import pytree
-from fzero.core.graph_cut import Watch
+from fzero.core.pure_calls import Held, PureCalls, expect_unchanged
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
 from fzero.models.module_buffers import Constants
-from fzero.models.module_calls import (
-    calling,
-    key_dropouts,
-)
+from fzero.models.module_calls import calling, draws_of
 from fzero.models.module_functions import (
     ModuleConfig,
     Weights,
@@ -38,28 +35,30 @@ from fzero.sharding import Mesh, Rules
 def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     """The Model of a module that is not split: all of it is the head."""
     body = without_memory(module)
-    dropout = key_dropouts(body)
     values = {name: leaf.detach().clone() for name, leaf in module.named_buffers()}
     buffers = Constants(values, module.state_dict(keep_vars=True))
     parameters = dict(body.named_parameters())
     start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
-    shapes = {name: one.shape for name, one in start.items()}
-    seen: set[Any] = set()  # shapes of batches whose program was watched
+    shapes, calls = {name: one.shape for name, one in start.items()}, PureCalls()
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
         return expect_batch(batch)
 
     def head(params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Loss:
         now = buffers.on(pytree.leaves(batch)[0].device, ctx.dtype)
-        shapes = tuple(leaf.shape for leaf in pytree.leaves(batch)), isinstance(ctx.key, tuple)
-        watch = contextlib.nullcontext() if shapes in seen else Watch(now)
-        with watch, calling(ctx, ctx.prepared):
-            out = loss_of(loss(function_of(body, {**dotted(params["head"], ctx.dtype), **now}, ctx.dtype), batch))
-        seen.add(shapes)
-        return out
+        own = dotted(params["head"], ctx.dtype)
+        groups = {"the buffer": now, "the parameter": own, "the batch's": pytree.named_leaves(batch)}
+        given = {f"{what} {name}": leaf for what, some in groups.items() for name, leaf in some.items()}
+
+        def run() -> Any:
+            with expect_unchanged("the module", body) if calls.watches else contextlib.nullcontext():
+                return loss(function_of(body, {**own, **now}, ctx.dtype), batch)
+
+        with calling(ctx, ctx.prepared) as call:
+            return loss_of(calls(run, given, draws_of(call), partial(Held.by, loss)))
 
     return Model(
-        config=ModuleConfig(type(module).__name__, 0, dropout),
+        config=ModuleConfig(type(module).__name__, 0),
         init=partial(init, shapes),
         embed=lambda params, batch, ctx: (),
         block={},
@@ -68,6 +67,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
         rules=partial(whole_rules, shapes),
         prepare=prepare,
         start=start,
+        draws=any(one.training for one in module.modules()),
         frozen=frozenset(f"head/{slashed(n)}" for n, leaf in parameters.items() if not leaf.requires_grad),
     )
 

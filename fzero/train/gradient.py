@@ -31,7 +31,7 @@ from fzero.sharding.sums_at_rest import LayerSums, SumsAtRest
 from fzero.train.codes import errors_coder, grads_coder, params_coding, rounded_params
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import ExpertSlack
-from fzero.train.loss import LossFn, call_plain, context_of, make_loss, sum_losses
+from fzero.train.loss import LossFn, PlainLoss, context_of, make_loss, sum_losses
 from fzero.train.over_stages import gather_over_pp, scatter_over_pp, share_losses
 from fzero.train.parts import parts_of
 from fzero.train.row import Batches, Turn, run_row
@@ -59,9 +59,7 @@ def make_backward(
         options = (how.prefetch, how.reshard, nvme, known, how.resident)
         return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, *options))
 
-    def call(params: Tree, part: Any, drawn: Any, first: Any) -> base.Loss:
-        return call_plain(loss_fn, params, part, plan.policy)
-
+    call = PlainLoss(loss_fn, plan.policy)
     coding = params_coding(plan, context_of(plan, how).kernels)
 
     def plain(
@@ -71,7 +69,7 @@ def make_backward(
         for j, (part, first) in enumerate(zip(batches.parts, batches.firsts)):
             params, sink = turns[j // each][:2]
             whole = whole_params(params, plan, seed.device, coding)
-            grads, losses = functional(call, whole, plan, [part], [first], {}, seed)
+            grads, losses = functional(call, whole, plan, [part], [first], batches.drawn, seed)
             del whole
             out += losses
             put_whole(sink, grads, last=(j + 1) % each == 0)

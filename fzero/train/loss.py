@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.comm.tables import BY_TOKENS, gather_rows
 from fzero.core import prng, pytree
+from fzero.core.draws import Draws
 from fzero.core.precision import Policy
+from fzero.core.pure_calls import Held, PureCalls
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
@@ -33,16 +36,18 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
     A plain function returns a `Loss`, a pair (sum, number of tokens), or a scalar, which counts as one token: then the
     loss of a step is the mean over its micro-batches. A function that compares samples with each other sees those of
     one micro-batch of one rank (see examples/contrastive.py). It is given whole parameters in policy.compute,
-    and those that are not floating-point as they are. drawn: as of `draws_of`."""
+    and those that are not floating-point as they are. drawn: as of `draws_of`. What it draws by torch, such as
+    F.dropout, comes from the state's key: the same however a batch is cut, if the first dim counts the samples."""
     if isinstance(loss_fn, base.Model):
         ctx = context_of(plan, how)._replace(remat=how.remat)
         return lambda params, batch, drawn, first: forward.loss(
             loss_fn, params, batch, ctx._replace(first=first, **drawn), plan
         )
 
+    call = PlainLoss(loss_fn, plan.policy)
+
     def plain(params: Tree, batch: Any, drawn: Any, first: Any) -> base.Loss:
-        whole = params if plan.mesh.size == 1 else unshard_tree(params, plan)
-        return call_plain(loss_fn, whole, batch, plan.policy)
+        return call(params if plan.mesh.size == 1 else unshard_tree(params, plan), batch, drawn, first)
 
     return plain
 
@@ -62,21 +67,31 @@ def context_of(plan: Plan, how: Execution) -> base.Ctx:
     )
 
 
-def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
-    """The Loss of a plain function of whole parameters."""
-    out = loss_fn(pytree.map(lambda x: x.to(policy.compute) if x.is_floating_point() else x, params), batch)
-    return loss_of(out)
+class PlainLoss:
+    """The Loss of a plain function of (whole parameters, batch), whose random numbers are drawn by a step's key."""
+
+    def __init__(self, loss_fn: LossFn, policy: Policy):
+        self.loss_fn, self.policy, self.calls = loss_fn, policy, PureCalls()
+
+    def __call__(self, params: Tree, batch: Any, drawn: Mapping[str, Any], first: int | Tensor) -> base.Loss:
+        """drawn: as of `draws_of`; without a key nothing is dropped. first: the number of the batch's first row."""
+        params = pytree.map(lambda x: x.to(self.policy.compute) if x.is_floating_point() else x, params)
+        rows = next((x.shape[0] for x in pytree.leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
+        given = {f"the parameter {name}": x for name, x in pytree.named_leaves(params).items()}
+        given |= {f"the batch's {n}": x for n, x in pytree.named_leaves(batch).items() if isinstance(x, Tensor)}
+        draws = Draws(drawn.get("origin"), rows, first)
+        return loss_of(self.calls(lambda: self.loss_fn(params, batch), given, draws, partial(Held.by, self.loss_fn)))
 
 
-def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Tensor]:
+def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
     """What a step draws, as fields of a Ctx: `key`, of dropout and of what else its blocks draw, and `scales` of its
-    layers; {} for none."""
-    if not isinstance(loss_fn, base.Model):
-        return {}
+    layers; {} for none. Of a plain function: {"origin": what makes the key}, as it may draw nothing."""
 
     def key(name: str) -> Tensor:
         return prng.fold_in(prng.fold_in(state.key, name), state.step)
 
+    if not isinstance(loss_fn, base.Model):
+        return {"origin": partial(key, "dropout")}
     dropout = loss_fn.draws or getattr(loss_fn.config, "dropout", 0.0) > 0.0
     drawn = {"key": key("dropout")} if dropout else {}
     return drawn if loss_fn.drop is None else drawn | {"scales": loss_fn.drop(key("layers"), state.step)}

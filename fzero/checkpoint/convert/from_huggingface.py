@@ -48,7 +48,7 @@ def from_huggingface(
     tp: see from_module; None: what transformers' own plan splits by columns and rows, and "auto" for a model that has
         no such plan. `print(plan)` shows it.
     attention: transformers' `attn_implementation`, such as "eager"; None: its choice, "sdpa" where the model has it.
-    dropout: whether nn.Dropout with the rates of the config drops, by fzero's keys.
+    dropout: whether the module is in train mode and drops with the rates of the config, by fzero's keys.
 
     A batch has the arguments of the model's forward pass, and `labels` int64: of the tokens themselves for "causal",
     which are shifted here, as transformers does. The loss is the cross-entropy of labels other than -100, in at least

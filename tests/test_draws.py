@@ -1,0 +1,325 @@
+"""Random numbers of somebody's code: where it runs again it draws the same, and in a step by the state's key."""
+
+import random
+from typing import NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fzero
+from fzero.core.autodiff import Remat
+
+slow = pytest.mark.slow
+F64 = torch.float64
+
+
+class Ctx(NamedTuple):
+    layer: object = ()
+
+
+OWN = torch.Generator().manual_seed(7)
+# Each is linear in w, so that <w, gradient> is the value if, and only if, both have the same random numbers.
+LINEAR = {
+    "F.dropout": lambda w: F.dropout(w, 0.5).sum(),
+    "noise": lambda w: (torch.randn_like(w) * w).sum(),
+    "a sample of rows": lambda w: w[torch.randperm(len(w))[:5]].sum(),
+    "Python's": lambda w: (w * random.random()).sum(),
+    "numpy's": lambda w: (w * numpy.random.rand()).sum(),
+    "a generator of one's own": lambda w: (torch.rand(w.shape, generator=OWN, dtype=F64) * w).sum(),
+    "remat within": lambda w: fzero.remat(lambda w: F.dropout(w, 0.3).sum())(w) + F.dropout(w, 0.3).sum(),
+}
+
+
+def linear_gradient(f, w):
+    """(value, <w, gradient>) of a function that is linear in w; random numbers are drawn between the two passes."""
+    w = w.detach().requires_grad_()
+    value = f(w)
+    random.random(), numpy.random.rand(), torch.rand(5, generator=OWN), torch.rand(3)
+    value.backward()
+    return float(value.detach()), float((w.detach() * w.grad).sum())
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_remat_draws_the_same_again(name):
+    value, product = linear_gradient(fzero.remat(LINEAR[name]), torch.linspace(1.0, 2.0, 30, dtype=F64))
+    assert abs(value - product) < 1e-12
+
+
+def test_remat_draws_the_same_again_under_transforms():
+    f = fzero.remat(LINEAR["F.dropout"])
+    w = torch.linspace(1.0, 2.0, 30, dtype=F64)
+    value, tangent = torch.func.jvp(f, (w,), (w,))
+    assert float(value) == pytest.approx(float(tangent), abs=1e-12)
+    grads, values = torch.vmap(torch.func.grad_and_value(f), randomness="different")(w.expand(3, 30))
+    assert (grads @ w - values).abs().max() < 1e-12 and len(set(values.tolist())) == 3
+    cubed = fzero.remat(lambda w: (F.dropout(w, 0.5) ** 3).sum())
+    torch.manual_seed(3)
+    twice = torch.func.grad(lambda w: torch.func.grad(cubed)(w).sum())(w)
+    kept = twice != 0
+    torch.testing.assert_close(twice[kept], 6 * 8 * w[kept])  # of (2 w)^3, and not of two masks
+    assert 5 < int(kept.sum()) < 25
+
+
+def test_a_backward_pass_leaves_the_generators_as_they_are():
+    drawn = []
+    for wrap in (lambda f: f, fzero.remat):
+        torch.manual_seed(0)
+        linear_gradient(wrap(LINEAR["F.dropout"]), torch.ones(30, dtype=F64))
+        drawn.append(torch.rand(1))
+    assert torch.equal(*drawn)
+
+
+def block(p, x, ctx):
+    return F.dropout(x, 0.5) + F.dropout(p["w"], 0.3)
+
+
+@pytest.mark.parametrize(
+    "policy, compiled",
+    [
+        ("every:2", False),
+        *(pytest.param("full", flag, marks=slow) for flag in (False, True)),
+        *(pytest.param("every:3", flag, marks=slow) for flag in (False, True)),
+        *(pytest.param(f"selective:{f}", flag, marks=slow) for f in (0.0, 0.5) for flag in (False, True)),
+    ],
+)
+def test_a_stack_draws_the_same_again(policy, compiled):
+    def f(w):
+        return fzero.stack(
+            block, {"w": w}, torch.zeros(16, dtype=F64), Ctx(), remat=Remat.parse(policy), compiled=compiled
+        ).sum()
+
+    value, product = linear_gradient(f, torch.linspace(1.0, 2.0, 80, dtype=F64).reshape(5, 16))
+    assert abs(value - product) < 1e-12
+    w = torch.ones(5, 16, dtype=F64, requires_grad=True)  # twice through one graph
+    total = f(w)
+    first, again = torch.autograd.grad(total, w, retain_graph=True)[0], torch.autograd.grad(total, w)[0]
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("wrap", ["remat", "stack"])
+def test_autocast_and_the_default_dtype_are_those_of_the_first_run(wrap):
+    g = torch.Generator().manual_seed(0)
+    w, x = torch.randn(2, 8, 8, generator=g), torch.randn(3, 8, generator=g)
+
+    def layer(p, x, ctx):
+        return (x @ p["w"]).float().tanh() * torch.ones(()).to(torch.float32) / torch.tensor(3.0).double().float()
+
+    def run(w, policy):
+        if wrap == "stack":
+            return fzero.stack(layer, {"w": w}, x, Ctx(), remat=Remat.parse(policy)).sum()
+        return (fzero.remat(two_layers) if policy == "full" else two_layers)(w)
+
+    def two_layers(w):
+        return layer({"w": w[1]}, layer({"w": w[0]}, x, None), None).sum()
+
+    grads = []
+    for policy in ("none", "full"):
+        w = w.detach().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            total = run(w, policy)
+        total.backward()
+        grads.append(w.grad)
+    assert torch.equal(*grads)
+
+
+def test_what_a_graph_would_draw_anew_is_refused():
+    w = torch.ones(30, dtype=F64)
+    for f in (
+        fzero.remat(LINEAR["F.dropout"]),
+        lambda w: fzero.stack(block, {"w": w.reshape(2, 15)}, w[:15] * 0, Ctx(), remat=Remat(every=1)).sum(),
+    ):
+        with pytest.raises(ValueError, match=r"test_draws\.py:\d+ \(.*draws random numbers \(aten\..*hand them in"):
+            fzero.jit(torch.func.grad(f))(w)
+
+
+# ---- plain losses: the draws are those of the state's key ------------------------------------------------------------
+
+START = {
+    "w": torch.linspace(-1.0, 1.0, 6, dtype=F64)[:, None],
+    "rows": torch.linspace(1.0, 3.0, 30, dtype=F64).reshape(5, 6),
+}
+HEADS = torch.nn.MultiheadAttention(6, 2, dropout=0.5, batch_first=True).double()
+STACKED = torch.nn.LSTM(6, 6, 2, dropout=0.5).double()
+NUMPY = numpy.random.default_rng(0)
+
+
+def batch_of(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(8, 6, generator=g, dtype=F64), "y": torch.randn(8, 1, generator=g, dtype=F64)}
+
+
+def loss_of(change):
+    """A plain loss of what `change` makes of the batch's x."""
+
+    def loss(params, batch):
+        return (change(params, batch["x"]) @ params["w"] - batch["y"]).square().sum(), len(batch["x"])
+
+    return loss
+
+
+def attended(params, x):
+    q = x[:, None, None]
+    return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)[:, 0, 0]
+
+
+KEYED = {
+    "F.dropout": lambda p, x: F.dropout(x, 0.5),
+    "noise": lambda p, x: x + torch.randn_like(x),
+    "remat of a dropout": lambda p, x: fzero.remat(lambda x: F.dropout(x, 0.5))(x * p["w"].T),
+    "an alpha dropout": lambda p, x: F.alpha_dropout(x, 0.5, training=True),
+    "dropped features": lambda p, x: F.dropout1d(x[..., None], 0.5)[..., 0],
+    "a dropout in place": lambda p, x: F.dropout(x * p["w"].T, 0.5, inplace=True),
+    "a mask": lambda p, x: x * (torch.rand(x.shape) < 0.5),
+    "one number for each row": lambda p, x: x * torch.rand(len(x), 1, dtype=F64),
+    "choices": lambda p, x: x * torch.multinomial(x.softmax(-1), 1),
+    "choices with replacement": lambda p, x: x * torch.multinomial(x.softmax(-1), 2, replacement=True)[:, :1],
+    "coins": lambda p, x: x * torch.bernoulli(x.sigmoid()) + torch.empty_like(x).bernoulli_(0.2),
+    "integers": lambda p, x: (
+        x * torch.randint(3, x.shape) + torch.randint_like(x, 1, 4) + torch.empty_like(x).random_(5)
+    ),
+    "normal": lambda p, x: (
+        torch.normal(x, 2.0) + torch.normal(0.0, 1.0, x.shape) + torch.empty_like(x).normal_(1.0, 2.0)
+    ),
+    "a distribution": lambda p, x: torch.distributions.Normal(x, 1.0).rsample(),
+    "exponential": lambda p, x: x * torch.empty_like(x).exponential_(2.0) + torch.empty_like(x).uniform_(-1, 1),
+    "Gumbel": lambda p, x: F.gumbel_softmax(x, hard=True),
+    "attention": attended,
+    "heads": lambda p, x: HEADS(x[:, None], x[:, None], x[:, None])[0][:, 0],
+}
+QUICK = {"F.dropout", "noise", "remat of a dropout"}
+
+
+def two_steps(loss, micro_batches=1, seed=0):
+    """What two steps give, with torch's generators anywhere."""
+    tx = fzero.optim.sgd(0.01)
+    plan = fzero.zero_plan(0, START, fzero.one_process(), policy="fp64")
+    step = fzero.make_train_step(loss, tx, plan, micro_batches=micro_batches)
+    state, out = fzero.init_state(START, tx, plan, seed=seed), []
+    for number in range(2):
+        torch.rand(3)
+        state, metrics = step(state, batch_of(number))
+        out += [metrics.loss, metrics.grad_norm]
+    evaluate = fzero.make_eval_step(loss, plan)
+    evaluated = [evaluate(state.params, batch_of()).total for _ in range(2)]
+    assert torch.equal(*evaluated)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else slow) for n in KEYED])
+def test_a_plain_loss_draws_by_the_states_key(name):
+    loss = loss_of(KEYED[name])
+    first = two_steps(loss)
+    assert torch.equal(first, two_steps(loss))
+    assert not torch.equal(first, two_steps(loss, seed=1)) and first[0] != first[2]
+    torch.testing.assert_close(two_steps(loss, micro_batches=4), first, rtol=1e-12, atol=0)  # however a batch is cut
+
+
+@slow
+@pytest.mark.parametrize(
+    "shift", [lambda x: torch.rand(()), lambda x: torch.rand(5).sum(), lambda x: torch.randperm(1000)[0]]
+)
+def test_draws_that_count_no_rows_differ_between_parts_of_a_batch(shift):
+    seen = []
+
+    def change(params, x):
+        seen.append(float(shift(x)))
+        return x
+
+    two_steps(loss_of(change), micro_batches=4)
+    assert len(set(seen[:8])) > 4
+
+
+def test_draws_have_the_distributions_of_torchs():
+    from fzero.core.draws import Draws
+
+    n = 20000
+    x = torch.ones(n, 2, dtype=F64)
+    with Draws(lambda: fzero.random.key(3), n):
+        dropped, alpha = F.dropout(x, 0.2), F.alpha_dropout(torch.randn(n, dtype=F64), 0.3, training=True)
+        numbers = torch.randint(2, 7, (n,))
+        picked = torch.multinomial(torch.tensor([1.0, 2.0, 5.0]), 2)
+        many = torch.multinomial(torch.tensor([[1.0, 2.0, 5.0]]).expand(n, 3), 1)
+        again = torch.multinomial(torch.tensor([1.0, 2.0, 5.0]), n, replacement=True)
+        waits, order = torch.empty(n, dtype=F64).exponential_(4.0), torch.randperm(50)
+        small, half = torch.rand(4, dtype=torch.float16), torch.randn(n, dtype=torch.bfloat16)
+    assert abs(float((dropped == 0).double().mean()) - 0.2) < 0.01 and float(dropped.max()) == pytest.approx(1.25)
+    assert abs(float(alpha.mean())) < 0.03 and abs(float(alpha.var()) - 1.0) < 0.05
+    assert numbers.bincount().tolist()[:2] == [0, 0] and (numbers.bincount()[2:] / n - 0.2).abs().max() < 0.02
+    for chosen in (many, again):
+        assert (chosen.flatten().bincount() / n - torch.tensor([0.125, 0.25, 0.625])).abs().max() < 0.02
+    assert len(set(picked.tolist())) == 2 and abs(float(waits.mean()) - 0.25) < 0.01
+    assert order.sort().values.tolist() == list(range(50)) and order.tolist() != list(range(50))
+    assert small.dtype == torch.float16 and small.max() < 1.0 and half.dtype == torch.bfloat16
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros((), dtype=F64))
+        self.norm = torch.nn.BatchNorm1d(6).double()
+
+
+COUNTING = Counting()
+TABLE = torch.nn.Embedding(5, 6, max_norm=1.0, dtype=F64)
+
+
+def counts(params, x):
+    COUNTING.calls += 1
+    return x * COUNTING.calls
+
+
+def looked_up(params, x, **options):
+    return x + F.embedding(torch.arange(len(x)) % 5, params["rows"], **options)
+
+
+REFUSED = {
+    "a torch.Generator": (lambda p, x: x * torch.rand(1, generator=OWN), r"\(.*draws from a torch\.Generator"),
+    "Python's": (lambda p, x: x * random.choice([1, 2, 3, 4, 5, 6, 7]), "changes the state of Python's random and dep"),
+    "numpy's": (lambda p, x: x * numpy.random.rand(), "changes the state of numpy.random and depends"),
+    "a generator of numpy": (lambda p, x: x * NUMPY.normal(), "changes the state of NUMPY and depends on it"),
+    "another distribution": (lambda p, x: x * torch.poisson(x.abs()), r"test_draws\.py:\d+ .*draws random.*poisson"),
+    "within a call of C++": (
+        lambda p, x: STACKED(x * p["w"].T)[0],
+        r"draws random numbers \(aten\.bernoulli_.*F\.dropout",
+    ),
+    "a counter": (counts, r"changes COUNTING\.calls and depends on it"),
+    "max_norm": (lambda p, x: looked_up(p, x, max_norm=1.0), r"embedding_renorm_.* writes into the parameter rows in"),
+    "max_norm of a module": (
+        lambda p, x: x + torch.func.functional_call(TABLE, {"weight": p["rows"]}, (torch.arange(len(x)) % 5,)),
+        "writes into the parameter rows in place",
+    ),
+    "scale_grad_by_freq": (
+        lambda p, x: looked_up(p, x, scale_grad_by_freq=True),
+        "scale_grad_by_freq divides gradients",
+    ),
+    "the batch": (lambda p, x: x.mul_(2), r"aten\.mul_\.Tensor writes into the batch's x in place"),
+    "the data of a parameter": (
+        lambda p, x: x + p["w"].data.clamp_(0).T,
+        r"clamp_.* writes into the parameter w in pl",
+    ),
+    "a buffer": (lambda p, x: x + COUNTING.seen.add_(1), r"COUNTING\.seen\.add_\(1\).*writes in place into a tensor"),
+    "running statistics": (lambda p, x: COUNTING.norm(x), "writes in place into a tensor that is no argument"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("numpy's", "max_norm", "a counter") else slow) for n in REFUSED]
+)
+def test_what_no_pure_loss_does_is_refused_in_the_first_step(name):
+    change, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        two_steps(loss_of(change))
+    assert "\n" not in str(caught.value)
+
+
+@slow
+def test_attributes_that_are_set_before_they_are_read_are_fine():
+    def change(params, x):
+        COUNTING.calls += 1  # which the loss does not depend on
+        COUNTING.beside = params["w"].sum()
+        return x * COUNTING.beside
+
+    assert torch.equal(two_steps(loss_of(change)), two_steps(loss_of(change)))
