@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fzero.core.storage import Damaged, is_url, write_text
-from fzero.offload import store_owner
 from fzero.core.writing import make_folder, remove_entry
+from fzero.offload import store_owner
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
 from fzero.offload.disk_io import DiskIO
