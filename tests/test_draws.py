@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy
 import pytest
+import ranks
 import torch
 import torch.nn.functional as F
 
@@ -215,6 +216,30 @@ def test_a_plain_loss_draws_by_the_states_key(name):
     assert torch.equal(first, two_steps(loss))
     assert not torch.equal(first, two_steps(loss, seed=1)) and first[0] != first[2]
     torch.testing.assert_close(two_steps(loss, micro_batches=4), first, rtol=1e-12, atol=0)  # however a batch is cut
+
+
+def two_steps_at(mesh, stage, folder=None):
+    """Losses and norms of two steps of a plain loss on a rank; with a folder, the second one of a restored state."""
+    loss, tx = loss_of(KEYED["F.dropout"]), fzero.optim.sgd(0.01)
+    plan = fzero.zero_plan(stage, START, mesh, policy="fp64")
+    state, log = fzero.init_state(START, tx, plan, seed=0), []
+    for number in range(2):
+        torch.manual_seed(5)  # the same on all ranks, and of no use
+        state, metrics = fzero.make_train_step(loss, tx, plan)(state, fzero.local_batch(batch_of(number), mesh))
+        log += [metrics.loss, metrics.grad_norm]
+        if folder is not None and not number:
+            path = fzero.checkpoint.save(folder, state, step=1)
+            state = fzero.checkpoint.restore(path, fzero.init_state(START, tx, plan, seed=9))
+    return torch.stack(log)
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_draw_their_rows_of_one_mask_and_a_resumed_run_goes_on(stage, tmp_path):
+    expected = two_steps(loss_of(KEYED["F.dropout"]))
+    for result in ranks.run(2, two_steps_at, stage):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+    assert torch.equal(two_steps_at(fzero.one_process(), stage, tmp_path), expected)
 
 
 @slow
