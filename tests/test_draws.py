@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy
 import pytest
+import ranks
 import torch
 import torch.nn.functional as F
 
@@ -79,9 +80,10 @@ def block(p, x, ctx):
     "policy, compiled",
     [
         ("every:2", False),
-        *(pytest.param("full", flag, marks=slow) for flag in (False, True)),
-        *(pytest.param("every:3", flag, marks=slow) for flag in (False, True)),
-        *(pytest.param(f"selective:{f}", flag, marks=slow) for f in (0.0, 0.5) for flag in (False, True)),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (("full", True), ("selective:0.0", True), ("selective:0.5", False))
+        ),
     ],
 )
 def test_a_stack_draws_the_same_again(policy, compiled):
@@ -216,6 +218,30 @@ def test_a_plain_loss_draws_by_the_states_key(name):
     torch.testing.assert_close(two_steps(loss, micro_batches=4), first, rtol=1e-12, atol=0)  # however a batch is cut
 
 
+def two_steps_at(mesh, stage, folder=None):
+    """Losses and norms of two steps of a plain loss on a rank; with a folder, the second one of a restored state."""
+    loss, tx = loss_of(KEYED["F.dropout"]), fzero.optim.sgd(0.01)
+    plan = fzero.zero_plan(stage, START, mesh, policy="fp64")
+    state, log = fzero.init_state(START, tx, plan, seed=0), []
+    for number in range(2):
+        torch.manual_seed(5)  # the same on all ranks, and of no use
+        state, metrics = fzero.make_train_step(loss, tx, plan)(state, fzero.local_batch(batch_of(number), mesh))
+        log += [metrics.loss, metrics.grad_norm]
+        if folder is not None and not number:
+            path = fzero.checkpoint.save(folder, state, step=1)
+            state = fzero.checkpoint.restore(path, fzero.init_state(START, tx, plan, seed=9))
+    return torch.stack(log)
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_draw_their_rows_of_one_mask_and_a_resumed_run_goes_on(stage, tmp_path):
+    expected = two_steps(loss_of(KEYED["F.dropout"]))
+    for result in ranks.run(2, two_steps_at, stage):
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=0)
+    assert torch.equal(two_steps_at(fzero.one_process(), stage, tmp_path), expected)
+
+
 @slow
 @pytest.mark.parametrize(
     "shift", [lambda x: torch.rand(()), lambda x: torch.rand(5).sum(), lambda x: torch.randperm(1000)[0]]
@@ -300,8 +326,11 @@ REFUSED = {
         lambda p, x: x + p["w"].data.clamp_(0).T,
         r"clamp_.* writes into the parameter w in pl",
     ),
-    "a buffer": (lambda p, x: x + COUNTING.seen.add_(1), r"COUNTING\.seen\.add_\(1\).*writes in place into a tensor"),
-    "running statistics": (lambda p, x: COUNTING.norm(x), "writes in place into a tensor that is no argument"),
+    "a buffer": (lambda p, x: x + COUNTING.seen.add_(1), r"COUNTING\.seen\.add_\(1\).*writes in place into a param"),
+    "running statistics": (
+        lambda p, x: COUNTING.norm(x),
+        "writes in place into a parameter, or a tensor that is no arg",
+    ),
 }
 
 
@@ -323,3 +352,71 @@ def test_attributes_that_are_set_before_they_are_read_are_fine():
         return x * COUNTING.beside
 
     assert torch.equal(two_steps(loss_of(change)), two_steps(loss_of(change)))
+
+
+# ---- Models of one's own functions -----------------------------------------------------------------------------------
+
+BASE = fzero.models.mlp(fzero.models.MLPConfig(8, 8, 3, 16))
+
+
+def own_block(p, x, ctx):
+    return BASE.block(p, F.dropout(x, 0.3), ctx)
+
+
+def own_head(p, x, batch, ctx):
+    return BASE.head(p, x + 0.1 * torch.randn_like(x), batch, ctx)
+
+
+def steps_of(model, micro_batches=1, donate=True, **execution):
+    g = torch.Generator().manual_seed(0)
+    batch = {name: torch.randint(0, 8, (8, 4), generator=g) for name in ("tokens", "targets")}
+    tx, how = fzero.optim.sgd(0.1), fzero.Execution(**execution)
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy="fp64")
+    step = fzero.make_train_step(model, tx, plan, micro_batches=micro_batches, execution=how, donate=donate)
+    state, out = fzero.init_state(model, tx, plan, seed=0), []
+    for _ in range(2):
+        torch.rand(2)
+        state, metrics = step(state, batch)
+        out += [metrics.loss, metrics.grad_norm]
+    evaluate = fzero.make_eval_step(model, plan)
+    assert torch.equal(evaluate(state.params, batch).total, evaluate(state.params, batch).total)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remat": "every:2", "micro_batches": 4},
+        *(
+            pytest.param({"compiled": True, "remat": policy}, marks=slow)
+            for policy in ("none", "full", "selective:0.5")
+        ),
+        pytest.param({"donate": False}, marks=slow),
+    ],
+    ids=str,
+)
+def test_a_model_of_ones_own_draws_by_the_states_key(options):
+    model = BASE._replace(block=own_block, head=own_head, draws=True)
+    expected = steps_of(model)
+    assert torch.equal(expected, steps_of(model))
+    torch.testing.assert_close(steps_of(model, **options), expected, rtol=1e-11, atol=0)
+
+
+def test_a_model_without_a_key_may_not_draw():
+    with pytest.raises(ValueError, match=r"the model's block draws random numbers, .* model\._replace\(draws=True\)"):
+        steps_of(BASE._replace(block=own_block))
+
+
+@slow
+@pytest.mark.parametrize(
+    "write", [lambda p, x: p["w_in"].mul_(0.5), lambda p, x: x.mul_(2), lambda p, x: p["w_in"].data.clamp_(0)]
+)
+def test_a_model_of_ones_own_may_not_write(write):
+    def block(p, x, ctx):
+        write(p, x)
+        return BASE.block(p, x, ctx)
+
+    with pytest.raises(
+        ValueError, match=r"test_draws\.py:\d+ .* writes? in(to the block's argument .*)? in place|in place"
+    ):
+        steps_of(BASE._replace(block=block))

@@ -313,7 +313,8 @@ def randint(draws: Draws, *args: Any, generator: Any = None, **kwargs: Any) -> T
     expect_no_generator(generator)
     low, high, rest = bounds(args, kwargs)
     size = kwargs.pop("size") if "size" in kwargs else rest[0]
-    like = torch.empty(size, **({"dtype": torch.int64} | kwargs))
+    kwargs.setdefault("dtype", torch.int64)
+    like = torch.empty(size, **kwargs)
     return integers(draws, like, low, high).to(like.dtype)
 
 
@@ -354,7 +355,8 @@ def bernoulli(draws: Draws, input: Tensor, p: float | None = None, *, generator:
 def randperm(draws: Draws, n: int, *, generator: Any = None, **kwargs: Any) -> Tensor:
     """torch.randperm."""
     expect_no_generator(generator)
-    like = torch.empty(n, **({"dtype": torch.int64} | kwargs))
+    kwargs.setdefault("dtype", torch.int64)
+    like = torch.empty(n, **kwargs)
     key, first = draws.next_site((n,), like.device)
     return prng.bits(key, (n,), first=first).argsort(stable=True).to(like.dtype)
 

@@ -95,7 +95,7 @@ class Watch(TorchDispatchMode):
 
     def expect_own(self, leaf: Any, func: Any) -> None:
         """Raise Impure if an operator writes into a kept tensor."""
-        name = self.kept.get(storage_of(leaf)) if isinstance(leaf, Tensor) else None
+        name = self.kept.get(storage_of(leaf) or 0) if isinstance(leaf, Tensor) else None
         if name is not None:
             raise Impure(f"{place()}: {func} writes into {name} in place; make a new tensor, as in x = x + y")
 

@@ -76,12 +76,16 @@ def named_writes(f: Callable[[], R]) -> R:
     try:
         return f()
     except RuntimeError as error:
-        if "mutate a captured Tensor" not in str(error):
+        if not any(text in str(error) for text in WRITES):
             raise
         raise Impure(
-            f"{line(error)}: writes in place into a tensor that is no argument, such as a buffer; make a new tensor, "
-            "as in x = x + y"
+            f"{line(error)}: writes in place into a parameter, or a tensor that is no argument, such as a buffer; make "
+            "a new tensor, as in x = x + y"
         ) from error
+
+
+# What torch says of writes before it calls an operator.
+WRITES = ("mutate a captured Tensor", "a leaf Variable that requires grad is being used in an in-place operation")
 
 
 def f_again(f: Callable[[], R], draws: Draws) -> R:

@@ -13,6 +13,7 @@ from fzero.core.arguments import STEP, checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import base
+from fzero.models.own_functions import keyed_model
 from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
@@ -56,6 +57,7 @@ def make_eval_step(
     ctx = context_of(plan, execution)
     unseen = [ctx]
     if isinstance(model, base.Model):
+        model = keyed_model(model)
         streamed = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch, known={})
         loss = partial(evaluate_row, streamed)
     else:

@@ -18,6 +18,7 @@ from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.models import base
 from fzero.models.layers import block_keys
+from fzero.models.own_functions import keyed_model
 from fzero.offload import Nvme, ScratchTensor
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
@@ -52,6 +53,7 @@ def make_backward(
     of its turn, as of a Reducer, part of the model by part. ready, update: see `run_row`.
     """
     if isinstance(loss_fn, base.Model):
+        loss_fn = keyed_model(loss_fn)
         ctx = context_of(plan, how)
         parts = parts_of(loss_fn, plan, how._layers)
         assert isinstance(how.remat, Remat)  # Execution parses a text

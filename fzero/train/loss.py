@@ -21,6 +21,7 @@ from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
 from fzero.models.loss_of import loss_of
+from fzero.models.own_functions import has_key, keyed_model
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
 from fzero.train.execution import Execution
@@ -39,6 +40,7 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
     and those that are not floating-point as they are. drawn: as of `draws_of`. What it draws by torch, such as
     F.dropout, comes from the state's key: the same however a batch is cut, if the first dim counts the samples."""
     if isinstance(loss_fn, base.Model):
+        loss_fn = keyed_model(loss_fn)
         ctx = context_of(plan, how)._replace(remat=how.remat)
         return lambda params, batch, drawn, first: forward.loss(
             loss_fn, params, batch, ctx._replace(first=first, **drawn), plan
@@ -92,8 +94,7 @@ def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:
 
     if not isinstance(loss_fn, base.Model):
         return {"origin": partial(key, "dropout")}
-    dropout = loss_fn.draws or getattr(loss_fn.config, "dropout", 0.0) > 0.0
-    drawn = {"key": key("dropout")} if dropout else {}
+    drawn = {"key": key("dropout")} if has_key(loss_fn) else {}
     return drawn if loss_fn.drop is None else drawn | {"scales": loss_fn.drop(key("layers"), state.step)}
 
 
