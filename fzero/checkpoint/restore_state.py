@@ -21,6 +21,7 @@ from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
+from fzero.optim.renamed import same_leaves
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, local_windows, whole_shape
@@ -29,6 +30,7 @@ from fzero.train.state import PREVIOUS, TrainState, put_in_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER, BEFORE = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
+OPT = "opt_state/"
 FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may be initialised afresh
 
 
@@ -122,14 +124,14 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
     ValueError naming the leaves that are missing or extra.
     """
     wanted, out, missing = pytree.names(like), {}, []
-    made = set()
+    made, renamed = set(), renamed_leaves(held, like)
     for name in wanted:
         wide = f"{MASTER}{name.removeprefix(PARAMS)}" if name.startswith(PARAMS) else name
         narrow = f"{PARAMS}{name.removeprefix(MASTER)}" if name.startswith(MASTER) else name
         # Parameters whose dtype differs from the checkpoint's are rounded from its widest copy.
         dtype = policy.param if name.startswith(PARAMS) else None
         other = name in held.leaves and dtype is not None and held.leaves[name].dtype != dtype
-        choices = [wide, name] if other else [name, wide, narrow, earlier_name(name)]
+        choices = [wide, name] if other else [name, wide, narrow, earlier_name(name), renamed.get(name, name)]
         choices += [f"{PARAMS}{name.removeprefix(BEFORE)}"] if name.startswith(BEFORE) else []
         found = next((choice for choice in choices if choice in held.leaves), None)
         if found is not None:
@@ -143,6 +145,15 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
     if problems:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")
     return out
+
+
+def renamed_leaves(held: checkpoint.CheckpointReader, like: TrainState) -> dict[str, str]:
+    """{leaf of an optimizer's state: the leaf of the checkpoint}, of one that has other transformations around it."""
+    there = [name.removeprefix(OPT) for name in held.leaves if name.startswith(OPT)]
+    here = pytree.names(like.opt_state)
+    if set(there) == set(here):
+        return {}
+    return {f"{OPT}{new}": f"{OPT}{old}" for new, old in same_leaves(there, here, pytree.names(like.params)).items()}
 
 
 def earlier_name(name: str) -> str:
