@@ -325,6 +325,13 @@ def test_a_run_that_changes_while_it_goes_on(tmp_path, monkeypatch, fz):
     kept = json.loads((tmp_path / "run/config.json").read_text())
     assert kept["train"]["steps"] == 8 and kept["optim"]["lr"] == 1e-4
 
+    # A state on a disk goes on too, where its leaves have other names without the clipping.
+    ran(*command, "--steps", 3, "--out", "disk", "--offload", "params=nvme,opt=nvme")
+    ran(*command, "--steps", 3, "--out", "memory")
+    for run in ("disk", "memory"):
+        assert "from step 3 on: optim.clip = 0.0" in ran("--out", run, "--resume", "--steps", 5, *changes[4:])
+    assert rows("disk") == rows("memory") and len(rows("disk")) == 5
+
     for wrong, words in (
         (("--seed", 3), "leave out --seed"),
         (("--set", "optim.name=sgd"), "leave out --set optim.name"),

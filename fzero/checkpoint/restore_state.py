@@ -3,6 +3,7 @@ store."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -124,7 +125,7 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
     ValueError naming the leaves that are missing or extra.
     """
     wanted, out, missing = pytree.names(like), {}, []
-    made, renamed = set(), renamed_leaves(held, like)
+    made, renamed = set(), renamed_leaves(held.leaves, like)
     for name in wanted:
         wide = f"{MASTER}{name.removeprefix(PARAMS)}" if name.startswith(PARAMS) else name
         narrow = f"{PARAMS}{name.removeprefix(MASTER)}" if name.startswith(MASTER) else name
@@ -147,9 +148,10 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
     return out
 
 
-def renamed_leaves(held: checkpoint.CheckpointReader, like: TrainState) -> dict[str, str]:
-    """{leaf of an optimizer's state: the leaf of the checkpoint}, of one that has other transformations around it."""
-    there = [name.removeprefix(OPT) for name in held.leaves if name.startswith(OPT)]
+def renamed_leaves(names: Collection[str], like: TrainState) -> dict[str, str]:
+    """{leaf of an optimizer's state: the leaf among `names`, those of a stored state}, of one that has other
+    transformations around it."""
+    there = [name.removeprefix(OPT) for name in names if name.startswith(OPT)]
     here = pytree.names(like.opt_state)
     if set(there) == set(here):
         return {}
@@ -183,15 +185,17 @@ def save_snapshot(
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
     statistics = pytree.named_leaves({"extra": {LOSS: init_stats()}})  # which stores of earlier versions may lack
 
+    stored = renamed_leaves({*snapshot.leaves, *snapshot.record.values}, like)
+
     def lazy(name: str, leaf: Tensor) -> Any:
-        if name in snapshot.record.values:
-            return from_text(snapshot.record.values[name])
+        held = stored.get(name, name)
+        if held in snapshot.record.values:
+            return from_text(snapshot.record.values[held])
         if name in statistics:
             return statistics[name]
         if name.startswith(ERROR):  # no store has errors
             return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        held = name
-        if not snapshot.holds(name):
+        if not snapshot.holds(held):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
             if not name.startswith(PARAMS) or not snapshot.holds(held):
                 raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
@@ -199,7 +203,10 @@ def save_snapshot(
         windows = local_windows(whole, spec_of[name], mesh)
 
         def give() -> Tensor:
-            read = [snapshot.leaf(held, whole, old_of[held], window.start, window.size) for window in windows]
+            read = [
+                snapshot.leaf(held, whole, old_of.get(held, old_of[name]), window.start, window.size)
+                for window in windows
+            ]
             return (read[0] if len(read) == 1 else torch.cat(read) if read else leaf.new_empty(leaf.shape)).to(
                 leaf.dtype
             )

@@ -38,7 +38,7 @@ from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.reference import with_reference
 from fzero.run.resume import auto_resume, changed_run, new_stage, rollback
-from fzero.run.resume.newest_state import expect_disk, expect_new, load_newest_state
+from fzero.run.resume.newest_state import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
 from fzero.run.transforms import make_transforms
 from fzero.sharding import Mesh
@@ -196,6 +196,8 @@ def resume(
     path = open_corpus(config, folder, environment, coordinator, options)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
+    if changed_lines:
+        coordinator.share(lambda: expect_leaves(job, folder, before))
     with explained(job, folder, coordinator, "the state to resume from"):
         state = load_newest_state(job, folder, coordinator, options.say, init)
     step = int(state.step)
