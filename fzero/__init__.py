@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.train.execution import Execution as Execution
     from fzero.train.init import init_state as init_state
     from fzero.train.masters import with_params as with_params
+    from fzero.train.other_optimizer import with_optimizer as with_optimizer
     from fzero.train.sdc_check import make_check as make_check
     from fzero.train.spike import Skip as Skip
     from fzero.train.spike import Spike as Spike
@@ -122,6 +123,7 @@ _HOME = {
     "stack": "core.stack",
     "state_specs": "train.state",
     "to_module": "train.to_module",
+    "with_optimizer": "train.other_optimizer",
     "with_params": "train.masters",
     "zero_plan": "sharding",
 }

@@ -20,6 +20,7 @@ from fzero.models import GPT2Config, gpt2
 from fzero.run import placement
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table, to_table
+from fzero.run.resume import changed_run
 from fzero.run.resume.auto_resume import allowed_changes
 from fzero.run.run_folder import create_run
 from fzero.train.state import meta_state
@@ -232,3 +233,111 @@ def test_a_layout_of_other_stages_is_left_out_and_said(before, mesh, chunks, ask
     assert config.pipeline == replace(given, layout=layout) and config.mesh == mesh
     said = "layout 3,2,2,1 is of 4 stages and there are 2 now: layers as even as they go"
     assert lines == [said] * (layout == "auto")
+
+
+# ---- a run that changes ----
+
+CHAINED = optim.chain(optim.clip_by_global_norm(1e9), optim.adamw(1e-2))
+AROUND = {  # another optimizer: the leaves of its state beside those of adamw
+    "clipping": (CHAINED, ()),
+    "an average": (optim.with_average(optim.adamw(1e-2), 0.9), ("average",)),
+    "an average of a chain": (optim.with_average(CHAINED, 0.9), ("average",)),
+    "an average in a chain": (
+        optim.chain(optim.clip_by_global_norm(1e9), optim.with_average(optim.adamw(1e-2), 0.9)),
+        ("1/average",),
+    ),
+    "accumulation": (optim.accumulate(optim.adamw(1e-2), 1), ("count", "sum")),
+    "rules": (optim.chain(optim.adamw(1e-2), optim.scale_by_rules(((".*", 1.0),))), ()),
+    "a scale of the rate": (optim.with_lr_scale(lambda scale: optim.adamw(lambda count: 1e-2 * scale)), ("lr_scale",)),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_an_optimizer_around_another_goes_on_with_its_state(name):
+    plain, (tx, more) = optim.adamw(1e-2), AROUND[name]
+    plan = fzero.zero_plan(0, MODEL, MESH, policy=precision.bf16())
+    state, _ = train(fzero.make_train_step(MODEL, plain, plan), fzero.init_state(MODEL, plain, plan, seed=0), 3)
+    wanted, losses = train(fzero.make_train_step(MODEL, plain, plan, donate=False), pytree.map(torch.clone, state), 3)
+    changed = fzero.with_optimizer(pytree.map(torch.clone, state), tx, plan)
+    fresh = pytree.named_leaves(fzero.init_state(MODEL, tx, plan, seed=0).opt_state)
+    for leaf, value in pytree.named_leaves(changed.opt_state).items():
+        if leaf.startswith("average/") or "/average/" in leaf:
+            assert_same(value, pytree.named_leaves(state.master)[leaf.split("average/")[1]])
+        elif leaf.startswith(more) if more else False:
+            assert_same(value, fresh[leaf])
+    new, found = train(fzero.make_train_step(MODEL, tx, plan), changed, 3)
+    assert found == losses
+    assert_same(new.params, wanted.params)
+    lost = {"drop": "(.*/)?(average|sum)/.*|(.*/)?lr_scale|count"} if more else {}
+    if more:
+        with pytest.raises(ValueError, match=r"opt_state/.* are of no leaf of the new optimizer; give drop="):
+            fzero.with_optimizer(new, plain, plan)
+    back, _ = train(fzero.make_train_step(MODEL, plain, plan), fzero.with_optimizer(new, plain, plan, **lost), 1)
+    assert int(back.opt_state.count) == 7
+
+
+def test_what_a_resumed_run_may_change():
+    config = apply_table(
+        RunConfig(), {"train": {"steps": 100}, "optim": {"name": "onebit_adam"}, "codec": "grads=1bit"}
+    )
+    values = {"train": {"steps": 200}, "optim": {"schedule": {"name": "linear"}}}
+    own, rest = changed_run.split_values({**values, "zero": 2, "mesh": {"dp": 2}})
+    assert own == values and rest == {"zero": 2, "mesh": {"dp": 2}}
+    new, lines = changed_run.with_values(config, own)
+    assert new.optim.freeze_steps == 20  # a fifth of the steps that it began with
+    assert "train.steps = 200, not 100" in lines and "optim.schedule.name = 'linear', not 'cosine'" in lines
+    assert changed_run.with_values(config, {}) == (config, [])
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_while_it_goes_on(tmp_path, monkeypatch, fz):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    flat_rate = ["--set", "optim.schedule.name=constant", "--set", "optim.schedule.warmup_steps=0"]
+    command = [*TINY, *flat_rate]
+
+    def rows(run):
+        lines = (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        return [{k: row[k] for k in ("step", "loss", "lr", "tokens")} for row in map(json.loads, lines)]
+
+    def ran(*args):
+        code, out, err = fz("pretrain", *map(str, args))
+        assert code == 0, err
+        return out
+
+    ran(*command, "--steps", 6, "--out", "long")
+    ran(*command, "--steps", 3, "--out", "run")
+    assert rows("run") == rows("long")[:3]
+    code, _, err = fz("pretrain", "--out", "run", "--resume")
+    assert code == 2 and "has made its 3 steps; --steps N, above 3, makes it longer" in err
+    said = ran("--out", "run", "--resume", "--steps", 6)
+    assert "from step 3 on: train.steps = 6, not 3" in said
+    assert rows("run") == rows("long")  # each sample once, and the same bits
+
+    changes = ["--steps", 8, "--lr", 1e-4, "--set", "optim.clip=0", "--set", "optim.beta2=0.9"]
+    said = ran("--out", "run", "--resume", *changes)
+    for line in ("optim.lr = 0.0001", "optim.clip = 0.0", "optim.beta2 = 0.9", "train.steps = 8, not 6"):
+        assert f"from step 6 on: {line}" in said
+    assert [row["lr"] for row in rows("run")[6:]] == [1e-4, 1e-4] and rows("run")[:6] == rows("long")
+    attempts = [json.loads(line) for line in (tmp_path / "run/attempts.jsonl").read_text().splitlines()]
+    assert [a["config"]["train"]["steps"] for a in attempts] == [3, 6, 8]
+    assert [a["first_step"] for a in attempts] == [0, 3, 6] and attempts[-1]["config"]["optim"]["clip"] == 0
+    kept = json.loads((tmp_path / "run/config.json").read_text())
+    assert kept["train"]["steps"] == 8 and kept["optim"]["lr"] == 1e-4
+
+    # A state on a disk goes on too, where its leaves have other names without the clipping.
+    ran(*command, "--steps", 3, "--out", "disk", "--offload", "params=nvme,opt=nvme")
+    ran(*command, "--steps", 3, "--out", "memory")
+    for run in ("disk", "memory"):
+        assert "from step 3 on: optim.clip = 0.0" in ran("--out", run, "--resume", "--steps", 5, *changes[4:])
+    assert rows("disk") == rows("memory") and len(rows("disk")) == 5
+
+    for wrong, words in (
+        (("--seed", 3), "leave out --seed"),
+        (("--set", "optim.name=sgd"), "leave out --set optim.name"),
+        (("--steps", 5), "is complete"),
+        (("--set", "optim.lr=-1"), "optim.lr"),
+    ):
+        code, _, err = fz("pretrain", "--out", "run", "--resume", *map(str, wrong))
+        assert code == 2 and words in err, err
+        assert json.loads((tmp_path / "run/config.json").read_text()) == kept

@@ -200,7 +200,7 @@ def test_what_one_stage_leaves_the_next_one_reads_once_on_every_mesh(extended):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--steps", 9), "--resume takes the run's own config; leave out --steps"),
+        (("--seed", 9), "leave out --seed, or start a new run without --resume"),
         (("--seq-len", 0), "data.seq_len is 0; it must be at least 1"),
         (("--rope-scaling", "yarn:4"), "the scaling of RoPE is 'yarn:4'; it must be linear:FACTOR, llama3:FACTOR"),
         (

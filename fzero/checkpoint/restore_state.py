@@ -3,6 +3,7 @@ store."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +22,7 @@ from fzero.core.device import HOST
 from fzero.core.precision import Policy, init_scaler
 from fzero.offload import Nvme
 from fzero.optim.average import AVERAGE
+from fzero.optim.renamed import same_leaves
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import Window, local_windows, whole_shape
@@ -29,6 +31,7 @@ from fzero.train.state import PREVIOUS, TrainState, put_in_memory, put_on
 from fzero.train.state_on_disk import from_text, on_disk, put_on_disk
 
 PARAMS, MASTER, SCALER, BEFORE = "params/", "master/", "scaler/", f"extra/{PREVIOUS}/"
+OPT = "opt_state/"
 FRESH = (SCALER, f"extra/{LOSS}/")  # leaves that may be initialised afresh
 
 
@@ -122,14 +125,14 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
     ValueError naming the leaves that are missing or extra.
     """
     wanted, out, missing = pytree.names(like), {}, []
-    made = set()
+    made, renamed = set(), renamed_leaves(held.leaves, like)
     for name in wanted:
         wide = f"{MASTER}{name.removeprefix(PARAMS)}" if name.startswith(PARAMS) else name
         narrow = f"{PARAMS}{name.removeprefix(MASTER)}" if name.startswith(MASTER) else name
         # Parameters whose dtype differs from the checkpoint's are rounded from its widest copy.
         dtype = policy.param if name.startswith(PARAMS) else None
         other = name in held.leaves and dtype is not None and held.leaves[name].dtype != dtype
-        choices = [wide, name] if other else [name, wide, narrow, earlier_name(name)]
+        choices = [wide, name] if other else [name, wide, narrow, earlier_name(name), renamed.get(name, name)]
         choices += [f"{PARAMS}{name.removeprefix(BEFORE)}"] if name.startswith(BEFORE) else []
         found = next((choice for choice in choices if choice in held.leaves), None)
         if found is not None:
@@ -143,6 +146,16 @@ def match_leaves(held: checkpoint.CheckpointReader, like: TrainState, policy: Po
     if problems:
         raise ValueError(f"{held.path}: the checkpoint's leaves are not those of the run; {'; '.join(problems)}")
     return out
+
+
+def renamed_leaves(names: Collection[str], like: TrainState) -> dict[str, str]:
+    """{leaf of an optimizer's state: the leaf among `names`, those of a stored state}, of one that has other
+    transformations around it."""
+    there = [name.removeprefix(OPT) for name in names if name.startswith(OPT)]
+    here = pytree.names(like.opt_state)
+    if set(there) == set(here):
+        return {}
+    return {f"{OPT}{new}": f"{OPT}{old}" for new, old in same_leaves(there, here, pytree.names(like.params)).items()}
 
 
 def earlier_name(name: str) -> str:
@@ -172,15 +185,17 @@ def save_snapshot(
     old_of, spec_of = pytree.named_leaves(old), pytree.named_leaves(specs)
     statistics = pytree.named_leaves({"extra": {LOSS: init_stats()}})  # which stores of earlier versions may lack
 
+    stored = renamed_leaves({*snapshot.leaves, *snapshot.record.values}, like)
+
     def lazy(name: str, leaf: Tensor) -> Any:
-        if name in snapshot.record.values:
-            return from_text(snapshot.record.values[name])
+        held = stored.get(name, name)
+        if held in snapshot.record.values:
+            return from_text(snapshot.record.values[held])
         if name in statistics:
             return statistics[name]
         if name.startswith(ERROR):  # no store has errors
             return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        held = name
-        if not snapshot.holds(name):
+        if not snapshot.holds(held):
             held = f"{MASTER}{name.removeprefix(PARAMS)}"
             if not name.startswith(PARAMS) or not snapshot.holds(held):
                 raise ValueError(f"{snapshot.folder}: its store has no {name}; resume from a checkpoint")
@@ -188,7 +203,10 @@ def save_snapshot(
         windows = local_windows(whole, spec_of[name], mesh)
 
         def give() -> Tensor:
-            read = [snapshot.leaf(held, whole, old_of[held], window.start, window.size) for window in windows]
+            read = [
+                snapshot.leaf(held, whole, old_of.get(held, old_of[name]), window.start, window.size)
+                for window in windows
+            ]
             return (read[0] if len(read) == 1 else torch.cat(read) if read else leaf.new_empty(leaf.shape)).to(
                 leaf.dtype
             )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from fzero.cli.flags import FOLDER, add_flags, config_flags, config_of, table_of
+from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
 from fzero.cli.process import coordinated, leave, quiet, say, versions
 from fzero.core import packages
 from fzero.core.importing import without_collection
@@ -56,8 +56,8 @@ RUN_FLAGS = (
     click.option(
         "--resume",
         is_flag=True,
-        help="Resume the run in --out with its own config, on any mesh; with --seq-len, --rope-scaling ... in a new "
-        "stage.",
+        help="Resume the run in --out with its own config, on any mesh; with --steps, --lr ... from there on, with "
+        "--seq-len, --rope-scaling ... in a new stage.",
     ),
     click.option("--auto-resume", is_flag=True, help="Resume the run in --out if there is one, else start it."),
     click.option(
@@ -213,14 +213,24 @@ def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...])
 
 def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
     """Raise ValueError for flags beside --resume that set a value that a resumed run may not change."""
-    named = [f"--{name.replace('_', '-')}" for name in given if name not in (*PLACEMENT, *STAGED)] + ["--set"] * bool(
-        settings
-    )
+    from fzero.core.tables import parse_setting
+    from fzero.run.placement import KEYS
+    from fzero.run.resume.changed_run import may_change
+    from fzero.run.stages import STAGED as STAGE_KEYS
+
+    named = [
+        f"--{name.replace('_', '-')}"
+        for name in given
+        if name not in (*PLACEMENT, *STAGED) and not may_change(SHORTHANDS.get(name, ""))
+    ]
+    keys = [parse_setting(setting)[0] for setting in settings]
+    named += [f"--set {key}" for key in keys if not may_change(key) and key not in KEYS and key not in STAGE_KEYS]
     if given.get("layout") == "cost":
         raise ValueError("--resume has the layers of each stage that the run began with; give others, as 8,9,9,6")
     if named:
         raise ValueError(
-            f"--resume takes the run's own config; leave out {', '.join(named)}, or start a new run without --resume"
+            "--resume takes the run's own config, but for its steps, the numbers of its optimizer and schedule, its "
+            f"intervals, place and stages; leave out {', '.join(named)}, or start a new run without --resume"
         )
 
 

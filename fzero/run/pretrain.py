@@ -37,8 +37,8 @@ from fzero.run.placement import fit_layout, keep_placement
 from fzero.run.ranks.coordinator import TIMEOUT_S, Coordinator
 from fzero.run.ranks.elastic import refit_mesh
 from fzero.run.reference import with_reference
-from fzero.run.resume import auto_resume, new_stage, rollback
-from fzero.run.resume.newest_state import expect_disk, expect_new, load_newest_state
+from fzero.run.resume import auto_resume, changed_run, new_stage, rollback
+from fzero.run.resume.newest_state import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
 from fzero.run.transforms import make_transforms
 from fzero.sharding import Mesh
@@ -161,11 +161,11 @@ def resume(
 ) -> tuple[Attempt, TrainState] | None:
     """The run in `folder`, ready to resume from its newest sound state, by its own config.
 
-    changes: new values of the config, such as the mesh, or data.seq_len, with which a new stage begins (see
-    run/stages.py); if the run's own mesh does not fit the processes and none is
-    given, it is the nearest that does (see run/ranks/elastic.py), with spares. auto: also fit a given mesh, and accept
-    a run that has made its steps. Raises ValueError if `folder` is no run, its corpus has changed, or every checkpoint
-    is damaged."""
+    changes: new values of the config, such as the mesh, train.steps or optim.lr (see run/resume/changed_run.py), or
+    data.seq_len, with which a new stage begins (see run/stages.py); if the run's own mesh does not fit the processes
+    and none is given, it is the nearest that does (see run/ranks/elastic.py), with spares. auto: also fit a given mesh,
+    and accept a run that has made its steps. Raises ValueError if `folder` is no run, its corpus has changed, or every
+    checkpoint is damaged."""
     text, environment = coordinator.share(lambda: lock_run(folder, options.say))
     recorded, changes = from_json(text, str(folder)), dict(changes or {})
     if not environment.get("corpus"):
@@ -175,6 +175,9 @@ def resume(
     coordinator.record(str(folder.absolute()))
     coordinator.share(lambda: auto_resume.remove_marker(folder))
     values, changes = split_changes(changes)
+    own, changes = changed_run.split_values(changes)
+    recorded, changed_lines = changed_run.with_values(recorded, own)
+    before = recorded
     if values:
         new, values = new_stage.with_changes(recorded, values, options.say)
         recorded = new if values else recorded
@@ -195,12 +198,15 @@ def resume(
     path = open_corpus(config, folder, environment, coordinator, options)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
+    if changed_lines:
+        coordinator.share(lambda: expect_leaves(job, folder, before))
     with explained(job, folder, coordinator, "the state to resume from"):
         state = load_newest_state(job, folder, coordinator, options.say, init)
     step = int(state.step)
-    if values:
+    if values or changed_lines:
         expect_steps_left(folder, config, options, step)
-        recorded = change_stage(from_json(text, str(folder)), values, step)
+    if values:
+        recorded = change_stage(before, values, step)
         coordinator.share(lambda: new_stage.forget_later(folder, recorded))
         config = replace(config, stages=recorded.stages)
         job = job._replace(config=config)
@@ -218,6 +224,8 @@ def resume(
     options.say(f"resuming {folder} at step {step} of {config.train.steps}")
     for line in [*mesh_lines, *layout_lines, *lines] if coordinator.size > 1 or mesh_lines else ():
         options.say(line)
+    for line in changed_lines:
+        options.say(f"from step {step} on: {line}")
     if recorded.mesh != config.mesh and not mesh_lines:
         options.say(f"on {mesh_text(config.mesh)}, before that on {mesh_text(recorded.mesh)}")
     return attempt, state
@@ -266,7 +274,9 @@ def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: i
     """Raise ValueError if a run that has made `step` steps has none to make."""
     stop_at = options.stop_at
     if step >= config.train.steps:
-        raise ValueError(f"{folder}: is complete: it has made its {step} steps; a longer run is a new one (--out)")
+        raise ValueError(
+            f"{folder}: is complete: it has made its {step} steps; --steps N, above {step}, makes it longer"
+        )
     if stop_at is not None and stop_at <= step:
         raise ValueError(f"--stop-at {stop_at}: the run has made {step} steps already; give a larger number, or none")
 

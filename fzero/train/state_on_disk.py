@@ -4,6 +4,7 @@ again."""
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,8 +24,6 @@ from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
-from fzero.optim.average import AVERAGE
-from fzero.optim.lr_scale import LR_SCALE
 from fzero.sharding import Plan
 from fzero.sharding.draw import Box, draw_leaf
 from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
@@ -65,74 +64,119 @@ def init_on_disk(
     nvme: Nvme | None,
 ) -> TrainState:
     """`init_state` with leaves on a disk: only a few rows of them are ever in memory."""
-    policy, mesh = plan.policy, plan.mesh
+    policy = plan.policy
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
     leaves = leaves_on_disk(like, specs, plan)
     gpu.wake(torch.device(device))
     store = open_in(nvme, leaves, plan, resume=False)
     store.begin()
-    named_specs, shapes = pytree.named_leaves(specs), pytree.named_leaves(like)
-    out: dict[str, Any] = {}
     given = {} if isinstance(model, base.Model) else pytree.named_leaves(model)
     element = first_values(model, given, prng.fold_in(key, "init"), policy.state)
-
-    def put(name: str, i: int, rows: tuple[int, int], value: Tensor) -> None:
-        if name in leaves:
-            store.write_rows(name, i, rows, value)
-            return
-        of = owner[name]
-        assert of is not None  # rows are those of a parameter, or of its state
-        RowBlock(name, i if shard_dim(of) == 1 else None, rows).of(out[name]).copy_(value)
-
-    owner = owner_of(like, plan)
+    first = FirstState(store, tx, plan, like, specs, torch.device(device))
 
     def make(
         name: str, shape: tuple[int, ...], std: float, mean: float = 0.0, dtype: torch.dtype | None = None
     ) -> None:
-        drawn = [n for n, of in owner.items() if of == name and n.startswith(("params/", "master/", AVERAGE))]
-        windows: dict[Any, list[str]] = {}
-        for n in drawn:
-            if n not in leaves:
-                out[n] = torch.empty(shapes[n].shape, dtype=shapes[n].dtype, device=device)
-            for window in local_windows(shape, named_specs[n], mesh):
-                windows.setdefault(window, []).append(n)
-        lead = shard_dim(name)
-        for (start, size, first), targets in windows.items():
-            for i in range(size[0] if lead else 1):
-                for rows in row_blocks(size[lead:]):
-                    at, extent = list(start), list(size)
-                    if lead:
-                        at[0], extent[0] = start[0] + i, 1
-                    if size[lead:]:
-                        at[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
-                    value = element(name, (shape, tuple(at), tuple(extent)), std, mean, dtype)
-                    for target in targets:
-                        put(target, first + i, rows, value)
+        first.leaf(name, shape, lambda box: element(name, box, std, mean, dtype))
 
     if given:
         for name, leaf in given.items():
             make(name, tuple(leaf.shape), 0.0)
     else:
         model.init(make)
-    for name, leaf in shapes.items():
-        if not name.startswith("opt_state/") or name.startswith(AVERAGE):
-            continue
-        if name not in leaves:
-            begin = float(name.split("/")[-1] == LR_SCALE)  # of what is no moment
-            out[name] = torch.full(leaf.shape, begin, dtype=leaf.dtype, device=device)
-            continue
-        for i in range(leaves[name].layers):
-            for rows in row_blocks(leaves[name].chunk):
-                shape = (rows[1] - rows[0], *leaves[name].chunk[1:]) if leaves[name].chunk else ()
-                put(name, i, rows, torch.zeros(()).expand(shape))
     fixed = {"step": torch.tensor(0), "key": key, "data_cursor": torch.tensor(0)}
     if policy.loss_scale:
         fixed |= pytree.named_leaves({"scaler": init_scaler(policy.loss_scale)})
     fixed |= pytree.named_leaves({"extra": {LOSS: init_stats()}})
-    out |= {name: leaf.to(device) for name, leaf in fixed.items()}
+    fixed |= first.shared
+    out = first.out | {name: leaf.to(device) for name, leaf in fixed.items()}
     state = assemble_state(like, out, store)
     commit(nvme, state, plan)
     return put_in_memory(state, specs)
+
+
+class FirstState:
+    """The leaves of parameters in a state before its first step: parameters, masters, and what the optimizer's `init`
+    makes of them, a row block at a time, or a layer where the optimizer needs one, as an offloaded update has them."""
+
+    def __init__(
+        self,
+        store: VersionedStore,
+        tx: GradientTransformation,
+        plan: Plan,
+        like: TrainState,
+        specs: TrainState,
+        device: torch.device,
+    ) -> None:
+        self.store, self.tx, self.plan, self.device = store, tx, plan, device
+        self.shapes, self.specs, self.owner = (
+            pytree.named_leaves(like),
+            pytree.named_leaves(specs),
+            owner_of(like, plan),
+        )
+        self.out: dict[str, Any] = {}  # the leaves that are in memory
+        self.shared: dict[str, Tensor] = {}  # the leaves of the optimizer's state that belong to no parameter
+        trained = plan.trained(like.master if plan.policy.has_master else like.params)
+        empty = lambda leaf: leaf.new_empty((0, *leaf.shape[1:]) if leaf.dim() else (0,), device="cpu")  # noqa: E731
+        self.empty = pytree.map(lambda leaf: empty(leaf).to(plan.policy.state), trained)
+
+    def leaf(self, name: str, shape: tuple[int, ...], values: Callable[[Box], Tensor]) -> None:
+        """Put a parameter of this whole shape, whose elements in a box are `values(box)`, and all that is its own."""
+        lead = shard_dim(name)
+        windows: dict[Any, list[str]] = {}
+        for n in (n for n, of in self.owner.items() if of == name):
+            if n not in self.store.leaves:
+                self.out[n] = torch.empty(self.shapes[n].shape, dtype=self.shapes[n].dtype, device=self.device)
+            if n.startswith(("params/", "master/")):
+                for window in local_windows(shape, self.specs[n], self.plan.mesh):
+                    windows.setdefault(window, []).append(n)
+        updated = [] if name in self.plan.frozen else local_windows(shape, self.plan.leaves[name].opt, self.plan.mesh)
+        for window in [*windows, *(window for window in updated if window not in windows)]:
+            (start, size, first), targets = window, windows.get(window, [])
+            whole = window in updated and self.tx.unit != "row"
+            for i in range(size[0] if lead else 1):
+                for rows in [(0, math.prod(size[lead : lead + 1]))] if whole else row_blocks(size[lead:]):
+                    at, extent = list(start), list(size)
+                    if lead:
+                        at[0], extent[0] = start[0] + i, 1
+                    if size[lead:]:
+                        at[lead], extent[lead] = start[lead] + rows[0], rows[1] - rows[0]
+                    value = values((shape, tuple(at), tuple(extent)))
+                    for target in targets:
+                        self.put(target, first + i, rows, value)
+                    if window in updated:
+                        self.states(name, first + i, None if whole else rows, value.to(self.plan.policy.state))
+
+    def states(self, name: str, layer: int, rows: tuple[int, int] | None, value: Tensor) -> None:
+        """Put what the optimizer's `init` makes of rows of a layer of a parameter; None: of all of them."""
+        named = pytree.named_leaves(self.empty) | {name: value}
+        for column, leaf in pytree.named_leaves(self.tx.init(pytree.from_named(named, self.empty))).items():
+            full = f"opt_state/{column}" if column else "opt_state"
+            of = self.owner[full]
+            if of == name:
+                self.put(full, layer, rows, leaf)
+            elif of is None and full not in self.shared:
+                self.shared[full] = leaf
+            elif of is None and fake_device_of(leaf) is None and not torch.equal(leaf, self.shared[full]):
+                raise ValueError(
+                    f"offload: {full} is of no parameter, and the optimizer's init makes other values of it for other "
+                    "parameters, which are put on a disk one after another; use opt=host"
+                )
+
+    def put(self, name: str, layer: int, rows: tuple[int, int] | None, value: Tensor) -> None:
+        """Put rows of a layer of a leaf where it rests; None: all of them."""
+        of, kept = self.owner[name], self.store.leaves.get(name)
+        assert of is not None  # rows are those of a parameter, or of its state
+        stacked = shard_dim(of) == 1
+        if kept is None:
+            RowBlock(name, layer if stacked else None, rows).of(self.out[name]).copy_(value)
+            return
+        if rows is not None:
+            self.store.write_rows(name, layer, rows, value)
+            return
+        value = value.reshape(kept.chunk)
+        for begin, end in row_blocks(kept.chunk):
+            self.store.write_rows(name, layer, (begin, end), value[begin:end] if kept.chunk else value)
 
 
 def first_values(

@@ -12,6 +12,7 @@ from fzero.checkpoint.directory import newest_sound
 from fzero.checkpoint.moment_codes import code_lines
 from fzero.checkpoint.offload_snapshot import StoreSnapshot
 from fzero.checkpoint.restore_errors import error_lines
+from fzero.checkpoint.restore_state import renamed_leaves
 from fzero.core import pytree
 from fzero.core.storage import Damaged, is_url
 from fzero.offload import DiskTensor, DiskTraffic
@@ -129,8 +130,23 @@ def convert_other_store(
 
 def lacks_optimizer_state(job: Job, snapshot: StoreSnapshot) -> bool:
     """Whether the store lacks optimizer state (the run kept it in memory), so that it cannot be resumed from alone."""
+    there = {*snapshot.leaves, *snapshot.record.values}
+    stored = renamed_leaves(there, like_of(job))
     names = [name for name in pytree.names(like_of(job)) if name.startswith("opt_state/")]
-    return any(name not in snapshot.leaves and name not in snapshot.record.values for name in names)
+    return any(stored.get(name, name) not in there for name in names)
+
+
+def expect_leaves(job: Job, folder: Path, before: RunConfig) -> None:
+    """Raise ValueError if a run whose values change has its state in a store alone, and that lacks a leaf of the
+    changed optimizer's state: it would begin again."""
+    snapshot = weights.snapshot_of(folder, before)
+    if snapshot is None or checkpoint.steps(run_folder.checkpoints_of(folder, before)):
+        return
+    if lacks_optimizer_state(job, snapshot):
+        raise ValueError(
+            f"{snapshot.folder}: the state on this disk lacks leaves that the optimizer has with these values; leave "
+            "out what gives it other leaves, such as optim.momentum"
+        )
 
 
 def restore_newest(
