@@ -67,10 +67,9 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     else anything. A row with an infinity or a NaN has scale infinity and the codes of zeros. The bits do not depend on
     whether the compiler fuses products and sums.
     """
-    if KIND == "fp8_e4m3" or KIND == "fp8_e5m2":
-        LARGEST: tl.constexpr = 448.0 if KIND == "fp8_e4m3" else 57344.0
-    else:
-        LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (7.0 if KIND == "int4" else 1.0)
+    OF_FLOAT8: tl.constexpr = 448.0 if KIND == "fp8_e4m3" else 57344.0
+    OF_FOUR: tl.constexpr = 7.0 if KIND == "int4" else 1.0
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (OF_FOUR if KIND == "int4" or KIND == "nf4" else OF_FLOAT8)
     # As integers magnitudes are ordered too, with infinity and NaN at the top, which a maximum of floats may drop.
     magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     absmax = magnitude.to(tl.float32, bitcast=True)
