@@ -38,6 +38,7 @@ from fzero.models.module_calls import (
 from fzero.models.module_cuts import Probe, find_cuts
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, split
+from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
 Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
@@ -220,7 +221,8 @@ class Layered:
         cuts = self.cuts(ctx.mesh)[kind.stack] if size > 1 else Cuts()
         with calling(ctx, rows, leaves.factors, cuts) as call:
             if size == 1:
-                out = torch.func.functional_call(template, given, args, kwargs)
+                with wide_sums(given.values()):
+                    out = torch.func.functional_call(template, given, args, kwargs)
                 expect_called(call)
                 return out
             specs = specs_of(template, cuts)

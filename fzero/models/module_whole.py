@@ -32,6 +32,7 @@ from fzero.models.module_functions import (
 )
 from fzero.models.module_layers import without_memory
 from fzero.models.module_split import LossOf, function_of
+from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
 
@@ -53,8 +54,9 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
         now = buffers.on(pytree.leaves(batch)[0].device, ctx.dtype)
         shapes = tuple(leaf.shape for leaf in pytree.leaves(batch)), isinstance(ctx.key, tuple)
         watch = contextlib.nullcontext() if shapes in seen else Watch(now)
-        with watch, calling(ctx, ctx.prepared):
-            out = loss_of(loss(function_of(body, {**dotted(params["head"], ctx.dtype), **now}, ctx.dtype), batch))
+        given = {**dotted(params["head"], ctx.dtype), **now}
+        with watch, calling(ctx, ctx.prepared), wide_sums(given.values()):
+            out = loss_of(loss(function_of(body, given, ctx.dtype), batch))
         seen.add(shapes)
         return out
 
