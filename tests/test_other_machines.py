@@ -62,7 +62,7 @@ SAME_STEPS = (  # the tests of replay that compute; the others read and word wha
 # What failed when the default tier ran with the instructions of other CPUs, and what promises bits: products of any
 # library in another order, loops in C++ against torch's, forms that a CPU lacks.
 NUMBERS = (
-    *("float8", "largest", "tiled", "cpp_loops", "norm", "cross_entropy", "attention_library", "kept"),
+    *("float8", "largest", "tiled", "cpp_loops", "norm", "cross_entropy", "attention_library", "kept", "token_sums"),
     *("module_lora", "canonical", "flash::test_lengths_and_fewer_queries_than_keys"),
     "adapters::test_magnitudes_of_weights_in_codes_are_those_of_what_the_codes_say",
 )

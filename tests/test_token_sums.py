@@ -2,10 +2,16 @@
 
 What is summed is positive, so that a sum in bfloat16 stops at 256 and one in float16 at 2048."""
 
+import warnings
+
 import kernel_laws as laws
 import pytest
 import torch
+from torch import nn
 
+import fzero
+from fzero import models, optim
+from fzero.core import pytree
 from fzero.kernels import embedding, norm
 from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.attention_sinks import gradient, with_sinks
@@ -72,7 +78,8 @@ def test_scales_and_biases_of_norms(name, dtype):
 @every_dtype
 def test_biases_of_linears_and_rows_of_tables(dtype):
     x, w, b = draw(N, D), draw(D, D, seed=2), draw(D, seed=3)
-    check(linear, (x, w, b), (1, 2), dtype)
+    # Of weights too where numbers are narrow: in float32 their product's error is the BLAS's.
+    check(linear, (x, w, b), (2,) if dtype == torch.float32 else (1, 2), dtype)
     index = torch.arange(N, device=laws.DEVICE).reshape(8, -1) % 3 // 2
     for tokens in (index, index[0], torch.zeros_like(index)):
         check(lambda table, tokens=tokens: embedding.look_up(table, tokens), (draw(4, D),), (0,), dtype)
@@ -81,7 +88,7 @@ def test_biases_of_linears_and_rows_of_tables(dtype):
 @every_dtype
 def test_magnitudes_of_dora(dtype):
     x, w, a, b, m = draw(N, D), draw(D, D, seed=2), draw(D, 2, seed=3), draw(2, D, seed=4), draw(D, seed=5)
-    check(lambda *t: LowRankSum(*t[1:4], 0.5, t[4]).product(t[0]), (x, w, a, b, m), (2, 3, 4), dtype)
+    check(lambda *t: LowRankSum(*t[1:4], 0.5, t[4]).product(t[0]), (x, w, a, b, m), (4,), dtype)
 
 
 @every_dtype
@@ -111,3 +118,49 @@ def test_the_head_and_its_loss(dtype, compiled, monkeypatch):
     for got, want in zip(both("chunked", dtype), both("reference", torch.float64)):
         error = float((got.double() - want).detach().norm() / want.detach().norm())
         assert error <= BOUNDS[dtype], (error, got, want)
+
+
+class Net(nn.Module):
+    """Rows of a table, one of which pads, and layers with norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, D, padding_idx=1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)) for _ in range(2))
+        self.last = nn.LayerNorm(D, bias=False)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def net_loss(call, batch):
+    return (call(batch["tokens"]).float() * batch["weights"]).sum(), batch["tokens"].numel()
+
+
+@pytest.mark.parametrize("whole", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_norms_and_tables_of_a_module(dtype, whole):
+    """torch's own gradients of these are 4 to 90% off at 8,192 tokens."""
+    torch.manual_seed(1)
+    net, tokens = Net(), torch.arange(8 * 1024).reshape(8, 1024) % 3 // 2 * 2
+    tokens[:, ::7] = 1
+    batch = {"tokens": tokens, "weights": torch.rand(8, 1024, D) + torch.arange(D) / 4}
+    if whole:
+        net.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), *[nn.Tanh()] * i) for i in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = fzero.from_module(net, net_loss, batch=batch)
+    plan = fzero.zero_plan(0, model, fzero.one_process())
+    params = fzero.init_state(model, optim.sgd(1.0), plan, seed=0).params
+
+    def of(dtype):
+        at, ctx = pytree.map(lambda x: x.to(dtype), params), models.Ctx(dtype=dtype)
+        grads = torch.func.grad(lambda p: models.loss(model, p, batch, ctx).total)(at)
+        return pytree.named_leaves(grads)
+
+    for (name, got), want in zip(of(dtype).items(), of(torch.float64).values()):
+        assert float((got.double() - want).norm() / want.norm()) < 0.015, name
+        assert "table" not in name or not got[1].any()

@@ -1,7 +1,7 @@
 """Rows of a table by their numbers, whose gradient is summed over tokens in float32 or wider.
 
 torch's own gradient on a CPU is summed in the table's dtype: in bfloat16 a row that 32,768 tokens share gets 256 of
-their ones. On a GPU its kernel sums in float32.
+their ones. On a GPU its kernels sum in float32.
 
 Shapes: table [V, D], index int64 of any shape [...]; the result is [..., D] in the table's dtype.
 """

@@ -166,7 +166,8 @@ def layer_norm_rows_backward(
         by_x, *by_params = torch.ops.aten.native_layer_norm_backward(*given, scale, scale, every)
         dx[at].copy_(by_x)
         sums += torch.stack(by_params)
-    return dx, *(by_param.to(torch.float32) for by_param in sums.unbind())
+    by_scale, by_bias = sums.to(torch.float32)
+    return dx, by_scale, by_bias
 
 
 def layer_norm_rows(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tensor:

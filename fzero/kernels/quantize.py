@@ -10,12 +10,12 @@ levels). Dividing by the scale is multiplying by the float32 next to 1 / scale.
 Rounding is to nearest, ties to even, or stochastic: up or down with probabilities that make the expectation x. The
 arithmetic is in float32.
 
-A block with an infinity or a NaN has scale infinity and codes 0, so that all of it dequantises to NaN. The least scale
-is the smallest normal number, so that a block of zeros or of subnormal numbers needs no case of its own and |x - code *
-scale| <= scale / 2 holds for it. (Within 2^-23 of float32's maximum, code * scale may overflow to infinity.) Refs:
-Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1; Wang et al. 2023,
-"ZeRO++", arXiv:2306.10209, section 3; Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433,
-table 1.
+A block with an infinity or a NaN has scale infinity and the codes of zeros, so that all of it dequantises to NaN. The
+least scale is the smallest normal number, so that a block of zeros or of subnormal numbers needs no case of its own and
+|x - code * scale| <= scale / 2 holds for it. (Within 2^-23 of float32's maximum, code * scale may overflow to
+infinity.) Refs: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", arXiv:2110.02861, section 2.1;
+Wang et al. 2023, "ZeRO++", arXiv:2306.10209, section 3; Micikevicius et al. 2022, "FP8 formats for deep learning",
+arXiv:2209.05433, table 1.
 
 None of this is differentiable: results carry no gradient, and no straight-through estimate is implied.
 """
@@ -71,15 +71,20 @@ def _place(block, n, total, FLAT: tl.constexpr, BLOCK: tl.constexpr):
 def _load_values(DATA, SCALE, block, n, total, KIND: tl.constexpr, FLAT: tl.constexpr, BLOCK: tl.constexpr):
     """Load and dequantise blocks: float32 [ROWS, BLOCK], 0 beyond the end."""
     scale = tl.load(SCALE + block, mask=block < total, other=0.0)
-    if KIND == "int4":
+    if KIND == "int4" or KIND == "nf4":
         # Two codes per byte, the earlier in the low half: rows of ceil(n / 2) bytes in blocks of BLOCK / 2.
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         pair = tl.load(DATA + at, mask=mask, other=0).to(tl.int32)
-        codes = tl.reshape(tl.join((pair << 28) >> 28, (pair << 24) >> 28), (block.shape[0], BLOCK))
+        both = tl.join((pair << 28) >> 28, (pair << 24) >> 28) if KIND == "int4" else tl.join(pair & 15, pair >> 4)
+        codes = tl.reshape(both, (block.shape[0], BLOCK))
     else:
         _, at, mask = _place(block, n, total, FLAT, BLOCK)
         codes = tl.load(DATA + at, mask=mask, other=0)
-    return decode(codes, scale, KIND)
+    x = decode(codes, scale, KIND)
+    if KIND == "nf4":  # whose code 0 is no zero
+        _, at, mask = _place(block, n, total, FLAT, BLOCK)
+        x = tl.where(mask, x, 0.0)
+    return x
 
 
 @triton.jit
@@ -90,7 +95,8 @@ def _store_codes(
     """Quantise and store blocks x, float32 [ROWS, BLOCK], 0 beyond the end."""
     start, at, mask = _place(block, n, total, FLAT, BLOCK)
     codes, scale = encode(x, draw_words(KEY, start + first, BLOCK, ALIGNED) if STOCHASTIC else x, KIND, STOCHASTIC)
-    if KIND == "int4":
+    if KIND == "int4" or KIND == "nf4":
+        codes = tl.where(mask, codes, 0)  # nf4's code of 0, which stands beyond the end, is none
         _, at, mask = _place(block, n - n // 2, total, FLAT, BLOCK // 2)
         low, high = tl.split(tl.reshape(codes, (block.shape[0], BLOCK // 2, 2)))
         codes = (low & 15) | ((high & 15) << 4)
@@ -230,13 +236,14 @@ def _sum_triton(
     return Quantized(*sum_launch(data.detach(), scale.detach(), kind, block, n, key, first))
 
 
-def _supports(dtype: torch.dtype, kind: str, block: int, *tensors: Tensor | None) -> str:
+def _supports(dtype: torch.dtype, kind: str, block: int, key: Tensor | None, *tensors: Tensor) -> str:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the dtype is {dtype}; it takes float32, bfloat16 or float16"
-    kinds = [name for name, found in KINDS.items() if not found.levels]
-    if kind not in kinds or not 16 <= block <= 8192 or block & (block - 1):
-        return f"kind is {kind!r} and block {block}; it takes {', '.join(kinds)}, and powers of two from 16 to 8192"
-    return triton_runs(*(t for t in tensors if t is not None))
+    if kind not in KINDS or not 16 <= block <= 8192 or block & (block - 1):
+        return f"kind is {kind!r} and block {block}; it takes {', '.join(KINDS)}, and powers of two from 16 to 8192"
+    if key is not None and KINDS[kind].levels:
+        return f"rounding is stochastic; {kind} goes to the nearest level"
+    return triton_runs(*tensors, *([] if key is None else [key]))
 
 
 def _elements(data: Tensor, kind: str) -> int:
@@ -255,7 +262,7 @@ quantize = Op(
     Form(
         "triton",
         _quantize_triton,
-        lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, x, key),
+        lambda x, kind, block, key=None, first=0: _supports(x.dtype, kind, block, key, x),
         on_cuda,
     ),
     flops=lambda x, *_, **__: 6 * x.numel(),
@@ -273,7 +280,7 @@ dequantize = Op(
     Form(
         "triton",
         _dequantize_triton,
-        supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, *q),
+        supports=lambda q, kind, block, dtype=torch.float32, size=None: _supports(dtype, kind, block, None, *q),
         prefers=lambda q, *_, **__: on_cuda(*q),
     ),
     flops=lambda q, kind, *_, **__: _elements(q[0], kind),
@@ -296,7 +303,7 @@ dequantize_sum_requantize = Op(
         "triton",
         _sum_triton,
         supports=lambda data, scale, kind, block, size=None, key=None, first=0: _supports(
-            torch.float32, kind, block, data, scale, key
+            torch.float32, kind, block, key, data, scale
         ),
         prefers=on_cuda,
     ),
@@ -322,6 +329,7 @@ def builds(gpu: str) -> Iterator[Build]:
         ("int4", 256, True),
         ("fp8_e4m3", 128, True),
         ("fp8_e5m2", 32, False),
+        ("nf4", 64, False),
     ]
     cases = [(True, *case) for case in flat] + [(False, "int8", 256, True), (False, "fp8_e4m3", 32, True)]
     for (name, (pointers, own)), (flat, kind, block, stochastic) in itertools.product(kernels.items(), cases):
@@ -336,7 +344,7 @@ def builds(gpu: str) -> Iterator[Build]:
             )
             # Narrow are the scales, the key, four bits an element, and rows that begin anywhere.
             wide, aligned = (
-                flat and kind != "int4" and name != "_sum_requantize",
+                flat and codes_a_byte(kind) == 1 and name != "_sum_requantize",
                 ("n", "first", "stride") if flat else (),
             )
             yield Build(

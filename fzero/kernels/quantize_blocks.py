@@ -8,12 +8,20 @@ and no float8 hardware is needed. The division is the exact one; Triton's x / y 
 # A number is a `tl.constexpr` where a kernel says so, which no type checker knows.
 # pyright: reportAssignmentType=false
 
+import itertools
+
 from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.quantize_codes import NF4
 
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to |y| < 2^22 it rounds y to the nearest integer, ties to even
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 SMALLEST = tl.constexpr(2.0**-126)
 INFINITY = tl.constexpr(float("inf"))
+# nf4's levels, and the middles between neighbours: a kernel reads no tuple of its module.
+L0, L1, L2, L3, L4, L5, L6, L7, L8, L9, L10, L11, L12, L13, L14, L15 = (tl.constexpr(level) for level in NF4)
+M0, M1, M2, M3, M4, M5, M6, M7, M8, M9, M10, M11, M12, M13, M14 = (
+    tl.constexpr((low + high) / 2) for low, high in itertools.pairwise(NF4)
+)
 
 
 @triton.jit
@@ -29,18 +37,39 @@ def _round_to_int(y, word, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def _level_next_to(y):
+    """The numbers, int32, of nf4's levels next to float32 y: of the middles between neighbours, those below y."""
+    below = (y > M0).to(tl.int32) + (y > M1).to(tl.int32) + (y > M2).to(tl.int32) + (y > M3).to(tl.int32)
+    below += (y > M4).to(tl.int32) + (y > M5).to(tl.int32) + (y > M6).to(tl.int32) + (y > M7).to(tl.int32)
+    below += (y > M8).to(tl.int32) + (y > M9).to(tl.int32) + (y > M10).to(tl.int32) + (y > M11).to(tl.int32)
+    return below + (y > M12).to(tl.int32) + (y > M13).to(tl.int32) + (y > M14).to(tl.int32)
+
+
+@triton.jit
+def _level_of(code):
+    """nf4's levels, float32, by their numbers, bit by bit."""
+    odd, second = (code & 1) != 0, (code & 2) != 0
+    low = tl.where(second, tl.where(odd, L3, L2), tl.where(odd, L1, L0))
+    high = tl.where(second, tl.where(odd, L7, L6), tl.where(odd, L5, L4))
+    below = tl.where((code & 4) != 0, high, low)
+    low = tl.where(second, tl.where(odd, L11, L10), tl.where(odd, L9, L8))
+    high = tl.where(second, tl.where(odd, L15, L14), tl.where(odd, L13, L12))
+    return tl.where((code & 8) != 0, tl.where((code & 4) != 0, high, low), below)
+
+
+@triton.jit
 def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Quantise blocks held in registers: (codes int32 [R, BLOCK], scale float32 [R]) of float32 x [R, BLOCK], whose
     rows are blocks.
 
-    KIND: "int8", "int4" (codes signed) or "fp8_e4m3", "fp8_e5m2" (codes 0 to 255, the format's bits). Elements beyond
-    the end must be 0. word: random words (uint32 or int32 [R, BLOCK]) where STOCHASTIC, else anything. A row with an
-    infinity or a NaN has scale infinity and codes 0. The bits do not depend on whether the compiler fuses products and
-    sums.
+    KIND: "int8", "int4" (codes signed), "nf4" (numbers of levels) or "fp8_e4m3", "fp8_e5m2" (codes 0 to 255, the
+    format's bits). Elements beyond the end must be 0. word: random words (uint32 or int32 [R, BLOCK]) where STOCHASTIC,
+    else anything. A row with an infinity or a NaN has scale infinity and the codes of zeros. The bits do not depend on
+    whether the compiler fuses products and sums.
     """
-    LARGEST: tl.constexpr = (
-        127.0 if KIND == "int8" else (7.0 if KIND == "int4" else (448.0 if KIND == "fp8_e4m3" else 57344.0))
-    )
+    OF_FLOAT8: tl.constexpr = 448.0 if KIND == "fp8_e4m3" else 57344.0
+    OF_FOUR: tl.constexpr = 7.0 if KIND == "int4" else 1.0
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else (OF_FOUR if KIND == "int4" or KIND == "nf4" else OF_FLOAT8)
     # As integers magnitudes are ordered too, with infinity and NaN at the top, which a maximum of floats may drop.
     magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     absmax = magnitude.to(tl.float32, bitcast=True)
@@ -51,6 +80,8 @@ def encode(x, word, KIND: tl.constexpr, STOCHASTIC: tl.constexpr):
     y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)  # also keeps the product above from being fused with the sum below
     if KIND == "int8" or KIND == "int4":
         return _round_to_int(y, word, STOCHASTIC), scale
+    if KIND == "nf4":
+        return _level_next_to(y), scale
     MANTISSA: tl.constexpr = 3 if KIND == "fp8_e4m3" else 2
     LOWEST: tl.constexpr = (
         121 if KIND == "fp8_e4m3" else 113
@@ -73,6 +104,8 @@ def decode(codes, scale, KIND: tl.constexpr):
     if KIND == "int8" or KIND == "int4":
         return codes.to(tl.float32) * scale[:, None]
     code = codes.to(tl.int32)
+    if KIND == "nf4":
+        return _level_of(code) * scale[:, None]
     if KIND == "fp8_e5m2":  # the upper half of a float16
         value = ((code & 0xFF) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:  # a float16 whose exponent is too small by 8

@@ -1,4 +1,4 @@
-"""The operations of `quantize` on a CPU, in C++ (quantize_cpu.cpp), compiled when first used: int8 and int4, rounded to
+"""The operations of `quantize` on a CPU, in C++ (quantize_cpu.cpp), compiled when first used: every kind, rounded to
 nearest.
 
 One pass over memory, with the bits of the reference, which makes ten tensors of the size of x on the way.
@@ -7,6 +7,8 @@ One pass over memory, with the bits of the reference, which makes ten tensors of
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import math
 from typing import Any
 
@@ -17,22 +19,39 @@ from fzero.core import cpp
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
 from fzero.kernels.op_function import operator
-from fzero.kernels.quantize_codes import Quantized, codes_a_byte, empty_codes, size_of
+from fzero.kernels.quantize_codes import KINDS, Quantized, codes_a_byte, empty_codes, size_of
 
-TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 LARGEST_BLOCK = 8192
 MANY = 1 << 14  # numbers from which "auto" takes these forms: fewer are quick by any, and need no compiler
 
 
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "n", "block", "threads", "parts")]
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "n", "block", "threads", "parts")),
+        *((name, ctypes.c_void_p) for name in ("values", "between")),
+    ]
 
 
-def _call(name: str, tensors: tuple[Tensor, ...], shape: torch.Size, block: int, parts: int = 1) -> None:
+@functools.cache
+def _tables(kind: str) -> tuple[Any, Any]:
+    """(what the codes of a kind stand for, the middles between neighbours) as arrays of C, None where they are
+    integers, or no levels."""
+    array = lambda numbers: (ctypes.c_float * len(numbers))(*numbers)  # noqa: E731
+    levels, mantissa = KINDS[kind].levels, KINDS[kind].mantissa
+    if levels:
+        return array(levels), array([(a + b) / 2 for a, b in itertools.pairwise(levels)])
+    if mantissa:
+        return array(torch.arange(256, dtype=torch.uint8).view(KINDS[kind].dtype).to(torch.float32).tolist()), None
+    return None, None
+
+
+def _call(name: str, tensors: tuple[Tensor, ...], kind: str, shape: torch.Size, block: int, parts: int = 1) -> None:
     """Call a function of the library on all blocks of a tensor of `shape`."""
     if not math.prod(shape):
         return
-    sizes = _Shape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts)
+    tables = (ctypes.cast(table, ctypes.c_void_p) for table in _tables(kind))
+    sizes = _Shape(math.prod(shape[:-1]), shape[-1], block, torch.get_num_threads(), parts, *tables)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in tensors)
     getattr(cpp.library(__file__, cpp.EXACT), name)(*pointers, ctypes.byref(sizes))
 
@@ -44,7 +63,7 @@ def _call(name: str, tensors: tuple[Tensor, ...], shape: torch.Size, block: int,
 def quantize_rows(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
     """(data, scale) of x [.., n]."""
     made = empty_codes(x.shape, kind, block, x.device)
-    _call(f"quantize_{kind}_{TYPES[x.dtype]}", (x.contiguous(), *made), x.shape, block)
+    _call(f"quantize_{kind}_{TYPES[x.dtype]}", (x.contiguous(), *made), kind, x.shape, block)
     return made
 
 
@@ -55,7 +74,7 @@ def quantize_rows(x: Tensor, kind: str, block: int) -> tuple[Tensor, Tensor]:
 def dequantize_rows(data: Tensor, scale: Tensor, kind: str, block: int, dtype: torch.dtype, size: int) -> Tensor:
     """The tensor [.., size] that data and scale stand for."""
     out = torch.empty((*data.shape[:-1], size), dtype=dtype)
-    _call(f"dequantize_{kind}_{TYPES[dtype]}", (data.contiguous(), scale.contiguous(), out), out.shape, block)
+    _call(f"dequantize_{kind}_{TYPES[dtype]}", (data.contiguous(), scale.contiguous(), out), kind, out.shape, block)
     return out
 
 
@@ -67,7 +86,7 @@ def add_rows(data: Tensor, scale: Tensor, kind: str, block: int, size: int) -> t
     """(data, scale) of the sum over the first dim."""
     shape = torch.Size((*data.shape[1:-1], size))
     made = empty_codes(shape, kind, block, data.device)
-    _call(f"add_{kind}", (data.contiguous(), scale.contiguous(), *made), shape, block, data.shape[0])
+    _call(f"add_{kind}", (data.contiguous(), scale.contiguous(), *made), kind, shape, block, data.shape[0])
     return made
 
 
@@ -102,9 +121,9 @@ def supports(dtype: torch.dtype, kind: str, block: int, key: Tensor | None, *ten
     if any(kind_of(x) != "cpu" for x in tensors):
         return "a tensor is not on the CPU"
     if dtype not in TYPES:
-        return f"the dtype is {dtype}; it takes float32 or bfloat16"
-    if kind not in ("int8", "int4") or not codes_a_byte(kind) <= block <= LARGEST_BLOCK or block % codes_a_byte(kind):
-        return f"kind is {kind!r} and block {block}; it takes int8 or int4, even blocks of up to {LARGEST_BLOCK}"
+        return f"the dtype is {dtype}; it takes float32, bfloat16 or float16"
+    if kind not in KINDS or not codes_a_byte(kind) <= block <= LARGEST_BLOCK or block % codes_a_byte(kind):
+        return f"kind is {kind!r} and block {block}; it takes {', '.join(KINDS)}, even blocks of up to {LARGEST_BLOCK}"
     if key is not None:
         return "rounding is stochastic; it rounds to nearest"
     return "" if have_compiler() else "there is no C++ compiler"

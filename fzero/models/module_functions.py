@@ -40,6 +40,7 @@ from fzero.models.module_calls import (
 from fzero.models.module_cuts import Probe, find_cuts
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
 from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, split
+from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
 Weights = Callable[[str], Callable[[], Tensor]]  # the name of a parameter -> what reads the value that it begins with
@@ -226,7 +227,8 @@ class Layered:
         draws = {"draws": draws_of} if ask or kind in self.drawing else {}
         with calling(ctx, rows, leaves.factors, cuts, **draws) as call:
             if size == 1:
-                out = torch.func.functional_call(template, given, args, kwargs)
+                with wide_sums(given.values()):
+                    out = torch.func.functional_call(template, given, args, kwargs)
                 self.drawing |= {kind} if is_drawing() else set()
                 expect_called(call)
                 return out

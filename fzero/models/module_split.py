@@ -23,6 +23,7 @@ from fzero.core.pure_calls import expect_unchanged
 from fzero.models.base import Ctx
 from fzero.models.module_calls import calling, draws_of
 from fzero.models.module_layers import CannotSplit, Stacks
+from fzero.models.module_sums import wide_sums
 
 Inputs = Mapping[str, Tensor]  # by name: parameter NAME, buffer NAME, batch NAME, "key" and "first" of the Ctx
 LossOf = Callable[[Callable[..., Any], Any], Any]
@@ -37,7 +38,9 @@ class Program:
 
     def __call__(self, inputs: Inputs, x: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         given = {**inputs, **{f"x {i}": leaf for i, leaf in enumerate(x)}}
-        return self.graph(*(given[name] for name in self.names))
+        ordered = [given[name] for name in self.names]
+        with wide_sums(ordered):
+            return self.graph(*ordered)
 
     def uses(self, kind: str) -> list[str]:
         """The names of its inputs of a kind, such as "parameter"."""

@@ -29,6 +29,7 @@ from fzero.models.module_functions import (
 )
 from fzero.models.module_layers import without_memory
 from fzero.models.module_split import LossOf, function_of
+from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
 
@@ -54,7 +55,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
             with expect_unchanged("the module", body) if calls.watches else contextlib.nullcontext():
                 return loss(function_of(body, {**own, **now}, ctx.dtype), batch)
 
-        with calling(ctx, ctx.prepared) as call:
+        with calling(ctx, ctx.prepared) as call, wide_sums(given.values()):
             return loss_of(calls(run, given, draws_of(call), partial(Held.by, loss)))
 
     return Model(

@@ -1,0 +1,82 @@
+"""LayerNorms and embeddings in a module's own code, with gradients that are summed over tokens in float32.
+
+On a CPU torch sums the gradients of their parameters in the parameters' dtype, which in bfloat16 stops at some hundreds
+of ones (see kernels.embedding and kernels.norm).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fzero.core.device import kind_of
+from fzero.kernels.embedding import look_up
+from fzero.kernels.norm import layer_norm
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _narrow(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype in NARROW and kind_of(x) == "cpu"
+
+
+def _layer_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor | None:
+    if not _narrow(x) or weight is None or weight.dim() != 1:
+        return None
+    return layer_norm(x, weight, torch.zeros_like(weight) if bias is None else bias, eps)
+
+
+def _native_layer_norm(*args: Any, **kwargs: Any) -> tuple[Any, ...] | None:
+    out = _layer_norm(*args, **kwargs)
+    return None if out is None else (out, None, None)  # the statistics are for torch's own backward pass
+
+
+def _embedding(
+    index: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    if not _narrow(weight) or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    rows = look_up(weight, index)
+    if padding_idx is None:
+        return rows
+    return torch.where((index == padding_idx % len(weight))[..., None], rows.detach(), rows)
+
+
+def _aten_embedding(weight: Tensor, index: Tensor, padding_idx: int = -1, *rest: Any) -> Tensor | None:
+    return _embedding(index, weight, None if padding_idx < 0 else padding_idx, None, 2.0, *rest)
+
+
+FORMS: dict[Any, Callable[..., Any]] = {  # of a function, what gives its result, or None for a call that it leaves
+    F.layer_norm: _layer_norm,
+    F.embedding: _embedding,
+    torch.ops.aten.native_layer_norm.default: _native_layer_norm,
+    torch.ops.aten.embedding.default: _aten_embedding,
+}
+
+
+class WideSums(TorchFunctionMode):
+    """A mode in which FORMS stand for torch's functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = FORMS[func](*args, **kwargs) if func in FORMS else None
+        return func(*args, **kwargs) if out is None else out
+
+
+def wide_sums(tensors: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The mode, for a call with these parameters; nothing where none of them is narrow."""
+    return WideSums() if any(_narrow(x) for x in tensors) else contextlib.nullcontext()
