@@ -1,6 +1,7 @@
 """Every number of a foreign config.json is checked once, by bounds and types and against the weights; and so are the
 sizes of a model that a user writes."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,8 +11,10 @@ import pytest
 from foreign_cases import MODELS, VARIATIONS, model_folder
 
 from fzero import models
+from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.checkpoint.convert.huggingface_read import read_hf_config
+from fzero.core import prng
 from fzero.models import RopeScaling
 from fzero.run.config_checks import BOUNDS
 from fzero.run.config_table import from_table
@@ -228,6 +231,14 @@ def test_both_spellings_of_rope_must_say_the_same(folders):
     ):
         with pytest.raises(ValueError, match=said):
             read(*tables)
+
+
+def test_deepseek_has_one_epsilon_in_all_norms(folders, tmp_path):
+    with pytest.raises(ValueError, match="rms_norm_eps is 1e-05; DeepSeek-V3 of transformers has 1e-06 in its norms"):
+        with_entries(folders["deepseek_v3"], rms_norm_eps=1e-5)
+    config = dataclasses.replace(MODELS["deepseek_v3"], norm_eps=1e-5)
+    with pytest.raises(ValueError, match="norm_eps is 1e-05; DeepSeek-V3 of transformers has"):
+        save_hf(tmp_path / "out", config, models.init_params(models.build(config), prng.key(0)))
 
 
 @pytest.mark.slow

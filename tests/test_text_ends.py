@@ -101,6 +101,8 @@ def test_ids_are_those_of_auto_tokenizer(place, case, model_type, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = folder_of(place, tmp_path / "model", case, model_type, eos_token_id=257)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    if case == "Llama 3" and type(theirs).__name__ == "LlamaTokenizer":
+        pytest.skip("this version of transformers loses the spaces of Llama 3")
     tokenizer, chat = start_tokenizer(folder), start_chat(folder)
     encode = encoder(tokenizer)
     for text in TEXTS:

@@ -16,6 +16,9 @@ from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling, Sco
 from fzero.models.layer_kinds import parse_layers
 from fzero.models.sizes import BOUNDS
 
+LATENT_EPS = 1e-6  # of DeepSeek-V3's norms of latents in transformers, whatever config.json says
+OTHER_EPS = f"DeepSeek-V3 of transformers has {LATENT_EPS} in its norms of latents, and fzero one number for all norms"
+
 
 def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Family:
     """The family of the model that a config.json describes; raises ValueError for an unsupported one.
@@ -73,6 +76,8 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     elif family.config is DeepSeekConfig:
         sizes |= {"balance_coef": 0.0, "bias_rate": 0.0}  # transformers has no loss for it, and moves no bias
         sizes |= _read_rope(hf, family.theta, where)
+        if sizes["norm_eps"] != LATENT_EPS:
+            raise ValueError(f"{where}: rms_norm_eps is {sizes['norm_eps']}; {OTHER_EPS}")
         width = sizes["nope_dim"] + sizes["rope_dim"]
         if hf.get("qk_head_dim", width) != width:
             raise ValueError(f"{where}: qk_head_dim is {short(hf['qk_head_dim'])}; by the other two it is {width}")
@@ -292,6 +297,8 @@ def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], F
     if family.config is DeepSeekConfig:
         if config.n_mtp:
             raise ValueError(f"n_mtp is {config.n_mtp}; transformers' DeepSeek-V3 has no second head: export with 0")
+        if config.norm_eps != LATENT_EPS:
+            raise ValueError(f"norm_eps is {config.norm_eps}; {OTHER_EPS}")
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         hf |= {"num_key_value_heads": config.n_heads}
         hf |= {"rope_theta": config.rope_theta, "rope_scaling": None, "rope_parameters": rope}
