@@ -69,7 +69,7 @@ def their_logits(table, weights, ids):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = hf.AutoConfig.for_model(**copy.deepcopy(table))  # which it changes
-            model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            model = hf.AutoModelForCausalLM.from_config(config).eval()
             missing, extra = model.load_state_dict(weights, strict=False)
             if missing and not (config.tie_word_embeddings and missing == ["lm_head.weight"]):
                 return None

@@ -1,6 +1,7 @@
 """Every number of a foreign config.json is checked once, by bounds and types and against the weights; and so are the
 sizes of a model that a user writes."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,8 +11,10 @@ import pytest
 from foreign_cases import MODELS, VARIATIONS, model_folder
 
 from fzero import models
+from fzero.checkpoint.convert.huggingface import save_hf
 from fzero.checkpoint.convert.huggingface_families import FAMILIES, REQUIRED
 from fzero.checkpoint.convert.huggingface_read import read_hf_config
+from fzero.core import prng
 from fzero.models import RopeScaling
 from fzero.run.config_checks import BOUNDS
 from fzero.run.config_table import from_table
@@ -170,6 +173,20 @@ def test_a_run_of_impossible_sizes_is_refused_at_once(table):
 
 PUBLISHED = {"_name_or_path": "some", "torch_dtype": "bfloat16", "use_cache": False, "unsloth_version": "2026.1"}
 PUBLISHED |= {"is_causal": True, "eos_token_id": [1, 2], "bos_token_id": 10**30, "new_entry": None, "use_mrope": False}
+# Of one family, as its published folders have them.
+PUBLISHED_OF = {
+    "gpt2": {"n_ctx": 32, "summary_type": "cls_index", "task_specific_params": {"a": 1}, "hidden_size": 16},
+    "llama": {"pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True, "sliding_window": None},
+    "qwen2": {"use_mrope": False, "sliding_window": 8, "use_sliding_window": False, "max_window_layers": 28},
+    "qwen3_moe": {"intermediate_size": 99, "max_window_layers": 28, "output_router_logits": False},
+    "smollm3": {"max_window_layers": 28, "pretraining_tp": 2, "transformers.js_config": {"dtype": "q4"}},
+    "phi3": {"auto_map": {"AutoConfig": "a.B"}, "original_max_position_embeddings": 4096, "attention_bias": False},
+    "gemma2": {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"},
+    "gemma3_text": {"cache_implementation": "hybrid", "_sliding_window_pattern": 6},
+    "mixtral": {"output_router_logits": False, "num_experts": 2},
+    "gpt_oss": {"experts_per_token": 1, "initial_context_length": 4096, "output_router_logits": False},
+    "deepseek_v3": {"aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True, "num_nextn_predict_layers": 1},
+}
 
 
 def with_entries(folder, **entries):
@@ -181,7 +198,7 @@ def with_entries(folder, **entries):
 
 @pytest.mark.parametrize("model", [case(model) for model in ALL])
 def test_every_entry_is_used_or_changes_nothing_or_is_refused_by_name(folders, model):
-    assert with_entries(folders[model], **PUBLISHED) == ALL[model]
+    assert with_entries(folders[model], **(PUBLISHED | PUBLISHED_OF.get(model, {}))) == ALL[model]
     for entries, said in (
         ({"is_causal": False}, "is_causal is False; fzero supports True only"),
         ({"is_causal": None}, "is_causal is None"),  # which transformers takes for false
@@ -211,6 +228,34 @@ def test_both_spellings_of_rope_must_say_the_same(folders):
         (({**new, "low_freq_factor": 1.0},), "the linear rope scaling has low_freq_factor, which"),
         ((new, ..., 1e4), "rope_theta of RoPE is both 10000.0 and 50.0"),
         ((..., ..., None), "rope_theta is None; it must be a finite number"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read(*tables)
+
+
+def test_deepseek_has_one_epsilon_in_all_norms(folders, tmp_path):
+    with pytest.raises(ValueError, match="rms_norm_eps is 1e-05; DeepSeek-V3 of transformers has 1e-06 in its norms"):
+        with_entries(folders["deepseek_v3"], rms_norm_eps=1e-5)
+    config = dataclasses.replace(MODELS["deepseek_v3"], norm_eps=1e-5)
+    with pytest.raises(ValueError, match="norm_eps is 1e-05; DeepSeek-V3 of transformers has"):
+        save_hf(tmp_path / "out", config, models.init_params(models.build(config), prng.key(0)))
+
+
+@pytest.mark.slow
+def test_rope_of_gemma_3_is_read_as_transformers_reads_it(folders):
+    whole, near = {"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e4}
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+
+    def read(new, old=...):
+        return with_entries(folders["gemma3_text"], rope_parameters=new, rope_scaling=old, rope_theta=...).rope_scaling
+
+    assert read({"full_attention": whole, "sliding_attention": near}) is None
+    assert read({"full_attention": yarn, "sliding_attention": near}).kind == "yarn_whole"
+    for tables, said in (
+        ((whole,), "rope_parameters has no full_attention and sliding_attention"),
+        ((..., {"type": "linear", "factor": 2.0}), "RoPE has type 'linear'; Gemma 3 has it by the name rope_type"),
+        (({"full_attention": {**yarn, "truncate": False}, "sliding_attention": near},), "truncate of RoPE is False"),
+        (({"full_attention": whole, "sliding_attention": near, "factor": 2.0},), "rope_parameters has factor beside"),
     ):
         with pytest.raises(ValueError, match=said):
             read(*tables)

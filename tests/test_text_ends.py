@@ -14,7 +14,7 @@ from fzero.data.chat import encoder, end_tokens, read_chat, render
 from fzero.data.labels import text_ids
 from fzero.data.preferences import pair_of
 from fzero.data.special_tokens import special_tokens
-from fzero.run import conversations, weights
+from fzero.run import conversations, text_ends, weights
 from fzero.run.generate import Sampling, generate
 from fzero.run.start_tokenizer import start_chat, start_pad, start_tokenizer
 
@@ -101,6 +101,8 @@ def test_ids_are_those_of_auto_tokenizer(place, case, model_type, tmp_path):
     transformers = pytest.importorskip("transformers")
     folder = folder_of(place, tmp_path / "model", case, model_type, eos_token_id=257)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    if case == "Llama 3" and type(theirs).__name__ == "LlamaTokenizer":
+        pytest.skip("this version of transformers loses the spaces of Llama 3")
     tokenizer, chat = start_tokenizer(folder), start_chat(folder)
     encode = encoder(tokenizer)
     for text in TEXTS:
@@ -197,3 +199,34 @@ def test_generate_on_the_export_stops_where_sample_stops(place, case, tmp_path, 
         assert ours[0].tolist() == expected[0].tolist()
         found.add(ours.shape[1] - len(ids))
     assert min(found) < 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [[], ["--lora", "rank=2"]])
+def test_a_tuned_chat_model_gives_back_what_its_folder_said(place, lora, tmp_path, fz):
+    """Of a base, at whose ends no answer ends: its template's token is added."""
+    folder = folder_of(place, tmp_path / "model", "begins", generation={**GENERATION, "eos_token_id": 256},
+                       bos_token_id=257, eos_token_id=256, pad_token_id=258)  # fmt: skip
+    chats.chat_file(tmp_path / "chat.jsonl")
+    start = ["finetune", "--init", folder, "--data", tmp_path / "chat.jsonl", *chats.FLAGS, "--steps", 1, *lora]
+    assert fz(*start, "--out", tmp_path / "run")[::2] == (0, "")
+    assert fz(*start[:1], "--init", tmp_path / "run", *start[3 : -len(lora) or None], "--out", tmp_path / "on")[0] == 0
+    for name in ("run", "on"):
+        out = tmp_path / f"{name}-out"
+        assert fz("export", tmp_path / name, "--out", out)[::2] == (0, "")
+        assert json.loads((out / "tokenizer_config.json").read_text()) == CASES["begins"][1]
+        assert json.loads((out / "generation_config.json").read_text()) == {**GENERATION, "eos_token_id": [256, 258]}
+        table = json.loads((out / "config.json").read_text())
+        assert (table["bos_token_id"], table["eos_token_id"], table["pad_token_id"]) == (257, 256, 258)
+    if lora:
+        assert fz("export", tmp_path / "run", "--out", tmp_path / "adapter", "--adapter")[::2] == (0, "")
+        assert (tmp_path / "adapter/generation_config.json").read_text() == (out / "generation_config.json").read_text()
+        assert text_ends.start_ids(tmp_path / "adapter") == {"token_ids": text_ends.ids_of(folder / "config.json")}
+
+
+def test_ids_that_are_none_are_refused_by_name(place, tmp_path):
+    for entry, said in (({"eos_token_id": "x"}, "eos_token_id is 'x'"), ({"eos_token_id": [1, "x"]}, "is 'x'"),
+                        ({"pad_token_id": 10**30}, "pad_token_id is 1000.* does not fit into 64 bits")):  # fmt: skip
+        folder = folder_of(place, tmp_path / said[:5] / str(len(said)), "plain", **entry)
+        with pytest.raises(ValueError, match=rf"config\.json: .*{said}"):
+            text_ends.start_ids(folder)

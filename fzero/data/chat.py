@@ -76,7 +76,7 @@ def template_in(about: dict[str, Any], name: str) -> str | None:
 def chat_files(chat: Chat, about: dict[str, Any]) -> dict[str, str]:
     """{name: content} of the files that `read_chat` reads. about: the content of the tokenizer_config.json that is
     there, whose entries stay."""
-    tokens = dict(chat.tokens)
+    tokens: dict[str, Any] = dict(chat.tokens)
     for name, text in chat.tokens.items():
         there = about.get(name)
         if isinstance(there, dict) and there.get("content") == text:

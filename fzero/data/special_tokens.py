@@ -27,7 +27,7 @@ CLASSES: dict[str, dict[str, str]] = {
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of a token
 PLAIN = "TokenizersBackend"  # the class of a tokenizer.json alone
 # The class that a model_type has, which is taken in place of another one, or where none is named.
-CLASS_OF = dict.fromkeys(("olmo2", "phi3", "mistral", "mixtral"), PLAIN)
+CLASS_OF: dict[str, str] = dict.fromkeys(("olmo2", "phi3", "mistral", "mixtral"), PLAIN)
 CLASS_OF |= dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
 CLASS_OF |= {"gpt2": "GPT2Tokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
 ALWAYS = ("qwen2",)  # whatever class the file names
@@ -66,8 +66,8 @@ def is_byte_level(folder: Path) -> bool:
 
 
 def mark_special(json: str, folder: Path) -> str:
-    """The content of a tokenizer.json, in which the tokens that a folder names apart, and the vocabulary has, are whole:
-    AutoTokenizer does not split them, whether the file says so or not."""
+    """The content of a tokenizer.json, in which the tokens that a folder names apart, and the vocabulary has, are
+    whole: AutoTokenizer does not split them, whether the file says so or not."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Library
 

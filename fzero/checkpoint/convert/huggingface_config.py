@@ -16,6 +16,9 @@ from fzero.models import DeepSeekConfig, GPT2Config, MoEConfig, RopeScaling, Sco
 from fzero.models.layer_kinds import parse_layers
 from fzero.models.sizes import BOUNDS
 
+LATENT_EPS = 1e-6  # of DeepSeek-V3's norms of latents in transformers, whatever config.json says
+OTHER_EPS = f"DeepSeek-V3 of transformers has {LATENT_EPS} in its norms of latents, and fzero one number for all norms"
+
 
 def find_family(hf: dict[str, Any], where: Path, *, bare: bool = False) -> Family:
     """The family of the model that a config.json describes; raises ValueError for an unsupported one.
@@ -73,6 +76,8 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
     elif family.config is DeepSeekConfig:
         sizes |= {"balance_coef": 0.0, "bias_rate": 0.0}  # transformers has no loss for it, and moves no bias
         sizes |= _read_rope(hf, family.theta, where)
+        if sizes["norm_eps"] != LATENT_EPS:
+            raise ValueError(f"{where}: rms_norm_eps is {sizes['norm_eps']}; {OTHER_EPS}")
         width = sizes["nope_dim"] + sizes["rope_dim"]
         if hf.get("qk_head_dim", width) != width:
             raise ValueError(f"{where}: qk_head_dim is {short(hf['qk_head_dim'])}; by the other two it is {width}")
@@ -87,9 +92,7 @@ def read_config(hf: dict[str, Any], family: Family, where: Path) -> Any:
             raise ValueError(f"{where}: head_dim is {sizes['head_dim']}; it must be at least 1")
         _expect_bounds(family, {"n_layers": sizes["n_layers"]}, where)  # a list of them is made next
         local = family.layers == "gemma3"
-        if local and hf.get("rope_parameters") and rope_of(hf, "full_attention", where) is hf:
-            raise ValueError(f"{where}: rope_parameters has no full_attention and sliding_attention, which it has here")
-        sizes |= _read_rope(rope_of(hf, "full_attention", where) if local else hf, family.theta, where)
+        sizes |= _read_rope(_whole_rope(hf, where) if local else hf, family.theta, where)
         sizes["pattern"] = read_layers(hf, family, sizes["n_layers"], _local_theta(hf, where) if local else None, where)
     if family.config is MoEConfig:
         sizes["z_coef"] = 0.0
@@ -152,6 +155,22 @@ def rope_of(hf: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
     return local | {"rope_parameters": tables[kind]}
 
 
+def _whole_rope(hf: dict[str, Any], where: Path) -> dict[str, Any]:
+    """The content of a Gemma 3's config.json with RoPE's entries for layers without a window, as transformers reads it:
+    it passes over a table for all layers, the old name `type`, and truncate, so these are refused."""
+    found, scaling = rope_of(hf, "full_attention", where), hf.get("rope_scaling")
+    if hf.get("rope_parameters") and found is hf:
+        raise ValueError(f"{where}: rope_parameters has no full_attention and sliding_attention, which it has here")
+    for table in (scaling, found.get("rope_parameters")):
+        if isinstance(table, dict) and "rope_type" not in table and "type" in table:
+            raise ValueError(f"{where}: RoPE has type {short(table['type'])}; Gemma 3 has it by the name rope_type")
+        if isinstance(table, dict) and table.get("truncate", True) is not True:
+            raise ValueError(
+                f"{where}: truncate of RoPE is {short(table['truncate'])}; transformers has True in Gemma 3"
+            )
+    return found
+
+
 def _local_theta(hf: dict[str, Any], where: Path) -> float:
     """The base of RoPE in layers with a window, in the spelling of transformers 5 or 4."""
     table = rope_of(hf, "sliding_attention", where)
@@ -194,7 +213,7 @@ def _kind(table: dict[str, Any]) -> Any:
 
 def _read_table(table: dict[str, Any], hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
     """RoPE's base and scaling by one table, and by the entries beside it."""
-    rope = {name: value for name, value in table.items() if value is not None or name == "rope_theta"}
+    rope: dict[str, Any] = {n: value for n, value in table.items() if value is not None or n == "rope_theta"}
     if any(isinstance(value, dict) for name, value in rope.items() if name.endswith("_attention")):
         raise ValueError(f"{where}: rope_parameters differ between layers; fzero reads that of Gemma 3 only")
     kind = _kind(rope)
@@ -278,6 +297,8 @@ def write_config(config: Any, architecture: str = "") -> tuple[dict[str, Any], F
     if family.config is DeepSeekConfig:
         if config.n_mtp:
             raise ValueError(f"n_mtp is {config.n_mtp}; transformers' DeepSeek-V3 has no second head: export with 0")
+        if config.norm_eps != LATENT_EPS:
+            raise ValueError(f"norm_eps is {config.norm_eps}; {OTHER_EPS}")
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         hf |= {"num_key_value_heads": config.n_heads}
         hf |= {"rope_theta": config.rope_theta, "rope_scaling": None, "rope_parameters": rope}
@@ -335,6 +356,8 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
     whole = {**rope, "rope_theta": theta}
     if family.layers != "gemma3":
         return entries | {"rope_parameters": whole}
+    if not rope.get("truncate", True):
+        raise ValueError(f"rope_scaling is {scaling}; transformers rounds the ends of yarn in Gemma 3 (yarn_whole)")
     local = next((kind.theta for kind in parse_layers(config.pattern) if kind.theta is not None), 1e4)
     near = {"rope_type": "default", "rope_theta": local}
     tables = {"full_attention": whole, "sliding_attention": near}

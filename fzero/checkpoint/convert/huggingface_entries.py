@@ -98,8 +98,9 @@ def expect_known(hf: dict[str, Any], family: Family, where: Path) -> None:
             if value is not None and (not isinstance(value, list) or set(map(str, value)) - {"full_attention"}):
                 raise ValueError(f"{where}: layer_types is {short(value)}; fzero has full attention in all layers here")
         elif value is not None:
+            meant = nearest(name, sorted(used - UNUSED))
             raise ValueError(
-                f"{where}: {name} is {short(value)}{nearest(name, sorted(used - UNUSED))}; fzero does not know what that changes in a "
+                f"{where}: {name} is {short(value)}{meant}; fzero does not know what that changes in a "
                 f"{family.architecture}. If it changes nothing, take it out of the file"
             )
 

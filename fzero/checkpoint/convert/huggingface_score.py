@@ -30,7 +30,7 @@ def read_labels(hf: dict[str, Any], base: Any, where: Path) -> ScoreConfig:
     if named is None:  # transformers does not write its default
         count = hf.get("num_labels")
         named = {str(i): f"LABEL_{i}" for i in range(2 if count is None else min(count, MOST_LABELS))}
-    names = [named.get(str(i)) for i in range(len(named))]
+    names: list[Any] = [named.get(str(i)) for i in range(len(named))]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{where}: id2label is {short(named)}; it must name the classes 0, 1, ... by texts")
     kind = hf.get("problem_type") or "single_label_classification"
