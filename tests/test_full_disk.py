@@ -146,10 +146,10 @@ def test_every_place_that_writes_names_its_file():
     found = {
         f"{path.relative_to(ROOT)}:{line}"
         for path in ROOT.rglob("*.py")
-        if path.name not in OTHERS and path.name != "writing.py" and WORDS.search(text := path.read_text())
+        if path.name not in OTHERS and path.name != "files.py" and WORDS.search(text := path.read_text())
         for line in unnamed(ast.parse(text))
     }
     assert not found, (
-        f"{sorted(found)}: write inside of `with naming(path)` of core/writing.py, or by its `writing` and `replacing`"
+        f"{sorted(found)}: write inside of `with naming(path)` of core/files.py, or by its `writing` and `replacing`"
     )
     assert unnamed(ast.parse("def f(path):\n    path.write_text('x')\n    open(path, 'wb')\n")) == [2, 3]

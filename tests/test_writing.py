@@ -1,4 +1,4 @@
-"""Files and folders to write (fzero/core/writing.py): nothing is written through a link, and nothing waits for a
+"""Files and folders to write (fzero/core/files.py): nothing is written through a link, and nothing waits for a
 FIFO."""
 
 import ast
@@ -14,8 +14,8 @@ import torch
 
 import fzero
 from fzero import checkpoint
+from fzero.core.files import NotWritable, make_folder, open_to_write, replacing, writing
 from fzero.core.storage import write_text
-from fzero.core.writing import NotWritable, make_folder, open_to_write, replacing, writing
 from fzero.run import run_folder, run_lock
 from fzero.run.measure.loggers import open_loggers
 
@@ -230,14 +230,14 @@ COPIES = {"copyfile", "copy", "copy2", "copytree", "move"}
 WORDS = re.compile(r"open\(|shutil|(np|torch)\.save|savefig|\b(" + "|".join(sorted(ALONE)) + r")\(")  # a quick look
 # {file: the calls that write in another way, and why}
 ALLOWED = {
-    "core/writing.py": "the one that all go through",
+    "core/files.py": "the one that all go through",
     "cli/process.py": "/dev/null in the place of a closed stdout; the file of mkstemp",
     "data/tokenizers.py": "/dev/null in the place of stderr",
 }
 
 
 def openings(tree):
-    """The lines of calls that open a file to write, or make a folder, in another way than fzero.core.writing."""
+    """The lines of calls that open a file to write, or make a folder, in another way than fzero.core.files."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -267,7 +267,7 @@ def test_every_file_is_opened_to_write_by_one_function():
         if WORDS.search(text := path.read_text())
         for line in openings(ast.parse(text))
     }
-    assert not found, f"{sorted(found)}: open files to write, and make folders, by fzero/core/writing.py"
+    assert not found, f"{sorted(found)}: open files to write, and make folders, by fzero/core/files.py"
 
 
 def test_the_walk_sees_what_writes():

@@ -6,6 +6,7 @@ On a disk that takes direct transfers, large files bypass the page cache.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.manifest import Folder, join
+from fzero.core.files import is_lone_file, kind_of, make_folder, open_to_write, remove_entry
 from fzero.core.object_store import Objects
 from fzero.core.storage import PAGE, is_url, naming
-from fzero.core.writing import is_lone_file, make_folder, open_to_write, remove_entry
 from fzero.offload.buffer_pool import HUGE, round_to_pages
 from fzero.offload.disk_io import open_direct
 
@@ -169,7 +170,10 @@ class PartReader:
 
     def _open(self, name: str) -> OpenFile:
         path = Path(self.folder, name)
-        fd = open_direct(path, write=False) if os.stat(path).st_size > SMALL else None
+        seen = os.stat(path)
+        if kind := kind_of(seen.st_mode):  # a FIFO would be waited for
+            raise OSError(errno.EINVAL, f"is {kind} and no regular file", str(path))
+        fd = open_direct(path, write=False) if seen.st_size > SMALL else None
         return OpenFile(os.open(path, os.O_RDONLY), False) if fd is None else OpenFile(fd, True)
 
     def _buffer(self, size: int) -> np.ndarray:

@@ -35,12 +35,12 @@ from fzero.core import gpu, packages
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
 from fzero.core.digest import prepare
+from fzero.core.files import make_folder
 from fzero.core.foreign import parse_json
 from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.numa import cores
 from fzero.core.pytree import Tree
 from fzero.core.storage import is_url, sync_file_system
-from fzero.core.writing import make_folder
 from fzero.offload.buffer_pool import BufferPool
 from fzero.sharding import Mesh, Spec, one_process
 

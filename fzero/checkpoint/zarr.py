@@ -10,8 +10,8 @@ from typing import Any
 
 from fzero.checkpoint.layout import array_json, group_json
 from fzero.checkpoint.manifest import Folder, Leaf, join
+from fzero.core.files import make_folder, writing
 from fzero.core.storage import is_url, sync_file_system, write_text
-from fzero.core.writing import make_folder, writing
 
 
 def zarr_texts(leaves: dict[str, Leaf]) -> dict[str, str]:
@@ -31,8 +31,10 @@ def write_descriptions(arrays: Folder, leaves: dict[str, Leaf], pool: ThreadPool
             task.result()
         return
 
+    above, own = Path(arrays).parent, Path(arrays).name
+
     def put(name: str) -> None:
-        folder = make_folder(arrays, *name.split("/")) if name else Path(arrays)
+        folder = make_folder(above, own, *filter(None, name.split("/")))
         with writing(folder / "zarr.json", "replace") as f:
             f.write(texts[name].encode())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -77,8 +77,14 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     if args is None:  # a process of its own, in which nobody changes what fzero's functions do
         kept.allow_programs()
     args = list(sys.argv[1:] if args is None else args)
+    process.escape_output()
     traceback = os.environ.get("FZERO_TRACEBACK", "0") not in ("", "0") or "--traceback" in args
-    sys.exit(process.run(lambda: cli.main(args, prog_name="fzero", standalone_mode=False), traceback=traceback))
+
+    def command() -> Any:
+        process.expect_text(args)
+        return cli.main(args, prog_name="fzero", standalone_mode=False)
+
+    sys.exit(process.run(command, traceback=traceback))
 
 
 for command in (

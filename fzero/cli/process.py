@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fzero import __version__
@@ -33,6 +33,29 @@ def progress(line: str) -> None:
 
 def quiet(line: str) -> None:
     """Print nothing: `say` for ranks other than the first."""
+
+
+def escape_output() -> None:
+    """Let the standard streams write a character that their encoding lacks as an escape: a terminal of another locale
+    must not end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream of another kind, or a closed one
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def expect_text(args: Sequence[str]) -> None:
+    """Raise ValueError for an argument that is not text: files that record it could not be read again."""
+    for number, word in enumerate(args, 1):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            utf8 = sys.getfilesystemencoding() == "utf-8"
+            fix = (
+                "give it, or rename the file, in UTF-8"
+                if utf8
+                else f"this locale has {sys.getfilesystemencoding()}: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
+            )
+            raise ValueError(f"argument {number}, {ascii(word)[:200]}, is not UTF-8 text; {fix}") from None
 
 
 def versions() -> dict[str, str]:

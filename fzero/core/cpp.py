@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fzero.core import kept
-from fzero.core.writing import replacing
+from fzero.core.files import replacing
 
 # EXACT rounds every operation separately. CONTRACTED lets the compiler fuse a product and a sum, which are then rounded
 # once.

@@ -59,6 +59,20 @@ def parse_json_value(text: str | bytes, name: str, *, wide: bool = False) -> Any
     return _parse(text, name, "JSON", json.loads, (",", "[", "{"), wide=wide)
 
 
+def json_text(value: Any, name: str, indent: int | None = None) -> str:
+    """The JSON text of a value for the file `name`, within the bounds in which it is read again: raises ValueError
+    naming the file and the value otherwise.
+
+    >>> json_text({"a": [1, 2]}, "sizes.json")
+    '{"a": [1, 2]}'
+    """
+    _check_values(value, name)
+    text = json.dumps(value, indent=indent)
+    if len(text) > LARGEST:
+        raise ValueError(f"{name}: {len(text):,} bytes of JSON; at most {LARGEST:,} are read again")
+    return text
+
+
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Parse TOML; raises ValueError as `parse_json` does."""
     if len(text) > LARGEST_TOML:
@@ -100,12 +114,13 @@ def _check_values(value: Any, name: str, *, wide: bool) -> None:
             if isinstance(each, str):
                 if not each.isascii() and any("\ud800" <= c <= "\udfff" for c in each):
                     raise ValueError(
-                        f"{name}: {_place(value, each)}{short(each)}, with half a surrogate pair, which is no text"
+                        f"{name}: {_place(value, each)}{short(each)}, with half a surrogate pair, which is no text "
+                        "(of a name or an argument that is not UTF-8)"
                     )
             elif isinstance(each, dict):
                 deeper += each.keys()
                 deeper += each.values()
-            elif isinstance(each, list):
+            elif isinstance(each, list | tuple):
                 deeper += each
             elif isinstance(each, int) and not wide and not LOWEST <= each <= HIGHEST:
                 raise ValueError(f"{name}: {_place(value, each)}{short(each)} does not fit into 64 bits")

@@ -22,8 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fzero.core.files import make_folder, replacing, writing
 from fzero.core.foreign import in_form, read_json
-from fzero.core.writing import make_folder, replacing, writing
 
 PACKAGE = Path(__file__).parents[1]
 # Environment variables that choose what is traced and compiled.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from fzero.core.files import naming, replacing, sync_folder
 from fzero.core.foreign import read_text_file
 from fzero.core.object_store import Objects, context, is_url, url_spec
-from fzero.core.writing import naming, replacing, sync_folder
 
 __all__ = [
     "PAGE",

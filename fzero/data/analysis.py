@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fzero.core.arguments import checked
+from fzero.core.files import make_folder, writing
 from fzero.core.foreign import expect_entries, read_json
 from fzero.core.pytree import nearest
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, writing
 from fzero.data.assemble import Batch, assemble
 from fzero.data.mixed_corpus import digest
 from fzero.data.packing import FILL, PACKINGS, Packing, whole

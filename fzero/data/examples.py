@@ -7,7 +7,6 @@ What a line of the .jsonl file is, its reader knows: see conversations.py and pr
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import struct
 import tempfile
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fzero.core.foreign import expect_regular, parse_json
+from fzero.core.files import make_folder
+from fzero.core.foreign import expect_regular, json_text, parse_json
 from fzero.core.storage import write_text
 from fzero.core.tables import Table
-from fzero.core.writing import make_folder
 from fzero.data.chat import Chat, Example, write_chat
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.tokenizers import Tokenizer
@@ -103,7 +102,7 @@ def prepare_examples(
             write_text(folder, "tokenizer.json", tokenizer.json)
         if chat is not None:
             write_chat(folder, chat)
-        write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
+        write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
         os.rename(folder, out)
     return meta
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fzero.core.writing import writing
+from fzero.core.files import writing
 from fzero.data.preparing import Filter, Preparing, filtered
 from fzero.data.sources import Document, SourceFile, read_documents
 from fzero.data.workers import results_of

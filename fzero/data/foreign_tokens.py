@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fzero.core.foreign import expect_regular
+
 MAGIC = b"MMIDIDX\x00\x00"
 CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
 AT_A_TIME = 1 << 24  # tokens that are searched for ends of documents together
@@ -90,6 +92,7 @@ def read_index(index: Path, tokens: Path) -> ForeignTokens:
 
 def read_npy(path: Path, eos: int) -> ForeignTokens:
     """The tokens of a .npy file of one dimension, whose documents end with `eos`."""
+    expect_regular(path)
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -12,7 +12,6 @@ would read the whole file; its size and 64 chunks are compared when it is opened
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from fzero.core.arguments import checked
+from fzero.core.files import make_folder, writing
+from fzero.core.foreign import json_text
 from fzero.core.storage import naming, write_text
-from fzero.core.writing import make_folder, writing
 from fzero.data.foreign_tokens import find_tokens
 from fzero.data.prepare import check_new, tokenizer_of_file
 from fzero.data.tokens import FORMAT, VERSION, sampled_sum
@@ -87,7 +87,7 @@ def link(
                     file.write(its.astype("<i8").tobytes())
             if made.json:
                 write_text(folder, "tokenizer.json", made.json)
-            write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
+            write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
             os.rename(folder, out)
     return meta
 

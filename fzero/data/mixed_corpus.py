@@ -11,14 +11,14 @@ The meta.json of a source has checksums of its content, so the SHA-256 of this o
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core.files import make_folder
+from fzero.core.foreign import json_text
 from fzero.core.storage import absolute, is_url, naming, read_text, write_text
-from fzero.core.writing import make_folder
 from fzero.data.mixture import Mixture
 from fzero.data.remote import READING, Reading
 from fzero.data.remote_corpus import link_url, read_remote_meta
@@ -78,7 +78,7 @@ def write_mixture(mixture: Mixture, out: Path) -> dict[str, Any]:
                 meta["mixture"].append({"name": source.name, **at, "sha256": sha256})
             if own["tokenizer"] != "bytes":
                 write_text(folder, "tokenizer.json", read_text(first.path, "tokenizer.json") or "")
-            write_text(folder, "meta.json", json.dumps(meta, indent=2) + "\n")
+            write_text(folder, "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
             os.rename(folder, out)
     return meta
 

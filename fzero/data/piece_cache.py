@@ -25,8 +25,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fzero.core.files import make_folder, open_to_write, writing
 from fzero.core.storage import naming
-from fzero.core.writing import make_folder, open_to_write, writing
 
 LOCK, PARTIAL = "lock", "partial"
 KEPT = 0.9  # the share of the bytes that is kept where room is made

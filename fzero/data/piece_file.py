@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from fzero.core.crc32c import crc32c
-from fzero.core.writing import writing
+from fzero.core.files import writing
 
 TAIL = struct.Struct("<QI")
 READ = 1 << 22  # bytes that are compared together

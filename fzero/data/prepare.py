@@ -7,16 +7,15 @@ follow from the sources alone, and so does the corpus.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fzero.core.arguments import checked
-from fzero.core.foreign import expect_regular, read_text_file
+from fzero.core.files import make_folder, remove_entry
+from fzero.core.foreign import expect_regular, json_text, read_text_file
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, remove_entry
 from fzero.data import work_folder
 from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
@@ -102,7 +101,7 @@ def prepare(
         encode(corpus, made, work / "encoded", preparing)
         source = {"names": [str(source) for source in sources], "files": len(files)} | preparing.settings()
         meta = _write(work, corpus, made, source) | {"val_fraction": val_fraction, "seed": seed}
-        write_text(work / "corpus", "meta.json", json.dumps(meta, indent=2) + "\n")
+        write_text(work / "corpus", "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
         os.rename(work / "corpus", out)
     return meta
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fzero.core.files import make_folder, writing
 from fzero.core.foreign import expect_entries, read_json
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, writing
 from fzero.data.tokens import SPLITS, read_meta
 
 NUMBERS = np.dtype("<f8")

@@ -11,7 +11,6 @@ The tokens of SPLIT.bin are read when they are asked for: fzero/data/remote.py.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -19,9 +18,10 @@ from typing import Any
 
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
+from fzero.core.files import make_folder, writing
+from fzero.core.foreign import json_text
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url, naming, write_text
-from fzero.core.writing import make_folder, writing
 from fzero.data.checksums import CHUNK, FIX, split_sums
 from fzero.data.tokens import PREPARE_AGAIN, SPLITS, read_meta, token_dtype
 
@@ -61,7 +61,7 @@ def link_url(url: str, out: str | Path) -> dict[str, Any]:
             if meta["tokenizer"] != "bytes":
                 write_text(folder, "tokenizer.json", read_whole(objects, "tokenizer.json").decode())
             own = meta | {"remote": {"url": url, "sha256": sha256}}
-            write_text(folder, "meta.json", json.dumps(own, indent=2) + "\n")
+            write_text(folder, "meta.json", json_text(own, f"{out}/meta.json", 2) + "\n")
             expect_unchanged(folder)
             os.rename(folder, out)
     return own

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core.files import writing
 from fzero.core.foreign import LARGEST, expect_regular, parse_json_value
-from fzero.core.writing import writing
 from fzero.data import tables
 from fzero.data.zstd_file import ZstdFile
 

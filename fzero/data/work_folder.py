@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fzero.core.files import make_folder, writing
 from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming, write_text
-from fzero.core.writing import make_folder, writing
 from fzero.data.tokenizers import sha256_of
 
 SETTINGS, TOKENIZER = "settings.json", "tokenizer.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fzero.kernels.op_function  # noqa: F401  (which settles how Triton fuses)
-from fzero.core.writing import writing
+from fzero.core.files import writing
 from fzero.kernels.optional_triton import VERSION, triton
 
 FILES = (

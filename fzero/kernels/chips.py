@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core.files import make_folder, replacing
 from fzero.core.foreign import read_json
 from fzero.core.storage import user_folder
-from fzero.core.writing import make_folder, replacing
 
 LISTED = Path(__file__).parent / "chips"
 DEFAULT = "hopper"  # the file whose block sizes serve on GPUs that have none

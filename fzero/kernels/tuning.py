@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from fzero.core import gpu
+from fzero.core.files import make_folder, replacing
 from fzero.core.foreign import read_json
-from fzero.core.writing import make_folder, replacing
 from fzero.kernels import chips
 from fzero.kernels.optional_triton import triton
 

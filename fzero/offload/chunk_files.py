@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core.files import make_folder
 from fzero.core.future import Future
 from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
-from fzero.core.writing import make_folder
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
 from fzero.sharding.slices import row_blocks

@@ -8,9 +8,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from fzero.core.files import make_folder, replacing
 from fzero.core.foreign import parse_toml, read_text_file
 from fzero.core.storage import PAGE, is_url, user_folder
-from fzero.core.writing import make_folder, replacing
 from fzero.offload.disk_io import DiskSettings, mount_point
 
 

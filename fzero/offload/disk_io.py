@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fzero.core import gpu
+from fzero.core.files import open_to_write
 from fzero.core.storage import PAGE
-from fzero.core.writing import open_to_write
 
 # Priorities: the data that the computation needs next comes first.
 NEXT, LATER = 0, 1

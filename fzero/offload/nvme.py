@@ -8,8 +8,8 @@ from typing import Any
 
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
+from fzero.core.files import make_folder
 from fzero.core.storage import is_url
-from fzero.core.writing import make_folder
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
 from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic

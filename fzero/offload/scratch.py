@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.files import open_to_write
 from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import PAGE
-from fzero.core.writing import open_to_write
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct

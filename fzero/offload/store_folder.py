@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.core.files import make_folder, remove_entry
 from fzero.core.storage import Damaged, is_url, write_text
-from fzero.core.writing import make_folder, remove_entry
 from fzero.offload import store_owner
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles

@@ -23,7 +23,7 @@ from torch import Tensor
 from fzero import models, optim
 from fzero.core import precision
 from fzero.core.device import ELSEWHERE, FakeDevice, Target
-from fzero.core.writing import writing
+from fzero.core.files import writing
 from fzero.kernels import aot
 from fzero.planner import devices, fake_inductor
 from fzero.sharding import one_process, zero_plan

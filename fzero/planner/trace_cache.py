@@ -25,10 +25,10 @@ import torch
 from fzero.comm.ledger import Row
 from fzero.core.compile import have_compiler
 from fzero.core.device import Target
+from fzero.core.files import make_folder, replacing
 from fzero.core.foreign import in_form, read_json
 from fzero.core.kept import package_digest
 from fzero.core.storage import user_folder
-from fzero.core.writing import make_folder, replacing
 from fzero.kernels import chips
 from fzero.planner.operations import Op
 from fzero.planner.step_trace import Segment, Trace, Transfer

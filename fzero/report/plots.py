@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fzero.core.writing import replacing
+from fzero.core.files import replacing
 from fzero.run import run_folder
 from fzero.run.objectives import unit_of
 

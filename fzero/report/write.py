@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import fzero
+from fzero.core.files import make_folder
 from fzero.core.foreign import in_form, read_json
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder
 from fzero.report import compare, figures, html_page, markdown, values
 from fzero.report.figures import Drawn
 from fzero.report.parts import Picture

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
 from dataclasses import replace
 from typing import Any
 
-from fzero.core.foreign import parse_json
+from fzero.core.foreign import json_text, parse_json
 from fzero.core.pytree import nearest
 from fzero.core.tables import Table, check_type
 from fzero.models import ModelConfig
@@ -127,7 +126,7 @@ def to_table(config: RunConfig) -> Table:
 
 def to_json(config: RunConfig) -> str:
     """The JSON text of `config`; `from_json` reads it back equal."""
-    return json.dumps(to_table(config), indent=2) + "\n"
+    return json_text(to_table(config), "config.json", 2) + "\n"
 
 
 def from_json(text: str, name: str = "config.json") -> RunConfig:

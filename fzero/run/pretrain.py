@@ -14,9 +14,9 @@ import torch
 from fzero import data
 from fzero.comm.mesh_text import mesh_text
 from fzero.core import gpu, numa
+from fzero.core.files import NotWritable
 from fzero.core.storage import absolute, is_url
 from fzero.core.tables import Table
-from fzero.core.writing import NotWritable
 from fzero.data.chat import read_chat
 from fzero.data.mixture import Mixture
 from fzero.data.tokens import read_meta
@@ -282,7 +282,8 @@ def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: i
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths of its corpora and its checkpoints."""
+    """The config with absolute paths of its corpora and its checkpoints; raises ValueError for one that is not UTF-8,
+    with which config.json could not be read again."""
     if config.data.path != "stdlib":
         config = replace(config, data=replace(config.data, path=absolute(config.data.path)))
     if config.data.cache:
@@ -292,6 +293,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     place = config.train.checkpoints
     if place and not is_url(place):
         config = replace(config, train=replace(config.train, checkpoints=str(Path(place).absolute())))
+    to_json(config)
     return config
 
 

@@ -32,17 +32,18 @@ import torch
 
 import fzero
 from fzero import checkpoint
+from fzero.core.files import append_line, make_folder, open_to_write, remove_entry
 from fzero.core.foreign import (
     LARGEST,
     Unparsable,
     expect_entries,
     expect_regular,
+    json_text,
     parse_json,
     read_json,
     read_text_file,
 )
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, open_to_write, remove_entry, writing
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
@@ -121,12 +122,12 @@ def create_run(
         "python": platform.python_version(),
         "platform": platform.platform(),
         "threads": torch.get_num_threads(),
-        "command": sys.argv,
+        "command": [word.encode(errors="backslashreplace").decode() for word in sys.argv],  # only to be shown
         "tokenizer": tokenizer.name if tokenizer else "",
         "eos": tokenizer.eos if tokenizer else -1,
         **environment,
     }
-    write_text(folder, ENVIRONMENT, json.dumps(here, indent=2) + "\n")
+    write_text(folder, ENVIRONMENT, json_text(here, str(folder / ENVIRONMENT), 2) + "\n")
     write_text(folder, CONFIG, config_table.to_json(value))
 
 
@@ -223,8 +224,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def add_sample(folder: Path, step: int, prompt: str, text: str) -> None:
     """Write a line of samples.jsonl: the text generated after `step`, which begins with its prompt."""
     line = {"step": step, "prompt": prompt, "text": text}
-    with writing(folder / SAMPLES, "append") as file:
-        file.write((json.dumps(line) + "\n").encode())
+    append_line(folder / SAMPLES, json_text(line, str(folder / SAMPLES)))
 
 
 def cut_metrics(folder: Path, step: int) -> None:

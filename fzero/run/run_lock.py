@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fzero.core.files import make_folder, open_to_write
 from fzero.core.foreign import parse_json
 from fzero.core.storage import naming
-from fzero.core.writing import make_folder, open_to_write
 
 LOCK = "lock.json"
 BEAT_S = 5.0

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core.foreign import expect_regular
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import weigh_targets
@@ -117,6 +118,7 @@ def with_digest(text: str) -> str:
 
 def content_of(path: Path) -> bytes:
     """The bytes of a file of weights; raises ValueError if they cannot be read."""
+    expect_regular(path)
     try:
         return path.read_bytes()
     except OSError as error:

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 import fzero
+from fzero.core.files import open_to_write
 from fzero.core.kept import PACKAGE, cache_folder, processor
-from fzero.core.writing import open_to_write
 
 
 def mark() -> Path:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from fzero.checkpoint.convert.safetensors import Entry
 from fzero.checkpoint.convert.torch_zip import expect_sound
+from fzero.core.foreign import expect_regular
 from fzero.core.paths import path_fault
 
 METADATA = ".metadata"
@@ -68,6 +69,7 @@ class _Unpickler(pickle._Unpickler):  # in Python: with a damaged memo index the
 def read_metadata(folder: Path) -> Metadata:
     """Read the .metadata of a folder; raises ValueError naming it if it is damaged or has other content."""
     path = folder / METADATA
+    expect_regular(path)
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
         if not isinstance(metadata, Metadata) or not _has_form(metadata):

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fzero.checkpoint.convert.safetensors import Entry
 from fzero.checkpoint.convert.torch_zip import expect_sound
+from fzero.core.foreign import expect_regular
 from fzero.core.paths import path_fault
 
 ZERO, FP32, STATES = "zero", "fp32.pt", "*_model_states.pt"
@@ -103,6 +104,7 @@ def open_universal(folder: Path) -> dict[str, Entry]:
 def _load(path: Path, device: str, *, mapped: bool = False) -> Any:
     """Load a file of torch.save: tensors and plain values; objects of other classes are not made. On "meta", no data
     are read."""
+    expect_regular(path)
     try:
         unknown: list[Any] = [(_Inert, name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(path)]
         with torch.serialization.safe_globals(unknown):

@@ -16,7 +16,7 @@ from fzero.checkpoint.convert.transformers_module import loss_of_task, make_modu
 from fzero.checkpoint.convert.transformers_weights import weights_of
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
-from fzero.core.writing import make_folder, remove_entry
+from fzero.core.files import make_folder, remove_entry
 from fzero.models.base import Model
 from fzero.models.batch import Batch
 from fzero.models.from_module import expect_trainable, held_by, model_of

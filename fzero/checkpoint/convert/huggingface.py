@@ -25,9 +25,9 @@ from fzero.checkpoint.convert.huggingface_names import Row, places, their_shape
 from fzero.checkpoint.convert.huggingface_read import FLOATS, leaves_of, like, read_hf_config, tensors_of
 from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
+from fzero.core.files import make_folder, remove_entry
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, remove_entry
 from fzero.models import build
 
 # ---- import ----

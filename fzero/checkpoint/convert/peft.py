@@ -25,10 +25,10 @@ from fzero.checkpoint.convert.huggingface_names import Row, places
 from fzero.checkpoint.convert.huggingface_read import like, read_hf_config
 from fzero.checkpoint.convert.safetensors import Entry, read_safetensors, write_safetensors
 from fzero.core import digest, pytree
+from fzero.core.files import make_folder, remove_entry
 from fzero.core.foreign import expect_entries, nearest, read_json, short
 from fzero.core.pytree import Tree
 from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, remove_entry
 from fzero.models import LORA, LoRAConfig
 from fzero.models.presets import without_adapters
 from fzero.sharding.slices import is_stacked

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core.foreign import LARGEST, expect_entries, parse_json, short
-from fzero.core.writing import writing
+from fzero.core.files import writing
+from fzero.core.foreign import LARGEST, expect_entries, expect_regular, parse_json, short
 
 CHUNK_BYTES = 1 << 22
 LONGEST_HEADER = LARGEST  # bytes
@@ -99,7 +99,7 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
     Raises ValueError naming a damaged file (truncated, with an invalid header, or with offsets that do not fit the
     data), and naming a tensor whose dtype torch lacks.
     """
-    have = path.stat().st_size
+    have = expect_regular(path)
     with open(path, "rb") as f:
         length = int.from_bytes(f.read(8), "little")
         if have < 8 or length > min(have - 8, LONGEST_HEADER):

@@ -6,12 +6,15 @@ import io
 import zipfile
 from pathlib import Path
 
+from fzero.core.foreign import expect_regular
+
 
 class Span(io.RawIOBase):
     """The bytes [begin, begin + length) of a file, as a file object."""
 
     def __init__(self, path: Path, begin: int, length: int) -> None:
         super().__init__()
+        expect_regular(path)
         self.file = open(path, "rb")  # noqa: SIM115  (closed with this one)
         self.begin, self.length, self.at = begin, length, 0
 

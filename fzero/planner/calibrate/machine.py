@@ -15,7 +15,7 @@ import torch
 import fzero
 from fzero.core import gpu
 from fzero.core.compile import have_compiler
-from fzero.core.writing import make_folder, replacing
+from fzero.core.files import make_folder, replacing
 from fzero.kernels import chips
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.disk_config import load_settings

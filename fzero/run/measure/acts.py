@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from fzero.comm.act_times import ActTimes
 from fzero.comm.tables import device_of, gather_rows
 from fzero.core import gpu
+from fzero.core.foreign import json_text
 from fzero.core.storage import write_text
 from fzero.run.build import Job, local_micro_batches
 from fzero.run.measure.timer import seconds_between
@@ -62,4 +62,4 @@ def recording_acts(job: Job, folder: Path, named: dict[str, Any]) -> Iterator[No
         firsts = [rows[rank * (mesh.size // mesh["pp"].size)][: len(row)] for rank, row in enumerate(schedule.rows)]
         record = {"schedule": write_schedule(schedule), "start": [[a for a, _ in row] for row in firsts]}
         record["end"] = [[b for _, b in row] for row in firsts]
-        write_text(folder, PIPELINE, json.dumps({**named, **record}) + "\n")
+        write_text(folder, PIPELINE, json_text({**named, **record}, str(folder / PIPELINE)) + "\n")

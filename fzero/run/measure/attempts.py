@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -15,8 +14,9 @@ import torch
 
 import fzero
 from fzero.core import gpu
+from fzero.core.files import append_line
+from fzero.core.foreign import json_text
 from fzero.core.tables import Table
-from fzero.core.writing import writing
 from fzero.run import machine as doctor
 from fzero.run import run_folder
 from fzero.run.build import Job, local_micro_batches, num_params
@@ -64,8 +64,8 @@ def begin(
         "machine": machine(),
         "config": to_table(config),  # a resumed run may have another mesh, stage and offload than config.json
     }
-    with writing(folder / run_folder.ATTEMPTS, "append") as file:
-        file.write((json.dumps(line) + "\n").encode())
+    path = folder / run_folder.ATTEMPTS
+    append_line(path, json_text(line, str(path)))
     return number
 
 

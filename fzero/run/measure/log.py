@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import resource
 import sys
@@ -16,10 +15,11 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.files import cut_half_line, open_to_write
+from fzero.core.foreign import json_text
 from fzero.core.gpu import HOST, memory_of, reset_peak
 from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import naming
-from fzero.core.writing import open_to_write
 from fzero.optim.lr_scale import LR_SCALE
 from fzero.run import run_folder
 from fzero.run.build import Job
@@ -226,12 +226,13 @@ def metrics_writer(
     path = folder / run_folder.METRICS
     with ExitStack() as stack:
         file = open(open_to_write(path, "append"), "a", encoding="utf-8")  # noqa: SIM115  (closed by the stack)
+        cut_half_line(file.fileno())
         stack.callback(close_flushed, file)
         log = stack.enter_context(open_loggers(loggers, folder, first=first, config=config))
 
         def record(row: Mapping[str, Any]) -> None:
             with naming(path):
-                file.write(json.dumps(row) + "\n")
+                file.write(json_text(row, str(path)) + "\n")
                 file.flush()
             log(row["step"], row)
             show(row)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
-from fzero.core.foreign import read_text_file
+from fzero.core.files import make_folder, replacing, writing
+from fzero.core.foreign import expect_regular, short
 from fzero.core.pytree import nearest
-from fzero.core.storage import write_text
-from fzero.core.writing import make_folder, writing
 from fzero.sharding import Mesh
 
 Log = Callable[[int, Any], None]  # takes the number of a step, and its values
@@ -135,31 +134,55 @@ def _csv(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
     The last rows of an earlier attempt, which this one makes again, are dropped.
     """
     path = folder / "metrics.csv"
-    rows = list(csv.DictReader(read_text_file(path).splitlines())) if path.is_file() else []
-    columns = list(rows[0]) if rows else []
-    if rows:
-        write_rows(path, columns, [row for row in rows if int(row["step"]) <= first])
+    columns = _columns(path)
+    if columns:
+        _rewrite(path, columns, first)
 
     def log(step: int, row: Mapping[str, float]) -> None:
         values = {"step": step, **row}
         if new := [name for name in values if name not in columns]:
-            rows = list(csv.DictReader(read_text_file(path).splitlines())) if path.is_file() else []
             columns.extend(new)
-            write_rows(path, columns, [*rows, values])
-        else:
-            with writing(path, "append") as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
-                csv.DictWriter(text, columns, lineterminator="\n").writerow(values)
+            _rewrite(path, columns)
+        with writing(path, "append") as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+            csv.DictWriter(text, columns, lineterminator="\n").writerow(values)
 
     yield log
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a CSV file whole: the old one stays until the new one is there."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path.parent, path.name, text.getvalue())
+def _columns(path: Path) -> list[str]:
+    """The columns of metrics.csv; [] if there is none, or it is empty."""
+    if not path.exists():
+        return []
+    expect_regular(path)
+    with _csv_of(path), path.open(encoding="utf-8", errors="replace", newline="") as file:
+        columns = next(csv.reader(file), [])
+    if columns and columns[0] != "step":
+        raise ValueError(f"{path}: begins with {short(columns[0])} and not with a column step; move the file away")
+    return columns
+
+
+@contextlib.contextmanager
+def _csv_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except csv.Error as error:
+        raise ValueError(f"{path}: is no CSV file ({error}); move it away") from None
+
+
+def _rewrite(path: Path, columns: Sequence[str], last: int | None = None) -> None:
+    """Write metrics.csv anew with these columns and its rows up to the step `last`, None: all; a row that a kill cut
+    short is left out. The old file stays until the new one is whole."""
+    with replacing(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        if path.exists():
+            with _csv_of(path), path.open(encoding="utf-8", errors="replace", newline="") as old:
+                for row in csv.DictReader(old):
+                    step = row["step"] or ""
+                    if step.isdecimal() and None not in row.values() and (last is None or int(step) <= last):
+                        writer.writerow(row)
+        text.detach()  # which flushes it, and leaves the file open
 
 
 OPENERS: dict[str, Callable[[Path, int, Mapping[str, Any]], contextlib.AbstractContextManager[Log]]] = {

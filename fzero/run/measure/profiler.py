@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from fzero.comm.ledger import Ledger
 from fzero.core import gpu
-from fzero.core.writing import replacing
+from fzero.core.files import replacing
 
 TRACE = "trace.json.gz"
 

@@ -6,7 +6,6 @@ steps.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from fzero.comm.ledger import Ledger, Row
 from fzero.core import gpu, pytree
+from fzero.core.foreign import json_text
 from fzero.core.storage import write_text
 from fzero.core.tables import Table
 from fzero.kernels.registry import describe, observe
@@ -110,7 +110,7 @@ def rows_since(ledger: Ledger, before: list[Row]) -> list[Row]:
 
 def write(folder: Path, name: str, value: Table) -> None:
     """Write a record into the run folder, atomically replacing that of an earlier attempt."""
-    write_text(folder, name, json.dumps(value) + "\n")
+    write_text(folder, name, json_text(value, str(folder / name)) + "\n")
 
 
 # -- memory

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fzero.core.files import make_folder, open_to_write
 from fzero.core.storage import absolute
 from fzero.core.tables import Table, flat, put
-from fzero.core.writing import make_folder, open_to_write
 from fzero.data.mixture import Mixture
 from fzero.models.presets import family_of
 from fzero.run import run_folder, run_lock

@@ -21,9 +21,10 @@ How = Literal["new", "replace", "append", "update"]
 FLAGS: dict[How, int] = {
     "new": os.O_WRONLY | os.O_EXCL,
     "replace": os.O_WRONLY | os.O_EXCL,
-    "append": os.O_WRONLY | os.O_APPEND,
+    "append": os.O_RDWR | os.O_APPEND,
     "update": os.O_RDWR,
 }
+BLOCK = 1 << 16  # bytes that are read at a time
 KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFDIR: "a folder",
@@ -154,6 +155,27 @@ def replacing(path: str | Path, *, cache: bool = False) -> Iterator[BinaryIO]:
         raise
     if not cache:
         sync_folder(path.parent)
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Append a line to a text file; one at its end that a kill cut short is removed first."""
+    with writing(path, "append") as file:
+        cut_half_line(file.fileno())
+        file.write(f"{line}\n".encode())
+
+
+def cut_half_line(fd: int) -> None:
+    """Remove what follows the last newline of an open file."""
+    size = end = os.fstat(fd).st_size
+    while end:
+        begin = max(0, end - BLOCK)
+        at = os.pread(fd, end - begin, begin).rfind(b"\n")
+        if at >= 0:
+            end = begin + at + 1
+            break
+        end = begin
+    if end < size:
+        os.ftruncate(fd, end)
 
 
 def make_folder(folder: str | Path, *names: str) -> Path:

@@ -1,0 +1,253 @@
+"""Every file of a run: what fzero writes its own readers read, whatever the names and texts in it; and a file that is
+damaged, missing, a link, a FIFO or a folder is one line or no matter: no hang, no traceback, no other file changed."""
+
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fzero import checkpoint, data
+from fzero.core.files import append_line
+from fzero.core.foreign import json_text, parse_json, read_json
+from fzero.run import run_folder
+from fzero.run.measure.loggers import open_loggers
+from fzero.run.resume import rollback
+
+WORDS = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 2 --seq-len 16 --precision fp32 --peak-tflops 1 --lr 0.01"
+SETTINGS = (
+    "device=cpu",
+    "train.compiled=false",
+    "precision.fp32_matmul=default",
+    "train.eval_every=2",
+    "train.checkpoint_every=2",
+    'train.loggers=["csv"]',
+)
+ODD = "é ∑ \u2028 'x' \x1b[31m\ny"  # a name of a folder, a prompt
+
+
+def begin(fz, folder, *more, name="run"):
+    """A run of 4 of its 8 steps in `folder`."""
+    (folder / "text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(300)))
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    data = ("--data", folder / "text.txt", "--stop-at", 4, "--out", folder / name)
+    code, _, err = fz("pretrain", *WORDS.split(), *settings, *data, *more)
+    assert code == 0, err
+    return folder / name
+
+
+def sound(lines):
+    """Nothing is damaged in what `fzero data verify` says."""
+    assert not any("damaged" in line for line in lines), lines
+
+
+READERS = {
+    "config.json": lambda path: run_folder.read_config(path.parent),
+    "environment.json": lambda path: run_folder.read_environment(path.parent),
+    "metrics.jsonl": lambda path: list(run_folder.read_metrics(path.parent)),
+    "attempts.jsonl": lambda path: run_folder.read_attempts(path.parent),
+    "samples.jsonl": lambda path: list(run_folder.read_lines(path)),
+    "metrics.csv": lambda path: open_loggers(["csv"], path.parent).__enter__(),
+    "skips.json": lambda path: rollback.read_log(path.parent),
+    "ledger.json": read_json,
+    "memory.json": read_json,
+    "plan.json": read_json,
+    "trace.json.gz": lambda path: parse_json(gzip.decompress(path.read_bytes()), str(path)),
+    "*.png": lambda path: path.read_bytes().index(b"\x89PNG"),
+    "report/report.json": read_json,
+    "report/*": lambda path: path.read_text(encoding="utf-8"),
+    "data/meta.json": read_json,
+    "data/*": lambda path: sound(data.verify(path.parent)),
+    "checkpoints/step-*": lambda path: checkpoint.expect_sound(
+        path.parents[len(path.parts) - path.parts.index("checkpoints") - 3]
+    ),
+}
+
+
+@pytest.mark.slow
+def test_what_a_run_writes_its_readers_read(tmp_path, fz):
+    run = begin(fz, tmp_path, "--prompt", ODD, "--profile", "3-3", name=ODD)
+    code, _, err = fz("pretrain", "--out", run, "--resume", "--prompt", ODD)
+    assert code == 0, err
+    code, _, err = fz("report", run)
+    assert code == 0, err
+    seen = set()
+    for path in sorted(path for path in run.rglob("*") if path.is_file()):
+        pattern = next((each for each in READERS if fnmatch(str(path.relative_to(run)), each)), None)
+        assert pattern, f"{path}: no reader is known for this file of a run"
+        READERS[pattern](path)
+        seen.add(pattern)
+    assert seen >= READERS.keys() - {"skips.json"}, READERS.keys() - seen
+    assert [row["step"] for row in run_folder.read_metrics(run)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("word", ["\udce9", "a\ud800b"])
+def test_an_argument_that_is_not_text_is_refused(word, tmp_path, fz):
+    for command in (("pretrain", "--prompt", word, "--out", tmp_path / "run"), ("report", word)):
+        code, _, err = fz(*command)
+        assert code == 2 and "is not UTF-8 text" in err and err.count("\n") == 1 and err.isascii()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_a_reader_refuses_is_not_written():
+    for value in ({"a": ["\udce9"]}, {"a": ("\udce9",)}, {"a": 2**70}):
+        with pytest.raises(ValueError, match=r"^x\.json: "):
+            json_text(value, "x.json")
+
+
+def test_a_folder_whose_name_is_not_text_is_refused_before_anything_is_made(tmp_path, fz, monkeypatch):
+    folder = os.fsencode(tmp_path) + b"/d\xe9"
+    os.mkdir(folder)
+    monkeypatch.chdir(folder)
+    Path("text.txt").write_text("some text " * 500)
+    code, _, err = fz("pretrain", *WORDS.split(), "--data", "text.txt", "--out", "run", "--set", "device=cpu")
+    assert code == 2 and "is no text" in err and os.listdir() == ["text.txt"], err
+
+
+def test_a_line_after_one_that_a_kill_cut_short(tmp_path):
+    path = tmp_path / "attempts.jsonl"
+    for before in ('{"attempt": 1}\n{"att', '{"att', '{"attempt": 1}\n', "", '{"a": "' + "x" * 200_000):
+        path.write_text(before)
+        append_line(path, '{"attempt": 2}')
+        lines = [line["attempt"] for line in run_folder.read_lines(path)]
+        assert lines == ([1, 2] if before.startswith('{"attempt": 1}') else [2])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 7])
+def test_a_csv_file_goes_on_after_a_row_that_a_kill_cut_short(cut, tmp_path):
+    with open_loggers(["csv"], tmp_path) as log:
+        for step in (1, 2, 3):
+            log(step, {"loss": 1.5 * step, "lr": 0.25})
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text()[: -cut or None])
+    with open_loggers(["csv"], tmp_path, first=2) as log:
+        log(3, {"loss": 4.5, "lr": 0.25})
+        log(4, {"loss": 6.0, "lr": 0.25, "val_loss": 1.0})
+    assert path.read_text().splitlines() == [
+        "step,loss,lr,val_loss", "1,1.5,0.25,", "2,3.0,0.25,", "3,4.5,0.25,", "4,6.0,0.25,1.0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_of_another_encoding_does_not_end_a_command(encoding, tmp_path):
+    code = "from fzero.cli import process; process.escape_output(); print('x ÷ ∑'); print('\\udce9')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+        capture_output=True, text=True, encoding="latin-1", cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ("x \\xf7 \\u2211\n" if encoding == "ascii" else "x ÷ \\u2211\n") + "\\udce9\n"
+
+
+# ---- files that are not as they were written ----
+
+KINDS = ("link", "dangling", "fifo", "folder", "missing", "flipped", "cut", "empty")
+COMMANDS = {
+    "resume": ("pretrain", "--out", "RUN", "--resume", "--prompt", "a"),
+    "sample": ("sample", "RUN", "--prompt", "a", "--max-new-tokens", 3, "--device", "cpu"),
+    "report": ("report", "RUN"),
+    "ls": ("ckpt", "ls", "RUN"),
+    "verify": ("ckpt", "verify", "RUN"),
+    "data": ("data", "verify", "RUN/data"),
+    "init": (
+        "pretrain", *WORDS.split(), "--set", "device=cpu", "--set", "train.compiled=false", "--init", "RUN",
+        "--data", "RUN/data", "--out", "NEW", "--steps", 1,
+    ),
+}  # fmt: skip
+CASE_S = 60
+
+
+def damage(path, kind, outside, rng):
+    """Put something else in the place of a file."""
+    raw = path.read_bytes()
+    copy = outside / "copy"
+    copy.write_bytes(raw)
+    path.unlink()
+    if kind in ("link", "dangling"):
+        path.symlink_to(copy if kind == "link" else outside / "nothing")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind != "missing":
+        new = bytearray(raw if kind == "flipped" else raw[: len(raw) // 2] if kind == "cut" else b"")
+        if new and kind == "flipped":
+            new[rng.randrange(len(new))] ^= 1 << rng.randrange(8)
+        path.write_bytes(new)
+
+
+def faults(fz, run, sound, name, kind, command, rng):
+    """What is wrong with a command on a copy of the run of which the file `name` is damaged; "" for nothing."""
+    work, outside = run.parent / "work", run.parent / "outside"
+    for folder in (work, run.parent / "new", outside):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(run, work)
+    outside.mkdir()
+    damage(work / name, kind, outside, rng)
+    before = {path: path.read_bytes() for path in outside.iterdir()}
+
+    def alarm(number, frame):
+        raise TimeoutError("hangs")
+
+    old = signal.signal(signal.SIGALRM, alarm)
+    signal.alarm(CASE_S)
+    words = [str(word).replace("RUN", str(work)).replace("NEW", str(run.parent / "new")) for word in COMMANDS[command]]
+    try:
+        code, _, err = fz(*words)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, old)
+    problem = ""
+    if code not in (0, 1, 2) or "fault of fzero" in err or "Traceback" in err or "hangs" in err:
+        problem = f"exit code {code}: {err[-500:]}"
+    if (code == 0) != ("fzero: error" not in err) and command != "verify":
+        problem += f"exit code {code} with {err[-300:]}"
+    if before != {path: path.read_bytes() for path in outside.iterdir()}:
+        problem += "a file outside has changed"
+    if command == "resume" and code == 0 and name.startswith(("checkpoints", "data")):
+        rows = {row["step"]: row["loss"] for row in run_folder.read_metrics(work)}
+        problem += f"another curve {rows}" if rows != sound else ""
+    return problem
+
+
+def all_faults(fz, folder, seed, most=0):
+    """The faults of (file, kind, command) of a run: of all, or of `most` cases, each file, kind and command among
+    them."""
+    run = begin(fz, folder, "--prompt", "a")
+    files = sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
+    rng = random.Random(seed)
+    full = folder / "full"
+    shutil.copytree(run, full)
+    assert fz("pretrain", "--out", full, "--resume", "--prompt", "a")[0] == 0
+    sound = {row["step"]: row["loss"] for row in run_folder.read_metrics(full)}
+    shutil.copyfile(full / "samples.jsonl", run / "samples.jsonl")
+    cases = [(file, kind, command) for file in [*files, "samples.jsonl"] for kind in KINDS for command in COMMANDS]
+    rng.shuffle(cases)
+    if most:  # those that bring something new come first
+        seen, first, later = set(), [], []
+        for case in cases:
+            pairs = {case[:2], case[1:]} - seen
+            (first if case[:2] in pairs and case[1:] in pairs else later).append(case)
+            seen |= pairs
+        cases = [*first, *later][:most]
+    return {case: problem for case in cases if (problem := faults(fz, run, sound, *case, rng))}
+
+
+@pytest.mark.slow
+def test_no_file_of_a_run_that_is_not_as_it_was_written_leads_to_a_hang_or_a_traceback(tmp_path, fz):
+    found = all_faults(fz, tmp_path, seed=0, most=24)
+    assert not found, json.dumps({str(case): problem for case, problem in found.items()}, indent=1)
+
+
+@pytest.mark.exhaustive
+def test_no_file_of_a_run_at_all(tmp_path, fz):
+    found = all_faults(fz, tmp_path, seed=int(np.random.default_rng().integers(1 << 30)))
+    assert not found, json.dumps({str(case): problem for case, problem in found.items()}, indent=1)
