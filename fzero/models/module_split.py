@@ -35,7 +35,8 @@ class Program:
 
     def __call__(self, inputs: Inputs, x: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         given = {**inputs, **{f"x {i}": leaf for i, leaf in enumerate(x)}}
-        return self.graph(*(given[name] for name in self.names))
+        # The graph has the views of the example's strides; a slice of a batch has others.
+        return self.graph(*(given[name].contiguous() for name in self.names))
 
     def uses(self, kind: str) -> list[str]:
         """The names of its inputs of a kind, such as "parameter"."""

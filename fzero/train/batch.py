@@ -111,18 +111,19 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
     return pytree.map(deal, batch)
 
 
-def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
+def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = False) -> None:
     """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, or the ranks
     of a tp or cp group have different ones.
 
-    Equal rows that `local_batch` dealt pass, and those of a batch whose rows are all alike, as of zeros in a trial.
+    Equal rows that `local_batch` dealt pass, or the loader of a run (dealt), and those of a batch whose rows are all
+    alike, as of zeros in a trial.
     Communicates: an all_gather of three int64.
     """
     named, content = pytree.named_leaves(batch), hashlib.sha256()
     for name, leaf in named.items():
         held = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         content.update(f"{name} {leaf.dtype} {list(leaf.shape)}".encode() + held.numpy().tobytes())
-    one_row = all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
+    one_row = dealt or all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
     dealt = one_row or all(hasattr(leaf, DEALT) for leaf in named.values())
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0], dealt]
     table = gather_rows(torch.tensor(row, device=device_of(mesh)), mesh, leaf="batch").tolist()
