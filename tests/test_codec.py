@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -372,3 +373,55 @@ def test_a_plan_counts_codes_on_slow_links():
             times[text, links is here] = fzero.plan(settings | {"codec": text}, mesh, gpu=links).step_s
     assert times["", False] > times["grads=int4", False] > times["", True]
     assert times["", False] > 2.5 * times["grads=int4", False]
+
+
+# ---- gradients as autograd gives them --------------------------------------------------------------------------------
+
+STRIDED = {"w": (16, 33), "v": (4, 6, 8), "narrow": (6, 16), "embedding": (32, 16)}
+BATCH = {"x": (8, 16), "ids": (8,)}
+
+
+def strided_loss(params, batch, plain):
+    """A loss with gradients that are transposed, expanded and sparse; plain: with dense ones, in rows."""
+    w, v, narrow, table = (params[name] * 1.0 if plain else params[name] for name in STRIDED)
+    x = batch["x"] + torch.nn.functional.embedding(batch["ids"], table, sparse=not plain)
+    y = (x @ w).pow(2).sum() + torch.einsum("bi,ji->bj", x, narrow).pow(2).sum() + v.transpose(0, 2).exp().sum()
+    return y + (narrow.t().unsqueeze(0) * x.unsqueeze(-1)).sum(), len(x)
+
+
+def strided_steps(mesh, cases):
+    out, plain_forms = [], fzero.Execution(kernels="reference")
+    draw = torch.Generator().manual_seed(0)
+    first = {name: torch.randn(shape, generator=draw) / 8 for name, shape in STRIDED.items()}
+    batch = {"x": torch.randn(BATCH["x"], generator=draw), "ids": torch.arange(8) % 3}
+    for stage, text in cases:
+        ends = []
+        for plain in (False, True):
+            plan = fzero.zero_plan(stage, first, mesh, policy=fzero.fp32(), codec=text)
+            tx = optim.onebit_adam(1e-3, freeze=1) if text == "grads=1bit" else optim.sgd(1e-3)
+            state = fzero.init_state(pytree.map(torch.clone, first), tx, plan, seed=0)
+            step = fzero.make_train_step(
+                partial(strided_loss, plain=plain), tx, plan, micro_batches=2, execution=plain_forms
+            )
+            for _ in range(2):
+                state, _ = step(state, fzero.local_batch(batch, mesh, 2))
+            ends.append(pytree.named_leaves(state.params))
+        out.append(ends)
+    return out
+
+
+LOCO = "grads=int4,block=16,loco"
+
+
+STRIDED_CASES = [(2, LOCO), (3, f"params=int8,{LOCO},errors=int8"), (0, "grads=1bit"), (1, None)]
+MORE_CASES = [(3, LOCO), (2, "grads=int8,block=16"), (3, "grads=fp8_e4m3"), (0, None), (2, None), (3, None)]
+
+
+@pytest.mark.parametrize("cases", [STRIDED_CASES[:2], pytest.param([*STRIDED_CASES[2:], *MORE_CASES], marks=slow)])
+def test_a_gradient_travels_with_any_strides_and_without_its_zeros(cases):
+    """Strides decide how a product adds, and so the last bits alone."""
+    for found in ranks.run(2, strided_steps, cases):
+        for case, (strided, plain) in zip(cases, found):
+            assert strided.keys() == plain.keys(), case
+            for name in strided:
+                assert_close(strided[name], plain[name], atol=1e-5)

@@ -10,6 +10,7 @@ import torch
 from close import assert_close, assert_same
 from law_cases import FP64
 from torch import nn
+from torch.nn import functional as F
 
 import fzero
 from fzero import checkpoint, models, optim
@@ -337,3 +338,29 @@ def test_torchs_checkpoint_is_passed_over_and_remat_is_named(reentrant, outside,
     x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)  # elsewhere it works as ever
     torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=reentrant).sum().backward()
     assert x.grad is not None
+class Embedded(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, sparse=sparse)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)])
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_batch_of_slices_and_an_embedding_with_sparse_gradients_train_as_whole_rows_and_dense_ones():
+    text = torch.randint(0, 16, (4, 7), generator=torch.Generator().manual_seed(0))
+    slices = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+    loss = lambda net, b: (F.cross_entropy(net(b["tokens"]).flatten(0, 1), b["targets"].flatten(), reduction="sum"), 24)  # noqa: E731
+    ends = []
+    for sparse, batch in ((False, {name: x.contiguous() for name, x in slices.items()}), (True, slices)):
+        torch.manual_seed(0)
+        model, tx = fzero.from_module(Embedded(sparse), loss), optim.sgd(0.1)
+        plan = fzero.zero_plan(0, model, fzero.one_process())
+        step = fzero.make_train_step(model, tx, plan)
+        ends.append(step(fzero.init_state(model, tx, plan, seed=0), batch)[0].params)
+    assert_same(*ends)

@@ -99,6 +99,20 @@ def test_a_step_refuses_rows_that_are_not_its_own():
                     raise ValueError(said)
 
 
+def of_a_loader(mesh):
+    """A step of a run, whose loader has dealt equal rows: data of one row for each data rank."""
+    model = model_of("gpt2", dropout=0.0)
+    plan, tx = fzero.zero_plan(2, model, mesh, policy=FP64), optim.sgd(0.1)
+    step = fzero.make_train_step(model, tx, plan, execution=fzero.Execution(_dealt=True))
+    state = fzero.init_state(model, tx, plan, seed=0)
+    _, metrics = step(state, batch_for(0, ROWS))
+    return float(metrics.num_tokens)
+
+
+def test_tiny_data_of_a_run_may_give_two_ranks_the_same_rows():
+    assert ranks.run(2, of_a_loader) == [2 * of_a_loader(fzero.one_process())] * 2
+
+
 def unlike_over_tp(mesh):
     model = model_of("gpt2", dropout=0.0)
     plan, tx = fzero.zero_plan(0, model, mesh, policy=FP64), optim.sgd(0.1)

@@ -38,6 +38,6 @@ def unpack(bundle: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     tensor's first dim.
     """
     if len(shapes) == 1:
-        return [bundle.view(shapes[0])]
+        return [bundle.reshape(shapes[0])]
     widths = [torch.Size(shape).numel() // bundle.shape[0] for shape in shapes]
     return [part.reshape(shape) for part, shape in zip(bundle.split(widths, 1), shapes)]

@@ -90,6 +90,11 @@ def first_order() -> bool:
     return transforms() in ([], ["Grad"])
 
 
+def dense(grad: Tensor) -> Tensor:
+    """A gradient with its zeros, as sums over ranks need it: that of a sparse=True embedding has its rows alone."""
+    return grad.to_dense() if grad.is_sparse else grad
+
+
 def needs_grad(*tensors: Tensor) -> bool:
     """Whether the result of a computation on `tensors` will be differentiated in reverse mode."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import kept, kept_programs, observe
+from fzero.core.autodiff import dense
 from fzero.core.backward_cut import cut_backward
 from fzero.core.both_orders import make_both_orders
 from fzero.core.compile import (
@@ -177,7 +178,7 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
         wanted = [leaf for leaf in leaves if leaf is not None]
         # As torch.autograd.grad, without its check of symbolic shapes, for which it imports sympy.
         grads = run_autograd(tuple(outs), tuple(cots), False, False, tuple(wanted), True, accumulate_grad=False)
-        whole = iter([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, wanted)])
+        whole = iter([torch.zeros_like(leaf) if grad is None else dense(grad) for grad, leaf in zip(grads, wanted)])
         return [leaf if leaf is None else next(whole) for leaf in leaves]
 
     return VjpPair(lambda inputs: None, primal, forward, backward)

@@ -38,7 +38,8 @@ class Program:
 
     def __call__(self, inputs: Inputs, x: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         given = {**inputs, **{f"x {i}": leaf for i, leaf in enumerate(x)}}
-        ordered = [given[name] for name in self.names]
+        # The graph has the views of the example's strides; a slice of a batch has others.
+        ordered = [given[name].contiguous() for name in self.names]
         with wide_sums(ordered):
             return self.graph(*ordered)
 

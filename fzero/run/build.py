@@ -139,6 +139,7 @@ def build(
         t.capture,
         config.resident,
         _layers=layers,
+        _dealt=True,
         _known=known,
     )
     trained = with_drops(config, model)

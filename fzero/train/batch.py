@@ -103,18 +103,19 @@ def local_batch(batch: Any, mesh: Mesh, micro_batches: int = 1) -> Any:
     return dealt
 
 
-def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int) -> None:
+def expect_own_rows(batch: Any, mesh: Mesh, micro_batches: int, dealt: bool = False) -> None:
     """Raise ValueError, the same on all ranks, if data ranks have the same rows or unlike numbers of rows, the ranks
     of a tp or cp group have different ones, or `local_batch` dealt them for another number of micro-batches, or twice.
 
-    Equal rows that `local_batch` dealt pass, and those of a batch whose rows are all alike, as of zeros in a trial.
+    Equal rows that `local_batch` dealt pass, or the loader of a run (dealt), and those of a batch whose rows are all
+    alike, as of zeros in a trial.
     Communicates: an all_gather of five int64.
     """
     named, content = pytree.named_leaves(batch), hashlib.sha256()
     for name, leaf in named.items():
         held = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         content.update(f"{name} {leaf.dtype} {list(leaf.shape)}".encode() + held.numpy().tobytes())
-    one_row = all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
+    one_row = dealt or all(bool((leaf == leaf[:1]).all()) for leaf in named.values())
     dealing = dealing_of(batch, mesh) if mesh.data_size > 1 else None
     parts, twice = (dealing.micro_batches, int(dealing.again) * (int(dealing.source) & MASK)) if dealing else (0, 0)
     row = [int.from_bytes(content.digest()[:8], "big", signed=True), next(iter(named.values())).shape[0]]

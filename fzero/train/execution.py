@@ -48,6 +48,7 @@ class Execution:
     capture: str = "off"
     resident: int = 0
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
+    _dealt: bool = False  # runs only: their loader deals rows, which tiny data may have twice
     # planner only: the shapes between stages and of losses, which ranks of pp tell each other in a first step
     _known: dict[Any, Any] | None = field(default=None, compare=False, repr=False)
 

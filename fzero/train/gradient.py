@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.autodiff import Remat, needs_grad, transforms
+from fzero.core.autodiff import Remat, dense, needs_grad, transforms
 from fzero.core.device import fake_device_of
 from fzero.core.gpu_copies import free_sources
 from fzero.core.pytree import Tree
@@ -274,6 +274,7 @@ def functional(
     losses = []
     for part, first in zip(parts, firsts):
         grads, out = gradient(trained, part, first)
+        grads = pytree.map(dense, grads)
         losses.append(out)
         if canonical is not None:
             canonical.add(pytree.map(lambda g: g.to(plan.policy.accumulate), grads))

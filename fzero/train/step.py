@@ -142,7 +142,7 @@ def make_train_step(
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
             if unchecked:
-                check_ranks(checked, unchecked.pop(), state, batch, micro_batches)
+                check_ranks(checked, unchecked.pop(), state, batch, micro_batches, execution._dealt)
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             drawn, rows = draws_of(model, state), size * micro_batches
@@ -213,7 +213,9 @@ def early_start(
     return None
 
 
-def check_ranks(step: contextlib.ExitStack, plan: Plan, state: TrainState, batch: Any, micro_batches: int) -> None:
+def check_ranks(
+    step: contextlib.ExitStack, plan: Plan, state: TrainState, batch: Any, micro_batches: int, dealt: bool
+) -> None:
     """Compare the first step with the other ranks': whose rows it has and its schedule now, each collective until
     `step` is left, for which it is known meanwhile over which axes each tensor may differ."""
     step.enter_context(plan.mesh.checked())
@@ -225,7 +227,7 @@ def check_ranks(step: contextlib.ExitStack, plan: Plan, state: TrainState, batch
         followed.mark(leaf, frozenset(("dp", "rp", "ep", "cp")))
     if not transforms():
         with plan.mesh.ledger.phase("check"):
-            expect_own_rows(batch, plan.mesh, micro_batches)
+            expect_own_rows(batch, plan.mesh, micro_batches, dealt)
             expect_one_schedule(plan, micro_batches)
 
 
