@@ -338,6 +338,8 @@ def test_torchs_checkpoint_is_passed_over_and_remat_is_named(reentrant, outside,
     x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)  # elsewhere it works as ever
     torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=reentrant).sum().backward()
     assert x.grad is not None
+
+
 class Embedded(nn.Module):
     def __init__(self, sparse):
         super().__init__()
