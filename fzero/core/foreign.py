@@ -66,7 +66,7 @@ def json_text(value: Any, name: str, indent: int | None = None) -> str:
     >>> json_text({"a": [1, 2]}, "sizes.json")
     '{"a": [1, 2]}'
     """
-    _check_values(value, name)
+    _check_values(value, name, wide=False)
     text = json.dumps(value, indent=indent)
     if len(text) > LARGEST:
         raise ValueError(f"{name}: {len(text):,} bytes of JSON; at most {LARGEST:,} are read again")

@@ -122,10 +122,7 @@ def build(
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train
     rates = token_rates(config)
-    options = {"kernels": Kernels.parse(t.kernels), "seed": t.seed, "updates": max(1, plan.delayed)}
-    optimizer = partial(make_optimizer, config.optim, t.steps, rates, **options)
-    tx = with_lr_scale(lambda scale: optimizer(scale=scale)) if config.optim.lr_scaling != "none" else optimizer()
-    tx = with_average(tx, t.ema_decay) if t.ema_decay else tx
+    tx = optimizer_of(config, rates, max(1, plan.delayed))
     nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
     if nvme is not None:
         nvme.need(buffer_bytes(plan, config))
@@ -160,6 +157,14 @@ def build(
     train_step = members.step(train_step, plan) if members else train_step
     train_step = BucketStep(train_step, t.batch, mesh.data_size) if config.data.packing == BUCKETS else train_step
     return Job(config, model, plan, tx, schedule, nvme, train_step, eval_step, check, device, members)
+
+
+def optimizer_of(config: RunConfig, rates: Any, updates: int) -> GradientTransformation:
+    """The optimizer of a run, with the scale of its rate and the average that it has. updates: of a step."""
+    options = {"kernels": Kernels.parse(config.train.kernels), "seed": config.train.seed, "updates": updates}
+    optimizer = partial(make_optimizer, config.optim, config.train.steps, rates, **options)
+    tx = with_lr_scale(lambda scale: optimizer(scale=scale)) if config.optim.lr_scaling != "none" else optimizer()
+    return with_average(tx, config.train.ema_decay) if config.train.ema_decay else tx
 
 
 def with_drops(config: RunConfig, model: Model) -> Model:
