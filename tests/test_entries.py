@@ -83,7 +83,7 @@ def weights_for_module(model):
 
 
 FUZZED = [
-    *(pytest.param(kind, 24, marks=pytest.mark.slow) for kind in KINDS),
+    *(pytest.param(kind, 16, marks=pytest.mark.slow) for kind in KINDS),
     *(pytest.param(kind, None, marks=pytest.mark.exhaustive) for kind in KINDS),
 ]
 
