@@ -143,7 +143,7 @@ def draws_of(call: Call) -> Draws:
 
 def expect_samples(call: Call, x: Tensor) -> None:
     """Raise ValueError for the input of a dropout whose mask would depend on how a batch, or a layer, is cut."""
-    at = graph_cut.place()
+    at = graph_cut.current_line()
     if x in call.parts:
         raise ValueError(
             f"{at}: dropout is within what tp splits, where its masks would depend on tp; set its rate to 0, or move it"
