@@ -145,8 +145,8 @@ def expect_samples(call: Call, x: Tensor) -> None:
     """Raise ValueError for the input of a dropout whose mask would depend on how a batch, or a layer, is cut."""
     if x in call.parts:
         raise ValueError(
-            f"{graph_cut.current_line()}: dropout is within what tp splits, where its masks would depend on tp; set its "
-            "rate to 0, or move it"
+            f"{graph_cut.current_line()}: dropout is within what tp splits, where its masks would depend on tp; set "
+            "its rate to 0, or move it"
         )
     if not x.dim() or x.shape[0] % call.rows:
         raise ValueError(
