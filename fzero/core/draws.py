@@ -51,7 +51,7 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self.make_key, self.rows, self.first, self.expect = key, rows, first, expect
         self.number, self.used = 0, False  # draws so far; whether a random function was called, which may not draw
-        self.made: Tensor | None = None
+        self.base_key: Tensor | None = None
 
     @property
     def off(self) -> bool:
@@ -94,9 +94,9 @@ class Draws(TorchFunctionMode):
 
     def next_site(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, int | Tensor]:
         """(the key of the next draw, the index of the first element of a tensor of this shape in it)."""
-        if self.made is None:
-            self.made = prng.key(0, device) if self.make_key is None else self.make_key()
-        key, first = self.made.to(device), self.first
+        if self.base_key is None:
+            self.base_key = prng.key(0, device) if self.make_key is None else self.make_key()
+        key, first = self.base_key.to(device), self.first
         first = first.to(device) if isinstance(first, Tensor) else first
         key = prng.fold_in(key, f"draw {self.number}")
         self.number += 1
@@ -114,7 +114,7 @@ class Draws(TorchFunctionMode):
         key, first = self.next_site(shape, device)
         return prng.normal(key, shape, dtype=dtype, first=first)
 
-    def kept(self, shape: tuple[int, ...], rate: float, device: torch.device) -> Tensor:
+    def keep_mask(self, shape: tuple[int, ...], rate: float, device: torch.device) -> Tensor:
         """Which elements a dropout keeps."""
         key, first = self.next_site(shape, device)
         return prng.bernoulli(key, 1.0 - rate, shape, first=first)
@@ -160,7 +160,7 @@ def drop(draws: Draws, x: Tensor, rate: float) -> Tensor:
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     if rate == 1.0:
         return x * zero
-    return torch.where(draws.kept(tuple(x.shape), rate, x.device), x * (1.0 / (1.0 - rate)), zero)
+    return torch.where(draws.keep_mask(tuple(x.shape), rate, x.device), x * (1.0 / (1.0 - rate)), zero)
 
 
 def dropout(shape: Callable[[Tensor], tuple[int, ...]], to_alpha: bool, inplace: bool) -> Sampler:
@@ -183,7 +183,7 @@ def dropout(shape: Callable[[Tensor], tuple[int, ...]], to_alpha: bool, inplace:
             draws.expect(input)
             least = -1.7580993408473766
             scale = ((least * least * p + 1.0) * (1.0 - p)) ** -0.5 if p < 1.0 else 0.0
-            keep = draws.kept(tuple(ones.shape), p, input.device).to(input.dtype)
+            keep = draws.keep_mask(tuple(ones.shape), p, input.device).to(input.dtype)
             out = (input * keep + (1.0 - keep) * least - least * p) * scale
         return input.copy_(out) if inplace else out
 
@@ -270,7 +270,7 @@ def filled(values: Callable[..., Tensor]) -> Sampler:
     return sampler
 
 
-def made(values: Callable[..., Tensor]) -> Sampler:
+def new_numbers(values: Callable[..., Tensor]) -> Sampler:
     """A function of a size, such as torch.rand."""
 
     def sampler(draws: Draws, *size: Any, generator: Any = None, **kwargs: Any) -> Tensor:
@@ -281,7 +281,7 @@ def made(values: Callable[..., Tensor]) -> Sampler:
     return sampler
 
 
-def made_like(values: Callable[..., Tensor]) -> Sampler:
+def numbers_like(values: Callable[..., Tensor]) -> Sampler:
     """A function of a tensor, such as torch.rand_like."""
 
     def sampler(draws: Draws, input: Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> Tensor:
@@ -383,22 +383,22 @@ def expect_no_generator(generator: Any) -> None:
         )
 
 
-whole = lambda x: tuple(x.shape)  # noqa: E731
-features = lambda x: (*x.shape[:2], *(1 for _ in x.shape[2:]))  # noqa: E731
+element_shape = lambda x: tuple(x.shape)  # noqa: E731
+feature_shape = lambda x: (*x.shape[:2], *(1 for _ in x.shape[2:]))  # noqa: E731
 SAMPLERS: dict[Any, Sampler] = {
-    torch.dropout: dropout(whole, False, False),
-    torch.dropout_: dropout(whole, False, True),
-    torch.alpha_dropout: dropout(whole, True, False),
-    torch.alpha_dropout_: dropout(whole, True, True),
-    torch.feature_dropout: dropout(features, False, False),
-    torch.feature_dropout_: dropout(features, False, True),
-    torch.feature_alpha_dropout: dropout(features, True, False),
-    torch.feature_alpha_dropout_: dropout(features, True, True),
+    torch.dropout: dropout(element_shape, False, False),
+    torch.dropout_: dropout(element_shape, False, True),
+    torch.alpha_dropout: dropout(element_shape, True, False),
+    torch.alpha_dropout_: dropout(element_shape, True, True),
+    torch.feature_dropout: dropout(feature_shape, False, False),
+    torch.feature_dropout_: dropout(feature_shape, False, True),
+    torch.feature_alpha_dropout: dropout(feature_shape, True, False),
+    torch.feature_alpha_dropout_: dropout(feature_shape, True, True),
     F.scaled_dot_product_attention: attention,
-    torch.rand: made(uniforms),
-    torch.randn: made(normals),
-    torch.rand_like: made_like(uniforms),
-    torch.randn_like: made_like(normals),
+    torch.rand: new_numbers(uniforms),
+    torch.randn: new_numbers(normals),
+    torch.rand_like: numbers_like(uniforms),
+    torch.randn_like: numbers_like(normals),
     torch.randint: randint,
     torch.randint_like: randint_like,
     torch.randperm: randperm,

@@ -71,11 +71,11 @@ class Watch(TorchDispatchMode):
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
         rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in arguments) else 1.0)
         if torch.Tag.nondeterministic_seeded in func.tags and rate:
-            raise Impure(f"{place()}: draws random numbers ({func}), {self.why}")
+            raise Impure(f"{current_line()}: draws random numbers ({func}), {self.why}")
         if named.get("scale_grad_by_freq"):
             raise Impure(
-                f"{place()}: scale_grad_by_freq divides gradients by how often a row is in the part of a batch that it "
-                "sees, so that they depend on how the batch is cut; leave it out"
+                f"{current_line()}: scale_grad_by_freq divides gradients by how often a row is in the part of a batch "
+                "that it sees, so that they depend on how the batch is cut; leave it out"
             )
         statistics = named.get("running_mean")
         if statistics is not None and named.get("training", named.get("use_input_stats", False)):
@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
         leaves = pytree.leaves((args, kwargs)) if lost else []
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise Impure(
-                f"{place()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
+                f"{current_line()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
                 "autograd.Function), which a traced graph would lose; use .detach(), or move it into a layer"
             )
         return func(*args, **kwargs)
@@ -97,7 +97,7 @@ class Watch(TorchDispatchMode):
         """Raise Impure if an operator writes into a kept tensor."""
         name = self.kept.get(storage_of(leaf) or 0) if isinstance(leaf, Tensor) else None
         if name is not None:
-            raise Impure(f"{place()}: {func} writes into {name} in place; make a new tensor, as in x = x + y")
+            raise Impure(f"{current_line()}: {func} writes into {name} in place; make a new tensor, as in x = x + y")
 
 
 def is_foreign(f: Any, depth: int = 0) -> bool:
@@ -127,7 +127,7 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
-def place() -> str:
+def current_line() -> str:
     """The line that is running now, for an error."""
     return line() or "the program"
 

@@ -35,31 +35,33 @@ class PureCalls:
         self.watches = False  # whether a call is watched now
 
     def __call__(
-        self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, find_held: Callable[[], Held]
+        self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, find_belongings: Callable[[], Belongings]
     ) -> R:
-        """What f returns, of tensors that it is `given`, by name. find_held: finds what it has beside them.
+        """What f returns, of tensors that it is `given`, by name. find_belongings: finds what it has beside them.
 
         Raises Impure, at the first call with tensors of these shapes, for what no pure function does.
         """
         with passed_over():
-            return self.call(f, given, draws, find_held)
+            return self.call(f, given, draws, find_belongings)
 
-    def call(self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, find_held: Callable[[], Held]) -> R:
+    def call(
+        self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, find_belongings: Callable[[], Belongings]
+    ) -> R:
         """The call itself."""
         shapes = tuple((name, x.shape, x.dtype, x.device) for name, x in given.items()), draws.off
         traced = get_current_dispatch_mode() is not None
         if shapes in self.known and not traced:
             with draws if self.known[shapes] else contextlib.nullcontext():
                 return f()
-        held = find_held()
-        with draws, Watch({**held.tensors, **given}):
-            before = held.marks()
+        belongings = find_belongings()
+        with draws, Watch({**belongings.tensors, **given}):
+            before = belongings.marks()
             self.watches = True
             try:
                 out = named_writes(f)
             finally:
                 self.watches = False
-            changed = unlike(before, held.marks())
+            changed = unlike(before, belongings.marks())
             # Another thread may have drawn: what counts is whether the result depends on it.
             if changed and not same_values(out, f_again(f, draws)):
                 raise Impure(
@@ -106,7 +108,7 @@ def same_values(a: Any, b: Any) -> bool:
     )
 
 
-class Held:
+class Belongings:
     """What a function has beside its arguments: tensors by name, and modules."""
 
     def __init__(self) -> None:
@@ -116,11 +118,11 @@ class Held:
         self.functions: set[int] = set()  # those that were looked at
 
     @classmethod
-    def by(cls, f: Any) -> Held:
+    def by(cls, f: Any) -> Belongings:
         """What a function closes over, reads of its module's names, or is a method of."""
-        held = cls()
-        held.note_function(f)
-        return held
+        belongings = cls()
+        belongings.note_function(f)
+        return belongings
 
     def note_function(self, f: Any) -> None:
         """Add what a function has."""
@@ -183,11 +185,11 @@ class Held:
 @contextlib.contextmanager
 def expect_unchanged(name: str, module: nn.Module) -> Iterator[None]:
     """Raise Impure if an attribute of a module is another one after what runs within, where nobody would find it."""
-    held = Held()
-    held.note_module(name, module)
-    before = held.marks()
+    belongings = Belongings()
+    belongings.note_module(name, module)
+    before = belongings.marks()
     yield
-    changed = unlike(before, held.marks())
+    changed = unlike(before, belongings.marks())
     if changed:
         raise Impure(
             f"the forward pass changes {changed}, and what is no parameter is lost; return it, draw random numbers by "

@@ -143,15 +143,15 @@ def draws_of(call: Call) -> Draws:
 
 def expect_samples(call: Call, x: Tensor) -> None:
     """Raise ValueError for the input of a dropout whose mask would depend on how a batch, or a layer, is cut."""
-    at = graph_cut.place()
     if x in call.parts:
         raise ValueError(
-            f"{at}: dropout is within what tp splits, where its masks would depend on tp; set its rate to 0, or move it"
+            f"{graph_cut.current_line()}: dropout is within what tp splits, where its masks would depend on tp; set "
+            "its rate to 0, or move it"
         )
     if not x.dim() or x.shape[0] % call.rows:
         raise ValueError(
-            f"{at}: dropout has an input of shape {list(x.shape)} for a batch of {call.rows} samples; its first dim "
-            "must count the samples, or the rows of each sample side by side"
+            f"{graph_cut.current_line()}: dropout has an input of shape {list(x.shape)} for a batch of {call.rows} "
+            "samples; its first dim must count the samples, or the rows of each sample side by side"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from fzero.core import pytree
-from fzero.core.pure_calls import Held, PureCalls, expect_unchanged
+from fzero.core.pure_calls import Belongings, PureCalls, expect_unchanged
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch
@@ -56,7 +56,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
                 return loss(function_of(body, {**own, **now}, ctx.dtype), batch)
 
         with calling(ctx, ctx.prepared) as call, wide_sums(given.values()):
-            return loss_of(calls(run, given, draws_of(call), partial(Held.by, loss)))
+            return loss_of(calls(run, given, draws_of(call), partial(Belongings.by, loss)))
 
     return Model(
         config=ModuleConfig(type(module).__name__, 0),

@@ -13,7 +13,7 @@ from fzero.core.arguments import STEP, checked, expect_kind
 from fzero.core.autodiff import Remat
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.models.own_functions import keyed_model
+from fzero.models.user_functions import keyed_model
 from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution

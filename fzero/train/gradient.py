@@ -18,7 +18,7 @@ from fzero.core.pytree import Tree
 from fzero.core.tree_sum import TreeSum
 from fzero.models import base
 from fzero.models.layers import block_keys
-from fzero.models.own_functions import keyed_model
+from fzero.models.user_functions import keyed_model
 from fzero.offload import Nvme, ScratchTensor
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of

@@ -15,13 +15,13 @@ from fzero.comm.tables import BY_TOKENS, gather_rows
 from fzero.core import prng, pytree
 from fzero.core.draws import Draws
 from fzero.core.precision import Policy
-from fzero.core.pure_calls import Held, PureCalls
+from fzero.core.pure_calls import Belongings, PureCalls
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
 from fzero.models.loss_of import loss_of
-from fzero.models.own_functions import has_key, keyed_model
+from fzero.models.user_functions import has_key, keyed_model
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
 from fzero.train.execution import Execution
@@ -82,7 +82,9 @@ class PlainLoss:
         given = {f"the parameter {name}": x for name, x in pytree.named_leaves(params).items()}
         given |= {f"the batch's {n}": x for n, x in pytree.named_leaves(batch).items() if isinstance(x, Tensor)}
         draws = Draws(drawn.get("origin"), rows, first)
-        return loss_of(self.calls(lambda: self.loss_fn(params, batch), given, draws, partial(Held.by, self.loss_fn)))
+        return loss_of(
+            self.calls(lambda: self.loss_fn(params, batch), given, draws, partial(Belongings.by, self.loss_fn))
+        )
 
 
 def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.core import prng, pytree
 from fzero.core.draws import Draws, is_drawing
 from fzero.core.graph_cut import is_foreign
-from fzero.core.pure_calls import Held, PureCalls
+from fzero.core.pure_calls import Belongings, PureCalls
 from fzero.models.base import Model, map_blocks
 from fzero.models.module_functions import ModuleConfig
 
@@ -64,6 +64,6 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
             return out
 
         draws = Draws(key if isinstance(ctx.key, Tensor) else None, rows, ctx.first)
-        return calls(run, given, draws, functools.partial(Held.by, f))
+        return calls(run, given, draws, functools.partial(Belongings.by, f))
 
     return call
