@@ -24,6 +24,12 @@ from fzero.sharding import Plan
 from fzero.sharding.unshard import unshard_block, unshard_tree
 
 
+def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
+    """The ctx of functions whose parameters rest as `plan` says: its mesh, and how activations, attention and experts
+    are split, are the plan's, whose sums of gradients are those of just that program."""
+    return ctx._replace(mesh=plan.mesh, sequence=plan.sequence, context=plan.context or (), experts=plan.experts or ())
+
+
 def sequence_parts(ctx: Ctx) -> int:
     """The number of parts that sequence parallelism cuts a sequence into."""
     return ctx.mesh["tp"].size if ctx.sequence else 1
@@ -119,7 +125,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     NaN if a token or target is outside of the vocabulary, or a weight negative or not finite (see `check_tokens`).
     plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are then this
     rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect to `params`
-    are complete and in their layout. Composes with torch.func.
+    are complete and in their layout. The ctx's mesh, sequence, context and experts are then the plan's, whatever it has
+    itself. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
     parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see
@@ -132,10 +139,8 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     >>> int(loss(model, params, {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
     8
     """
-    if plan is not None and plan.context is not None:
-        ctx = ctx._replace(context=plan.context)
-    if plan is not None and plan.experts is not None:
-        ctx = ctx._replace(experts=plan.experts)
+    if plan is not None:
+        ctx = under_plan(ctx, plan)
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
     batch = own_part(model, batch, ctx)

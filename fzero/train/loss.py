@@ -50,16 +50,9 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
 def context_of(plan: Plan, how: Execution) -> base.Ctx:
     """The Ctx of a Model under a plan."""
     assert isinstance(how.kernels, Kernels)  # Execution parses a text
-    return base.Ctx(
-        mesh=plan.mesh,
-        dtype=plan.policy.compute,
-        matmul=plan.policy.matmul,
-        compiled=how.compiled,
-        kernels=how.kernels,
-        sequence=plan.sequence,
-        context=plan.context or (),
-        experts=plan.experts or (),
-    )
+    policy = plan.policy
+    ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, compiled=how.compiled, kernels=how.kernels)
+    return forward.under_plan(ctx, plan)
 
 
 def call_plain(loss_fn: LossFn, params: Tree, batch: Any, policy: Policy) -> base.Loss:
