@@ -289,7 +289,7 @@ def test_a_step_refuses_shards_for_what_needs_whole_leaves():
     model = fzero.models.build(fzero.models.MLPConfig(vocab_size=32, d_model=16, n_layers=2, d_ff=32))
     plan = fzero.zero_plan(2, model, mesh)
     with pytest.raises(ValueError, match="give it an `on`"):
-        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix"), plan)
+        fzero.make_train_step(model, optim.adamw(0.1)._replace(needs="matrix", on=None), plan)
 
 
 def test_place_is_that_of_the_layout():

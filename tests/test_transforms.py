@@ -13,11 +13,12 @@ from zero_cases import batch_for, model_of, packed_batch_for, whole_leaf
 
 import fzero
 from fzero import optim
-from fzero.comm.collectives import psum
+from fzero.comm.collectives import psum, pvary
 from fzero.core import prng, pytree
 from fzero.models import base, forward
 from fzero.sharding.context import Context
 from fzero.train.batch import local_batch
+from fzero.train.loss import make_loss
 from fzero.train.state import state_specs
 
 ROWS = 4
@@ -226,3 +227,157 @@ def state_layout(mesh, stage):
 
 def test_specs_have_the_structure_of_the_state():
     assert state_layout(fzero.one_process(), 3)
+
+
+# -- gradients through steps
+
+
+def draw_normal(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+# Leaves that two ranks can share and one that they cannot.
+START = {name: draw_normal(i, *shape) for i, (name, shape) in enumerate({"w": (4, 3), "b": (3,), "v": (3, 2)}.items())}
+DATA = {"x": draw_normal(3, 8, 4), "y": draw_normal(4, 8, 2), "weight": 0.5 + draw_normal(5, 8).square()}
+RATE = torch.tensor(0.05, dtype=F64)
+
+
+def squared_error(params, batch):
+    y = torch.tanh(batch["x"] @ params["w"] + params["b"]) @ params["v"]
+    return ((y - batch["y"]).square().sum(-1) * batch["weight"]).sum(), batch["weight"].sum()
+
+
+CLIPPED = lambda lr: optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(lr, momentum=0.9))  # noqa: E731
+OPTIMIZERS = {
+    "clipped sgd": CLIPPED,
+    "adamw": lambda lr: optim.adamw(lr, eps=1e-3, weight_decay=0.1),
+    "lamb": lambda lr: optim.lamb(lr, eps=1e-3),
+    "adafactor": optim.adafactor,
+}
+
+
+def after_two_steps(mesh, stage, optimizer):
+    """(the function (rate, parameters or None, weights of the samples) -> loss and norm of the second step, and the
+    loss of the parameters after it; the plan; the parameters at first)."""
+    plan = fzero.zero_plan(stage, START, mesh, policy=FP64)
+    loss = make_loss(squared_error, plan, fzero.Execution())
+
+    def run(lr, params, weight):
+        tx = OPTIMIZERS[optimizer](lr)
+        step = fzero.make_train_step(squared_error, tx, plan, donate=False)
+        state = fzero.init_state(START, tx, plan, seed=0)
+        state = state if params is None else state._replace(params=params)
+        for _ in range(2):
+            state, metrics = step(state, local_batch({**DATA, "weight": weight}, mesh))
+        out = loss(state.params, local_batch(DATA, mesh), {}, 0)
+        total, count = (psum(psum(x, mesh["dp"]), mesh["rp"]) for x in (out.total, out.num_tokens))
+        return metrics.loss + metrics.grad_norm + total / count
+
+    return run, plan, fzero.init_state(START, CLIPPED(0.1), plan, seed=0).params
+
+
+def by_what_a_step_uses(mesh, stage, optimizer):
+    """The slopes by the rate in reverse and forward mode, the second one, and those by parameters and samples."""
+    run, plan, params = after_two_steps(mesh, stage, optimizer)
+    by_rate = lambda lr: run(lr, None, DATA["weight"])  # noqa: E731
+    varied = lambda w: pvary(pvary(w, mesh["dp"]), mesh["rp"])  # noqa: E731  (each rank takes other rows)
+    slope, one = torch.func.grad(by_rate), torch.ones((), dtype=F64)
+    return {
+        "rate": slope(RATE),
+        "forward": torch.func.jvp(by_rate, (RATE,), (one,))[1],
+        "second": torch.func.jvp(slope, (RATE,), (one,))[1],
+        "params": put_together(torch.func.grad(lambda p: run(RATE, p, DATA["weight"]))(params), plan, mesh),
+        "samples": torch.func.grad(lambda w: run(RATE, None, varied(w)))(DATA["weight"]),
+    }
+
+
+def of_stages(mesh, cases):
+    return [by_what_a_step_uses(mesh, *case) for case in cases]
+
+
+def expect_complete(sizes, cases):
+    for found in ranks.run(math.prod(sizes.values()), of_stages, cases, mesh=sizes):
+        for (_, optimizer), result in zip(cases, found):
+            expected = by_what_a_step_uses(fzero.one_process(), 0, optimizer)
+            assert all(float(leaf.abs().max()) > 1e-4 for leaf in pytree.leaves(expected))
+            assert_close(result, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+def test_gradients_through_steps_are_complete_at_every_stage(stages):
+    expect_complete({"dp": 2}, [(stage, "clipped sgd") for stage in stages])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "rp": 2}], ids=str)
+def test_gradients_through_steps_of_any_optimizer_are_complete(sizes):
+    expect_complete(sizes, [(stage, name) for name in list(OPTIMIZERS)[1:] for stage in (0, 1, 3)])
+
+
+def by_rate_and_parameters(mesh, stage, name, sequence):
+    """Of a layered model, whose ctx says nothing of the mesh."""
+    model = model_of(name, dropout=0.0)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, sequence=sequence if mesh.size > 1 else False)
+
+    def run(lr, params=None):
+        tx = optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(lr, eps=1e-3))
+        state = fzero.init_state(model, tx, plan, seed=3)
+        state = state if params is None else state._replace(params=params)
+        batch = local_batch(batch_for(0, ROWS), mesh)
+        state, metrics = fzero.make_train_step(model, tx, plan, donate=False)(state, batch)
+        out = forward.loss(model, state.params, batch, base.Ctx(dtype=F64), plan)
+        total, count = (psum(psum(x, mesh["dp"]), mesh["cp"]) for x in (out.total, out.num_tokens))
+        return metrics.loss + metrics.grad_norm + total / count
+
+    params = fzero.init_state(model, optim.sgd(0.1), plan, seed=3).params
+    by_params = torch.func.grad(lambda p: run(RATE, p))(params)
+    return torch.func.grad(run)(RATE), put_together(by_params, plan, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "stage", "sequence"),
+    [
+        ({"tp": 2}, 0, True),
+        ({"dp": 2, "tp": 2}, 2, True),
+        ({"cp": 2}, 1, Context("gather")),
+        ({"cp": 2, "tp": 2}, 3, Context("gather", over_tp=True)),
+    ],
+    ids=str,
+)
+def test_gradients_through_a_step_of_a_model_are_complete(sizes, stage, sequence):
+    expected = by_rate_and_parameters(fzero.one_process(), 0, "gpt2", False)
+    for result in ranks.run(math.prod(sizes.values()), by_rate_and_parameters, stage, "gpt2", sequence, mesh=sizes):
+        assert_close(result, expected, rtol=1e-9, atol=1e-11)
+
+
+def under_a_bare_ctx(mesh, sequence):
+    """The gradient, a Hessian-vector product and gradients per example where only the plan knows how activations are
+    split."""
+    model = model_of("gpt2", dropout=0.0)
+    plan = fzero.zero_plan(0, model, mesh, policy=FP64, sequence=sequence if mesh.size > 1 else False)
+    params, direction = (fzero.init_state(model, optim.sgd(0.1), plan, seed=seed).params for seed in (3, 4))
+    batch = batch_for(0, ROWS)
+
+    def total(params, batch):
+        return psum(forward.loss(model, params, batch, base.Ctx(dtype=F64), plan).total, mesh["cp"])
+
+    gradient = torch.func.grad(total)
+    found, product = torch.func.jvp(lambda p: gradient(p, batch), (params,), (direction,))
+    each = torch.func.vmap(lambda p, row: gradient(p, pytree.map(lambda x: x[None], row)), (None, 0))(params, batch)
+    return [put_together(tree, plan, mesh, lead) for tree, lead in ((found, 0), (product, 0), (each, 1))]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [
+        ({"tp": 2}, True),
+        pytest.param({"tp": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "tp": 2}, Context("gather", over_tp=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_plan_says_how_activations_are_split(sizes, sequence):
+    expected = under_a_bare_ctx(fzero.one_process(), False)
+    for result in ranks.run(math.prod(sizes.values()), under_a_bare_ctx, sequence, mesh=sizes):
+        assert_close(result, expected, rtol=1e-9, atol=1e-11)

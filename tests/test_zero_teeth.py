@@ -32,7 +32,13 @@ def local_losses():
     """Losses and token counts of this rank alone: each divides by its own number of tokens."""
     alone = fzero.one_process()
     real = loss.sum_losses
-    return mock.patch.object(gradient, "sum_losses", lambda losses, mesh: real(losses, alone))
+
+    def local(losses, mesh):
+        total = real(losses, alone)
+        # Of 0 the rank would make no update, and the others wait for it.
+        return total._replace(num_tokens=total.num_tokens.clamp(min=1))
+
+    return mock.patch.object(gradient, "sum_losses", local)
 
 
 def another_order():

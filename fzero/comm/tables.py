@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.comm.collectives import all_gather
+from fzero.comm.collectives import all_gather, all_gather_same
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
 BY_RANK = ("pp", "rp", "dp", "ep", "cp", "tp")  # the axes in the order in which ranks are numbered, the outermost first
@@ -48,12 +48,13 @@ def gather_rows(row: Tensor, mesh: Mesh, *, leaf: str, axes: Sequence[str] = BY_
     """The rows of all ranks, [ranks, *row.shape] in the order of the ranks, the same on each of them.
 
     row: of one shape and dtype on all ranks, on the device that the mesh communicates from. axes: those along which
-    rows differ, the outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable.
+    rows differ, the outermost first; BY_DATA_RANK gathers a row of each data rank. Differentiable: the gradient of the
+    table is the same on all ranks, and a rank's row has its slice of it.
     Communicates: an all_gather over each axis, the innermost first.
     """
     table = row[None]
     for name in reversed(axes):
-        table = all_gather(table, mesh[name], leaf=leaf)
+        table = all_gather_same(table, mesh[name], leaf=leaf)
     return table
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.arguments import checked, expect_kind
-from fzero.kernels.cross_entropy import check_targets
+from fzero.kernels.cross_entropy import check_targets, counted_tokens
 
 # tokens, targets int64 [B, T]; optional mask [B, T], documents int [B, T], first int64 []. A token counts if its target
 # is not negative and its mask, bool, is True; or as much as its mask, float, says: that multiplies its loss.
@@ -30,6 +30,8 @@ EMPTY = torch.empty(0)
 SOURCES = "sources"  # bool [B, S]: of which source of a mixture each row is
 MASKS = (torch.bool, torch.float32, torch.float64)
 BY_TOKEN = ("tokens", "targets", "mask")  # the entries [B, T] that embedding and head read
+# bool scalar, which only embedding and head see: a token or target is outside of the vocabulary, or a weight is none.
+WRONG = "wrong"
 
 
 def has_tokens(config: Any) -> bool:
@@ -83,27 +85,44 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
         )
 
 
+def wrong_values(batch: Batch, vocab_size: int) -> dict[str, Tensor]:
+    """Where tokens, and targets that count, are outside of the vocabulary, and weights below 0 or not finite: bool
+    [B, T] of each of these entries."""
+    tokens, targets, mask = batch["tokens"], batch["targets"], batch.get("mask")
+    counts = counted_tokens(targets, mask).bool()
+    wrong = {"tokens": (tokens < 0) | (tokens >= vocab_size), "targets": counts & (targets >= vocab_size)}
+    return wrong | ({"mask": ~((mask >= 0) & mask.isfinite())} if mask is not None and mask.is_floating_point() else {})
+
+
+def mark_wrong(config: Any, batch: Batch) -> Batch:
+    """The batch of a model of this config with the entry `WRONG`, and tokens that all are rows of the embedding: an
+    index without one would end a process on a GPU. Waits for nothing."""
+    if not (hasattr(config, "vocab_size") and {"tokens", "targets"} <= batch.keys()):
+        return batch
+    wrong = wrong_values(batch, config.vocab_size)
+    tokens = torch.where(wrong["tokens"], 0, batch["tokens"])
+    return {**batch, "tokens": tokens, WRONG: torch.stack([where.any() for where in wrong.values()]).any()}
+
+
 @checked()
 def check_tokens(batch: Batch, vocab_size: int) -> None:
     """Raise ValueError, naming the first position, if a token, or a target that counts, is not in the vocabulary, or
     the weight of one is below 0 or not finite.
 
     batch: tokens and targets int64 [B, T]; optional mask [B, T], bool or weights. Negative targets, such as the -100 of
-    Hugging Face's collators, do not count. The first call of a train or evaluation step checks its batch so; later ones
-    do not, because it waits for the device: call it on the batches of a data loader that is in doubt.
+    Hugging Face's collators, do not count. The first call of a train or evaluation step checks its batch so; in later
+    ones, which do not wait for the device, such a batch makes the loss NaN, and a step makes no update: call it on the
+    batches of a data loader that is in doubt.
 
     >>> tokens = torch.tensor([[3, 5], [1, 8]])
     >>> check_tokens({"tokens": tokens, "targets": tokens - 100}, vocab_size=8)
     Traceback (most recent call last):
     ValueError: tokens[1, 1] is 8; a token is in 0..7
     """
-    tokens = batch["tokens"]
-    wrong = (tokens < 0) | (tokens >= vocab_size)
-    if bool(wrong.any()):
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"tokens{at} is {int(tokens[tuple(at)])}; a token is in 0..{vocab_size - 1}")
-    mask = batch.get("mask")
-    if mask is not None and mask.is_floating_point() and bool((wrong := ~((mask >= 0) & mask.isfinite())).any()):
-        at = wrong.nonzero()[0].tolist()
-        raise ValueError(f"mask{at} is {float(mask[tuple(at)])}; the weight of a target is 0 or more, and finite")
-    check_targets(batch["targets"], vocab_size, mask)
+    said = {"tokens": f"a token is in 0..{vocab_size - 1}", "mask": "the weight of a target is 0 or more, and finite"}
+    wrong = wrong_values(batch, vocab_size)
+    for name, what in said.items():
+        if name in wrong and bool(wrong[name].any()):
+            at = wrong[name].nonzero()[0].tolist()
+            raise ValueError(f"{name}{at} is {batch[name][tuple(at)].item()}; {what}")
+    check_targets(batch["targets"], vocab_size, batch.get("mask"))

@@ -17,12 +17,18 @@ from fzero.core.stack import Block, depth, in_turn, stack
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.models.base import Ctx, Loss, Model, stacks_of
-from fzero.models.batch import BY_TOKEN, SOURCES, Batch, check_batch, has_tokens
+from fzero.models.batch import BY_TOKEN, SOURCES, WRONG, Batch, check_batch, has_tokens, mark_wrong
 from fzero.models.by_source import sums_by_source
 from fzero.models.place import balanced_positions, patterns_of
 from fzero.models.stack_over_pp import stack_over_pp
 from fzero.sharding import Plan
 from fzero.sharding.unshard import unshard_block, unshard_tree
+
+
+def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
+    """The ctx of functions whose parameters rest as `plan` says: its mesh, and how activations, attention and experts
+    are split, are the plan's, whose sums of gradients are those of just that program."""
+    return ctx._replace(mesh=plan.mesh, sequence=plan.sequence, context=plan.context or (), experts=plan.experts or ())
 
 
 def sequence_parts(ctx: Ctx) -> int:
@@ -59,13 +65,20 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
     return ctx if model.prepare is None else ctx._replace(prepared=model.prepare(batch, ctx))
 
 
-def own_part(batch: Batch, ctx: Ctx) -> Batch:
+def own_part(model: Model, batch: Batch, ctx: Ctx) -> Batch:
     """The part of a batch of whole sequences that embedding and head see, ctx being from `prepare`: what there is for
-    each token, of this rank's. Documents stay whole, in ctx too."""
-    if isinstance(ctx.positions, tuple):
-        return batch
-    own = {name: batch[name].index_select(-1, ctx.positions) for name in BY_TOKEN if name in batch}
-    return {**batch, **own}
+    each token, of this rank's, without tokens that the embedding has no row for: see `mark_wrong`. Documents stay
+    whole, in ctx too."""
+    if not isinstance(ctx.positions, tuple):
+        own = {name: batch[name].index_select(-1, ctx.positions) for name in BY_TOKEN if name in batch}
+        batch = {**batch, **own}
+    return mark_wrong(model.config, batch)
+
+
+def judged(out: Loss, batch: Batch) -> Loss:
+    """The loss that a head gave of a batch from `own_part`, NaN if a value of that batch is wrong."""
+    wrong = batch.get(WRONG)
+    return out if wrong is None else out._replace(total=torch.where(wrong, math.nan, out.total))
 
 
 def transform(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None = None) -> Any:
@@ -109,10 +122,12 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     """Return the loss of a batch, as sums: embed, the stack of blocks, head.
 
     batch: tokens and targets int64 [B, T]; optional mask [B, T] (bool, or float: the weight of each target, by which
-    its loss is multiplied, and whose sum num_tokens is), documents int [B, T], first int64 scalar. total is in nats.
+    its loss is multiplied, and whose sum num_tokens is), documents int [B, T], first int64 scalar. total is in nats;
+    NaN if a token or target is outside of the vocabulary, or a weight negative or not finite (see `check_tokens`).
     plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are then this
     rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect to `params`
-    are complete and in their layout. Composes with torch.func.
+    are complete and in their layout. The ctx's mesh, sequence, context and experts are then the plan's, whatever it has
+    itself. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
     parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see
@@ -125,15 +140,15 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     >>> int(loss(model, params, {"tokens": tokens, "targets": tokens}, Ctx()).num_tokens)
     8
     """
-    if plan is not None and plan.context is not None:
-        ctx = ctx._replace(context=plan.context)
-    if plan is not None and plan.experts is not None:
-        ctx = ctx._replace(experts=replace(plan.experts, slack=math.inf))  # a loss cannot be computed again
+    if plan is not None:
+        ctx = under_plan(ctx, plan)
+    if ctx.experts:
+        ctx = ctx._replace(experts=replace(ctx.experts, slack=math.inf))  # a loss cannot be computed again
     check(model, batch, ctx)
     ctx = prepare(model, batch, ctx)
-    batch = own_part(batch, ctx)
+    batch = own_part(model, batch, ctx)
     x = transform(model, params, batch, ctx, plan)
-    out = model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx)
+    out = judged(model.head(unshard_part(model, "head", params, plan, ctx), x, batch, ctx), batch)
     if plan is None or plan.stages is None:
         return out
     axis = plan.mesh["pp"]  # whose ranks have computed a head each, as they must gather its leaves

@@ -62,8 +62,7 @@ def adafactor(
     u = -α U / max(1, rms(U) / clip) - lr λ p,  with t = count + 1.
 
     A leaf of two dims or more is factored over its last two, the dims before them are a batch (E experts); a vector
-    keeps V whole.
-    eps1: None is the machine epsilon of the param's dtype.
+    keeps V whole. eps1: None is the machine epsilon of the param's dtype.
     weight_decay, mask: λ, and which leaves decay (a regex over names, a predicate (name, leaf), None for all).
     stacked: a regex; a leaf whose name it matches is L leaves along its leading dim: they share no row, column or rms,
     and a stacked bias [L, D] is L vectors.
@@ -120,6 +119,7 @@ def adafactor(
             pieces=layer_pieces(stacked, shards.parts),
             needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("adafactor", mask),
+            vary=shards.vary,
         )._replace(on=on)
 
     return on(WHOLE)

@@ -96,6 +96,7 @@ def lamb(
             pieces=layer_pieces(stacked, shards.parts),
             needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("lamb", mask),
+            vary=shards.vary,
         )._replace(on=on)
 
     return on(WHOLE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +152,7 @@ def leafwise(
     pieces: Callable[[str, Sequence[Tensor]], Iterable[Sequence[Tensor]]] = flat_pieces,
     needs: str = "elementwise",
     check: Callable[[Tree], None] = lambda params: None,
+    vary: Callable[[str, Tensor], Tensor] = lambda name, x: x,
 ) -> GradientTransformation:
     """The transformation that does `step` on every leaf; its state is `state_type(count, a tree per slot, then ()s)`.
 
@@ -159,6 +161,7 @@ def leafwise(
     info: (name, param) -> what `step` must know of the whole leaf (it sees pieces of it when buffers are reused).
     pieces: how a leaf may be cut without changing what `step` computes.
     check: raises ValueError in `init` for params that the optimizer cannot take.
+    vary: of ShardedLeaves, for scalars: they are the same on all ranks, and each uses them with its shards.
     """
     spare = ((),) * (len(state_type._fields) - 1 - len(slots))
 
@@ -173,9 +176,9 @@ def leafwise(
     def spec(specs: Tree) -> Tree:
         return state_type(Spec(), *(pytree.map_named(slot.spec, specs) for slot in slots), *spare)
 
-    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def update_on(vary: Any, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         rows, now = rows_of(grads, state[1 : 1 + len(slots)], params), scalars(state.count)
-        done = [run_step(step, r.g, r.slots, r.p, now, info(r.name, r.p)) for r in rows]
+        done = [run_step(step, r.g, r.slots, r.p, [vary(r.name, x) for x in now], info(r.name, r.p)) for r in rows]
         treedef = pytree.flatten(params)[1]
         columns = (pytree.unflatten([new[i] for _, new in done], treedef) for i in range(len(slots)))
         return pytree.unflatten([u for u, _ in done], treedef), state_type(state.count + 1, *columns, *spare)
@@ -206,6 +209,6 @@ def leafwise(
         apply_rows(rows_of(grads, columns, params), step, scalars(state.count), info, pieces)
         return params, state_type(state.count + 1, *columns, *spare)
 
-    return GradientTransformation(
-        init, update, spec, needs, donate, apply, unit="row" if pieces is flat_pieces else "layer"
-    )
+    unit = "row" if pieces is flat_pieces else "layer"
+    made = GradientTransformation(init, partial(update_on, vary), spec, needs, donate, apply, unit=unit)
+    return made._replace(on=lambda shards: made._replace(update=partial(update_on, shards.vary)))

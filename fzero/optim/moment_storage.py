@@ -168,11 +168,10 @@ def with_kernel(
         info=info,
         needs="elementwise" if exact or kept.shards is not WHOLE else "matrix",
         check=check_mask(owner, mask),
+        vary=kept.shards.vary,
     )
     # The scales of rows fill no whole pages of a disk.
-    pure = pure._replace(
-        apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer", on=None if exact else on
-    )
+    pure = pure._replace(apply=apply, in_pass=in_pass, unit="row" if kept.bits is None else "layer", on=on)
     return pure if exact else pure._replace(update=update, donate=None)
 
 

@@ -65,9 +65,8 @@ def muon(
     It works on the last two dims of each leaf; the dims before them are a batch.
     lr: a number, 0-dim tensor or schedule. momentum: μ. weight_decay: λ. mask: the leaves that decay (see `adamw`).
     adjust: "original" is s = √max(1, out/in); "match_rms_adamw" is s = 0.2 √max(out, in), with which AdamW's lr and
-    decay serve.
-    weights: "in_out" for weights [in, out] (x @ w, the models here), "out_in" for those of torch.nn.Linear, as
-    torch.optim.Muon takes.
+    decay serve. weights: "in_out" for weights [in, out] (x @ w, the models here), "out_in" for those of
+    torch.nn.Linear, as torch.optim.Muon takes.
     ns_steps, ns_coefficients, ns_eps: the iterations, see `newton_schulz`. ns_dtype: of the iterations (torch: always
     bfloat16). stacked: a regex; a leaf whose name it matches has layers along its leading dim. state_dtype: of B, None
     for the param's.
@@ -117,6 +116,7 @@ def muon(
             pieces=layer_pieces(stacked, shards.parts),
             needs="matrix" if shards is WHOLE else "elementwise",
             check=check_mask("muon", mask),
+            vary=shards.vary,
         )._replace(on=on)
 
     return on(WHOLE)

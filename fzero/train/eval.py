@@ -72,6 +72,6 @@ def make_eval_step(
             unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
             out, over = loss(params, batch), BY_TOKENS if reduce else ("cp",)
-            return sum_losses([out], plan.mesh, over) if any(plan.mesh[name].size > 1 for name in over) else out
+            return sum_losses([out], plan.mesh, over)
 
     return eval_step

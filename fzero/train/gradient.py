@@ -138,7 +138,8 @@ class StepGradient:
         seen = rounded_params(params, self.plan, self.kernels)
         grads, losses = functional(self.loss, seen, self.plan, parts, firsts, drawn, seed)
         grads = pytree.map(lambda g: g.to(self.plan.policy.accumulate), grads)
-        return Found(own(self.plan, self.plan.whole(grads, params)), sum_losses(losses, self.plan.mesh), {})
+        sums = own(self.plan, self.plan.whole(grads, params), linear=True)
+        return Found(sums, sum_losses(losses, self.plan.mesh), {})
 
     def squares_of(self, leaf: Tensor) -> list[Tensor]:
         """What the norm is made of, of a leaf or a layer of one."""

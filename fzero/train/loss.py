@@ -57,16 +57,9 @@ def make_loss(loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> Calla
 def context_of(plan: Plan, how: Execution) -> base.Ctx:
     """The Ctx of a Model under a plan."""
     assert isinstance(how.kernels, Kernels)  # Execution parses a text
-    return base.Ctx(
-        mesh=plan.mesh,
-        dtype=plan.policy.compute,
-        matmul=plan.policy.matmul,
-        compiled=how.compiled,
-        kernels=how.kernels,
-        sequence=plan.sequence,
-        context=plan.context or (),
-        experts=plan.experts or (),
-    )
+    policy = plan.policy
+    ctx = base.Ctx(dtype=policy.compute, matmul=policy.matmul, compiled=how.compiled, kernels=how.kernels)
+    return forward.under_plan(ctx, plan)
 
 
 class PlainLoss:
@@ -105,14 +98,26 @@ def sum_losses(losses: Sequence[base.Loss], mesh: Mesh, axes: Sequence[str] = BY
     meshes of one cp they have the same bits.
 
     They are added in the order of their global numbers (see Reducer), by a balanced binary tree, in float64. `tables`,
-    whose counts have one sum in any order, are added on each rank first.
+    whose counts have one sum in any order, are added on each rank first. A number of tokens that is impossible is
+    passed on, see `with_counts`.
     Communicates: an all_gather of a few float64 over each of dp, rp and cp, and a psum of the tables.
     """
     rows, layout = packed([loss._replace(tables={}) for loss in losses])
     with mesh.ledger.phase("metrics"):
         gathered = gather_rows(rows, mesh, leaf="loss", axes=axes)
         tables = sum_tables([loss.tables for loss in losses], mesh, axes) if losses[0].tables else {}
-    return layout.unpack(tree_sum_rows(gathered.transpose(0, 1).flatten(0, 1)))._replace(tables=tables)
+    rows = gathered.transpose(0, 1).flatten(0, 1)
+    return with_counts(layout.unpack(tree_sum_rows(rows)), rows[:, 1].detach())._replace(tables=tables)
+
+
+def with_counts(total: base.Loss, counts: Tensor) -> base.Loss:
+    """The sums of losses that count `counts` tokens, float64 [N]. If one is negative or not finite, such a one is
+    `num_tokens`, and `total` NaN; so it is where no token counts and the sum is not 0. Pure, without branches."""
+    wrong = ~((counts >= 0) & counts.isfinite())
+    worst = torch.where(wrong, counts, math.inf).amin()
+    number = torch.where(wrong.any(), worst.to(total.num_tokens.dtype), total.num_tokens)
+    none = wrong.any() | ((number == 0) & (total.total.detach() != 0))
+    return total._replace(total=torch.where(none, math.nan, total.total), num_tokens=number)
 
 
 def sum_tables(tables: Sequence[dict[str, Tensor]], mesh: Mesh, axes: Sequence[str]) -> dict[str, Tensor]:

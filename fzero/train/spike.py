@@ -54,8 +54,8 @@ class Skip:
     """Which steps make no update: parameters, optimizer state and averages stay as they were, and `metrics.skipped` is
     true.
 
-    nonfinite: those whose gradient is not finite. False updates whatever comes, and waits for no value.
-    spike: those whose loss is one by these numbers; None: none is.
+    nonfinite: those whose loss or gradient is not finite, and those in whose batch nothing counts. False updates
+    whatever comes, and waits for no value. spike: those whose loss is one by these numbers; None: none is.
 
     >>> Skip(spike=Spike(sigmas=4.0)).nonfinite
     True
@@ -109,10 +109,16 @@ class Verdict(NamedTuple):
     stats: LossStats  # after the step
 
 
-def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor) -> Verdict:
-    """The verdict on a step with this mean loss and gradient norm (scalars). Pure, without branches: it vmaps."""
-    overflow = ~torch.isfinite(grad_norm) if skip.nonfinite else torch.zeros_like(grad_norm, dtype=torch.bool)
+def judge_step(skip: Skip, stats: LossStats, loss: Tensor, grad_norm: Tensor, num_tokens: Tensor) -> Verdict:
+    """The verdict on a step with this mean loss, gradient norm and number of tokens (scalars). Pure, without branches:
+    it vmaps."""
+    none = num_tokens == 0
+    skipped = none | ~torch.isfinite(grad_norm) | ~torch.isfinite(loss)
+    overflow = (num_tokens >= 0) & ~torch.isfinite(grad_norm)  # an impossible number makes a sound gradient NaN
+    if not skip.nonfinite:
+        overflow = skipped = torch.zeros_like(overflow)
     if skip.spike is None:
-        return Verdict(overflow, overflow, (), stats)
-    spike, stats = judge(skip.spike, stats, loss)
-    return Verdict(overflow | spike, overflow, spike, stats)
+        return Verdict(skipped, overflow, (), stats)
+    spike, after = judge(skip.spike, stats, loss)
+    spike, stats = spike & ~none, LossStats(*(torch.where(none, old, new) for old, new in zip(stats, after)))
+    return Verdict(skipped | spike, overflow, spike, stats)

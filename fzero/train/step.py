@@ -7,6 +7,7 @@ sharded, kept in which dtype, recomputed or compiled is data that the step is ma
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,16 +31,16 @@ from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
 from fzero.train.after import move_leaves
 from fzero.train.batch import expect_own_rows, positions, split_batch
 from fzero.train.capture import CapturedStep, why_not
-from fzero.train.checks import check_values, expect_arguments, expect_options, expect_plan
+from fzero.train.checks import expect_arguments, expect_options, expect_plan
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack
+from fzero.train.first_step import FirstStep
 from fzero.train.gradient import Found, StepGradient
-from fzero.train.loss import LossFn, context_of, draws_of
+from fzero.train.loss import LossFn, draws_of
 from fzero.train.masters import StateCheck
 from fzero.train.moved import moved_apart
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
-from fzero.train.split_check import check_split
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
@@ -63,9 +64,10 @@ class Metrics(NamedTuple):
     """
 
     loss: Tensor  # nats per token (float32 or wider)
-    num_tokens: Tensor
+    num_tokens: Tensor  # negative or not finite only if a loss function counted so: the loss is then NaN
     grad_norm: Tensor  # of the gradient of that loss, before clipping
-    # bool: the gradient was not finite, or the loss a spike; parameters and optimizer state are as they were
+    # bool: loss or gradient not finite, nothing that counts, or the loss a spike; parameters and optimizer state are as
+    # they were
     skipped: Tensor
     loss_scale: Tensor
     extra: dict[str, Tensor]  # the loss function's own sums, per token
@@ -100,28 +102,27 @@ def make_train_step(
     model: a Model, or a function loss(params, batch) of whole parameters (see make_loss). tx: the optimizer.
     plan: where every leaf lives, on which mesh, in which dtypes. On a mesh the batch is this rank's rows of the global
         batch (see `local_batch`), the same on the ranks of tp.
-    micro_batches: the equal parts of this rank's batch (along the first dim of its leaves), one after the other.
-    execution: what changes speed and memory alone (see Execution).
+    micro_batches: the equal parts of this rank's batch, along the first dim of its leaves, one after the other.
+    execution: what changes speed and memory alone (see Execution). skip: which steps make no update (see Skip).
     donate: whether the new state takes the buffers of the old one, whose next use raises. With False alone the step
-        composes with torch.func (vmap over states, grad through steps). skip: which steps make no update (see Skip).
+        composes with torch.func (vmap over states, grad through steps).
     update: when the state is updated: "end"; "speculate" (optimizer state offloaded): layer by layer in the backward
         pass, and put right exactly where the step is clipped or skipped (see Metrics); "backward" (offloaded, without
         clipping by the norm): the same, and no gradient of layers is kept; "delayed" (a plan `.with_updates(k)`): k
         updates a step, of a k-th of its micro-batches each, with gradients at the parameters before the last update
-        (PipeDream-2BW: other numbers). `grad_norm` is then the largest one, and `skipped` says whether any update was.
+        (PipeDream-2BW: other numbers). `grad_norm` is then the largest one, and `skipped` says if any update was.
     nvme: the one given to `init_state`, if the plan puts anything on a disk; each step then commits its store.
 
     The first call checks that all ranks run the same program (RankError names the first difference), on rows of their
-    own, and that tokens are in a Model's vocabulary. A step raises ValueError if the batch does not divide, or the
-    state was donated or is of another plan or optimizer; FloatingPointError at the floor of the loss scale.
+    own, that tokens are in a Model's vocabulary, and that parameters reach the loss. A step raises ValueError if the
+    batch does not divide, or the state was donated or is of another plan; FloatingPointError at the floor of the scale.
 
     >>> model, tx = fzero.models.mlp(fzero.models.MLPConfig(4, 8, 1, 2)), fzero.optim.sgd(0.1)
     >>> plan = fzero.zero_plan(0, model, fzero.one_process())
     >>> step = fzero.make_train_step(model, tx, plan)
     """
     expect_arguments(model, tx, plan, micro_batches, execution, skip)
-    shards, mesh = shards_of(plan), plan.mesh
-    tx = bind(tx, shards)
+    mesh, tx = plan.mesh, bind(tx, shards_of(plan))
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
@@ -130,14 +131,13 @@ def make_train_step(
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = StepGradient(model, with_expert_slack(plan, update), execution, nvme, ({}, streamed is not None))
     states = StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate)
-    unchecked, unseen = [plan] if mesh.store is not None else [], [context_of(plan, execution)]  # no ranks in a plan
+    unchecked, first = [plan] if mesh.store is not None else [], FirstStep(model, plan, execution)  # no ranks in a plan
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         states.expect(state)
         size, parts = split_batch(batch, micro_batches)
-        if unseen and check_values(model, batch, unseen[0]):
-            check_split(model, plan, state.params, parts[0], unseen.pop())
+        first.check(state.params, batch, parts[0])
         seed = seed_of(plan.policy, state, parts[0])
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
@@ -149,9 +149,11 @@ def make_train_step(
             if plan.delayed:
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, drawn, seed.value, later)
+                first.expect_loss(new.params, parts[0], drawn, join_metrics(each))
                 return states.handed_over(state, new), join_metrics(each)
             found = gradient(moved_apart(tx, plan, state), parts, size, drawn, seed.value, early, known)
             metrics, verdict, sums = measured(seed, state, found)
+            first.expect_loss(state.params, parts[0], drawn, metrics)
             moved = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
@@ -176,7 +178,7 @@ def measure(
     factor = seed.mean_factor(total)
     norm, by_leaf = norms_of(shards, plan.mesh, grads, squares, factor if norms else None)
     loss = total.total.to(factor.dtype) / tokens_of(total)
-    verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor)
+    verdict = judge_step(skip, state.extra[LOSS], loss, norm * factor, total.num_tokens)
     metrics = metrics_of(total, loss, norm * factor, verdict, seed.scale)._replace(**by_leaf, recomputed=recomputed)
     return metrics, verdict, Gradients(grads, factor, norm, errors)
 
@@ -277,8 +279,10 @@ class Seed(NamedTuple):
         return self.scale / self.divisor
 
     def mean_factor(self, total: base.Loss) -> Tensor:
-        """The factor that turns sums of gradients into the gradient of the mean loss; the update multiplies by it."""
-        return self.divisor / (tokens_of(total).to(torch.promote_types(total.total.dtype, torch.float32)) * self.scale)
+        """The factor that turns sums of gradients into the gradient of the mean loss; the update multiplies by it. NaN
+        if the number of tokens is impossible."""
+        count = tokens_of(total).to(torch.promote_types(total.total.dtype, torch.float32))
+        return torch.where(total.num_tokens >= 0, self.divisor / (count * self.scale), math.nan)
 
 
 def seed_of(policy: Policy, state: TrainState, part: Any) -> Seed:
@@ -290,8 +294,9 @@ def seed_of(policy: Policy, state: TrainState, part: Any) -> Seed:
 
 
 def tokens_of(total: base.Loss) -> Tensor:
-    """The number to divide by; it may be a sum of weights below 1, so that only 0 is replaced."""
-    return torch.where(total.num_tokens == 0, 1, total.num_tokens)
+    """The number to divide by; it may be a sum of weights below 1, so that only 0, and what is impossible, is
+    replaced."""
+    return torch.where(total.num_tokens > 0, total.num_tokens, 1)
 
 
 def norms_of(

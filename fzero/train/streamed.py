@@ -151,7 +151,7 @@ class StreamedModel(NamedTuple):
     ) -> Any:
         """The activations after some parts, or the loss after a head; nothing is kept. told: see `forward`."""
         ahead.expect([group for part in parts for group in part.groups], "forward")
-        batch = forward.own_part(batch, ctx)
+        batch = forward.own_part(self.model, batch, ctx)
         zero = torch.full((), 0, device=pytree.leaves(batch)[0].device)
         leaves, x_def = x
         with torch.no_grad():
@@ -164,7 +164,9 @@ class StreamedModel(NamedTuple):
                 else:
                     leaves = pairs[0].primal([*ahead.take(part.groups[0]), *leaves, zero, *extra])
                     x_def = out_def[0]
-        return pytree.unflatten(leaves, x_def) if parts and parts[-1].kind == "head" else Activations(leaves, x_def)
+        if not parts or parts[-1].kind != "head":
+            return Activations(leaves, x_def)
+        return forward.judged(pytree.unflatten(leaves, x_def), batch)
 
     def forward(
         self,
@@ -181,7 +183,7 @@ class StreamedModel(NamedTuple):
         ctx: the batch's, from `context`. early: the head's leaves, if they are used at once. told: is called with each
         stack before it runs, and the activations that it takes; those that it gives look like them.
         """
-        batch = forward.own_part(batch, ctx)
+        batch = forward.own_part(self.model, batch, ctx)
         device, ledger = pytree.leaves(batch)[0].device, self.plan.mesh.ledger
         zero = torch.full((), 0, device=device)
         ahead.expect([*(group for part in parts for group in part.groups), *early], "forward")
@@ -220,7 +222,8 @@ class StreamedModel(NamedTuple):
             leaves, x_def = held.x
             (pair,), out_def, extra = self.pairs_of(head, x_def, held.ctx, held.batch)
             out, kept = pair.forward([*ahead.take(head.groups[0]), *leaves, zero, *extra])
-            headed = Headed(pytree.unflatten(out, out_def[0]), pair, kept, out[1:], len(leaves))
+            loss = forward.judged(pytree.unflatten(out, out_def[0]), held.batch)
+            headed = Headed(loss, pair, kept, out[1:], len(leaves))
             leaves.clear()
         return headed
 

@@ -83,7 +83,8 @@ def numbers_row(job: Job, read: dict[str, float], step: int) -> dict[str, Any]:
     values = {name: value if math.isfinite(value) else None for name, value in values.items()}
     row = {"step": step + 1, **values, "skipped": skipped, "num_tokens": num_tokens, **layers, **by_source}
     if row["skipped"]:
-        row["reason"] = "spike" if values["grad_norm"] is not None else "nonfinite"
+        finite = values["loss"] is not None and values["grad_norm"] is not None
+        row["reason"] = "nonfinite" if not finite else "spike" if num_tokens else "empty"
     return row
 
 

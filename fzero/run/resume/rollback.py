@@ -42,7 +42,11 @@ from fzero.run.resume.newest_state import restore_on_all
 from fzero.train.state import TrainState
 
 SKIPS = "skips.json"
-REASONS = {"nonfinite": "the gradient is not finite", "spike": "the loss is a spike"}  # of a row's "reason"
+REASONS = {  # of a row's "reason"
+    "nonfinite": "the gradient is not finite",
+    "spike": "the loss is a spike",
+    "empty": "nothing in the batch counts",
+}
 
 
 class Fault(NamedTuple):
@@ -120,9 +124,11 @@ def roll_back_decision(g: Guard, row: dict[str, Any], sample: int, skipped: int)
     if not row["skipped"]:
         return None
     step, reason = row["step"], row["reason"]
-    policy, why = (g.spike if reason == "spike" else g.nonfinite), REASONS[reason]
+    policy, why = {"spike": g.spike, "nonfinite": g.nonfinite}.get(reason, "skip"), REASONS[reason]
     if reason == "spike":
-        why += f" ({'not finite' if row['loss'] is None else format(row['loss'], '.4f')})"
+        why += f" ({row['loss']:.4f})"
+    if reason == "nonfinite" and row["grad_norm"] is not None:
+        why = "the loss is not finite"
     if policy == "rollback":
         return Fault(step - 1, sample, why)
     if policy == "stop":

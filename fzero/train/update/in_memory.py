@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.bucket import SMALL
-from fzero.comm.collectives import all_gather, start_all_gather
+from fzero.comm.collectives import all_gather_same, own_slice, start_all_gather
 from fzero.core import pytree
 from fzero.core.compile import have_compiler
 from fzero.core.device import kind_of
@@ -19,6 +19,7 @@ from fzero.kernels.optim_cpu import MANY
 from fzero.optim import GradientTransformation, apply_in_place, apply_updates
 from fzero.optim.base import Pass, name_tree, overwrite
 from fzero.optim.combine import split_chain
+from fzero.optim.sharded_leaves import shards_of_sums
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import ErrorFeedback
 from fzero.sharding.slices import narrow_part, shard_dim
@@ -39,14 +40,19 @@ def split_names(plan: Plan) -> set[str]:
     return {name for name, leaf in leaves if leaf.trained and "dp" in leaf.opt.axes and "dp" not in leaf.params.axes}
 
 
-def own(plan: Plan, params: Tree) -> Tree:
-    """The part of the trained parameters (at rest) that this rank updates: views."""
+def own(plan: Plan, params: Tree, *, linear: bool = False) -> Tree:
+    """The part of the trained parameters (at rest) that this rank updates: views.
+
+    linear: as a map to differentiate: the gradient of a whole leaf, the same on all ranks, is put together from that of
+    each rank's part."""
     names = split_names(plan)
 
     def part(name: str, leaf: Tensor) -> Tensor:
         if name not in names:
             return leaf
         axis = plan.link(name)
+        if linear:
+            return own_slice(leaf, axis, shard_dim(name), leaf=name)
         return narrow_part(leaf, axis.rank, axis.size, shard_dim(name))
 
     return pytree.map_named(part, plan.trained(params))
@@ -154,8 +160,10 @@ def update_pure(
     skipped: Tensor | None,
 ) -> Tree:
     """The same as a pure function, which chooses by torch.where: it composes with vmap and grad."""
-    before = state.master if plan.policy.has_master else own(plan, state.params)
-    updates, opt_state = tx.update(pytree.map(lambda g: g * grads.factor, grads.sums), state.opt_state, before)
+    before = state.master if plan.policy.has_master else own(plan, state.params, linear=True)
+    vary = shards_of_sums(plan).vary  # the factor is the same on all ranks, and each uses it with its shards
+    scaled = pytree.map_named(lambda name, g: g * vary(name, grads.factor), grads.sums)
+    updates, opt_state = tx.update(scaled, state.opt_state, before)
     target = apply_updates(before, updates)
     params = at_rest(plan, target, state.params)
     new = state._replace(params=params, master=target if plan.policy.has_master else (), opt_state=opt_state)
@@ -171,7 +179,7 @@ def at_rest(plan: Plan, target: Tree, params: Tree) -> Tree:
 
     def rest(name: str, leaf: Tensor) -> Tensor:
         leaf = leaf.to(plan.policy.param)
-        return all_gather(leaf, plan.link(name), shard_dim(name), leaf=name) if name in names else leaf
+        return all_gather_same(leaf, plan.link(name), shard_dim(name), leaf=name) if name in names else leaf
 
     with plan.mesh.ledger.phase("update"):
         return plan.whole(pytree.map_named(rest, target), params)
