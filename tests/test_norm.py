@@ -54,6 +54,20 @@ def test_long_inputs_are_taken_some_rows_at_a_time(name, monkeypatch):
         law(form(name), tensors, impl="chunks")
 
 
+@pytest.mark.skipif(laws.DEVICE != "cpu", reason="the form serves the CPU")
+@pytest.mark.parametrize("name", ("layer_norm", "add_layer_norm"))
+def test_rows_on_a_cpu_obey_every_law(name, monkeypatch):
+    """Three of seven rows at a time; torch's own form is refused where it would sum in the narrow dtype."""
+    monkeypatch.setattr(norm, "SUMMED_ROWS", 3)
+    tensors = inputs(name, 7, 9)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        laws.numbers(form(name), tensors, dtype, impl="rows")
+    for law in (laws.repeats, laws.strides, laws.adjoint, laws.transforms, laws.traced):
+        law(form(name), tensors, impl="rows")
+    with pytest.raises(ValueError, match=r"on a CPU it sums the gradients .* in torch.bfloat16; use auto"):
+        form(name)("aten", *(t.bfloat16() for t in tensors))
+
+
 @every_op
 def test_every_law(name):
     laws.every_law(form(name), inputs(name, 3, 37))
