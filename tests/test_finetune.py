@@ -14,8 +14,10 @@ from fzero import models
 from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
-from fzero.data.conversations import prepare_conversations
-from fzero.data.examples import Lengths
+from fzero.data.conversations import describe_conversations, messages_of, prepare_conversations
+from fzero.data.examples import Lengths, prepare_examples
+from fzero.data.labels import labels_reader
+from fzero.data.preferences import prepare_preferences
 from fzero.data.rows import RowStream, pack
 from fzero.data.tokens import open_tokens, verify
 from fzero.models.base import Ctx
@@ -203,7 +205,109 @@ def test_a_bad_line_is_named_with_its_number(folder, tmp_path, fz, line):
     assert not (tmp_path / "run").exists()
 
 
+BAD_CONTENTS = {
+    "null": "the content of message 2, of the assistant, is null, without a call of a tool; it must be one text",
+    '[{"type": "text", "text": "x"}]': "the content of message 2, of the assistant, is .*; it must be one text: join",
+    "7": "the content of message 2, of the assistant, is 7; it must be one text: write its text",
+}
+
+
+@pytest.mark.parametrize("content", BAD_CONTENTS)
+def test_a_content_that_is_no_text_is_said_in_our_words(tmp_path, content):
+    turns = f'[{{"role": "user", "content": "x"}}, {{"role": "assistant", "content": {content}}}]'
+    path = chats.chat_file(tmp_path / "chat.jsonl", 3)
+    path.write_text(path.read_text() + f'{{"messages": {turns}}}\n')
+    with pytest.raises(ValueError, match=f"chat.jsonl:4: {BAD_CONTENTS[content]}"):
+        prepare_conversations(path, tmp_path / "out", Chat(chats.TEMPLATE, EOS), chats.our_tokenizer(), Lengths(96, 96))
+
+
+def test_a_null_content_beside_a_call_of_a_tool_is_the_templates_to_write():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert messages_of({"messages": [call]}, "messages") == [call]
+
+
+def long_lines(path, kind, lengths=(3, 90, 5, 40, 60, 4)):
+    """Lines of texts of these lengths, of an objective."""
+    rows = {
+        "chat": lambda n: {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * n}]},
+        "late": lambda n: {"messages": [{"role": "user", "content": "x" * n}, {"role": "assistant", "content": "y"}]},
+        "pairs": lambda n: {"prompt": "x", "chosen": "y" * n, "rejected": "z" * n},
+        "same": lambda n: {"prompt": "x" * n, "chosen": "y", "rejected": "z"},
+        "labels": lambda n: {"text": "x" * n, "label": "a"},
+    }
+    path.write_text("".join(json.dumps(rows[kind](n)) + "\n" for n in lengths))
+    return path
+
+
+def long_prepared(path, kind, lengths):
+    """The meta of lines prepared for rows of these lengths."""
+    chat, tokenizer, out = Chat(chats.UNMARKED, EOS), chats.our_tokenizer(), path.parent / f"out-{lengths.too_long}"
+    if kind in ("pairs", "same"):
+        return prepare_preferences(path, out, None, tokenizer, lengths)
+    if kind == "labels":
+        read = labels_reader(None, tokenizer, lengths, ("a", "b"), pad=256)
+        return prepare_examples(path, out, kind, read, None, tokenizer, too_long=lengths.too_long)
+    return prepare_conversations(path, out, chat, tokenizer, lengths)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "dropped", "cut"),  # cut: (lines dropped, texts cut) where they are cut
+    [
+        *(("chat", 60, 3, (0, 3)), ("late", 60, 3, (2, 1)), ("pairs", 40, 3, (0, 6)), ("same", 40, 3, (3, 0))),
+        ("labels", 30, 3, (0, 3)),
+    ],
+)
+def test_lines_that_are_too_long_are_dropped_or_cut_and_counted(tmp_path, kind, row, dropped, cut):
+    path = long_lines(tmp_path / "lines.jsonl", kind)
+    with pytest.raises(ValueError, match=r"lines.jsonl:2: .*--too-long drop or cut"):
+        long_prepared(path, kind, Lengths(row, 96))
+    assert not (tmp_path / "out-error").exists()
+    left = long_prepared(path, kind, Lengths(row, 96, "drop"))
+    assert left["too_long"] == {"dropped": dropped, "cut": 0}
+    each = 2 if kind in ("pairs", "same") else 1
+    assert sum(of["documents"] for of in left["splits"].values()) == each * (6 - dropped)
+    assert f"too long: {dropped} lines dropped, 0 texts cut" in describe_conversations(left)
+    short = long_prepared(path, kind, Lengths(row, 96, "cut"))
+    assert short["too_long"] == {"dropped": cut[0], "cut": cut[1]}  # dropped: what is to be learnt is at the end
+    assert max(of["longest"] for of in short["splits"].values()) <= row // each + 1
+    assert all(of["documents"] for of in short["splits"].values())
+
+
+def test_lines_that_are_all_too_long_are_an_error_that_says_so(tmp_path):
+    path = long_lines(tmp_path / "lines.jsonl", "chat")
+    with pytest.raises(ValueError, match=r"at least two lines that differ, and it has 0, without 6 that are too long"):
+        long_prepared(path, "chat", Lengths(10, 96, "drop"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["drop", "cut"])
+def test_a_run_says_how_many_lines_were_too_long(folder, tmp_path, fz, what):
+    path = chats.chat_file(tmp_path / "chat.jsonl", 8)
+    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 90}]}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    args = ["finetune", "--init", folder / "qwen3", "--data", path, *FLAGS, "--steps", 2, "--out", tmp_path / "run"]
+    code, out, err = fz(*args, "--too-long", what)
+    assert code == 0, err
+    expected = "1 lines dropped, 0 texts cut" if what == "drop" else "0 lines dropped, 1 texts cut"
+    assert f"too long: {expected}" in out + err
+
+
+MARK = b"\xef\xbb\xbf"  # a byte order mark, as editors for Windows write it
+
+
+def test_a_byte_order_mark_is_no_part_of_a_conversation_or_a_template(tmp_path):
+    path = chats.chat_file(tmp_path / "chat.jsonl", 4)
+    metas = []
+    for mark in (b"", MARK):
+        path.write_bytes(mark + path.read_bytes())
+        (tmp_path / "chat_template.jinja").write_bytes(mark + chats.TEMPLATE.encode())
+        chat, out = read_chat(tmp_path), tmp_path / f"out{len(mark)}"
+        metas.append(prepare_conversations(path, out, chat, chats.our_tokenizer(), Lengths(96, 96)))
+    assert metas[0]["sums"] == metas[1]["sums"] and read_chat(tmp_path).template == chats.TEMPLATE
+
+
 MISTAKES = [
+    (["--too-long", "shorten"], "data.too_long is 'shorten'"),
     (["--lora", "rank=4,on=w_x"], "targets 'w_x' matches no leaf of the blocks"),
     (["--lora", "rank=99"], "rank is 99"),
     (["--lora", "rang=4"], "'rang=4' is not rank=R"),

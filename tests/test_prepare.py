@@ -491,3 +491,22 @@ def test_bad_arguments(tmp_path, monkeypatch, change, message):
         data.prepare(**({"sources": "a.txt", "out": "out"} | change))
     assert "\n" not in str(caught.value)
     assert sorted(os.listdir()) == before and os.listdir("nothing") == []
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz", ".jsonl", ".jsonl.gz"])
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path, suffix):
+    texts, mark = ["one \ufeff two", "\ufeffthree"], b"\xef\xbb\xbf"  # elsewhere it is one
+    for i, text in enumerate(texts):
+        line = json.dumps({"text": text}) + "\n" + json.dumps({"text": "last"})
+        content = mark + (line if "jsonl" in suffix else text).encode()
+        path = tmp_path / f"{i}{suffix}"
+        path.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+    data.prepare([tmp_path / f"{i}{suffix}" for i in range(2)], tmp_path / "corpus", val_fraction=0.5)
+    found = all_documents(tmp_path / "corpus")
+    assert sorted(found) == sorted([*texts, *(["last"] * 2 if "jsonl" in suffix else [])])
+
+
+def test_a_file_of_a_byte_order_mark_alone_is_empty(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
+    with pytest.raises(ValueError, match=r"a\.txt: is empty"):
+        data.prepare([tmp_path / "a.txt"], tmp_path / "corpus")

@@ -39,6 +39,12 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
 )
 @click.option("--quantize", metavar="KIND", help="Keep the frozen weights in nf4, int4 or int8. Needs --lora.")
 @click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
+@click.option(
+    "--too-long",
+    metavar="WHAT",
+    help="What becomes of a line that is longer than --seq-len. error (the default), drop, or cut (its end is left "
+    "out); lines and cuts are counted.",
+)
 @tuning_flags
 @partial(add_flags, options=RUN_FLAGS)
 @click.option(
@@ -52,6 +58,7 @@ def finetune(
     lora: str | None,
     quantize: str | None,
     chat_template: str | None,
+    too_long: str | None,
     **given: Any,
 ) -> int:
     """Fine-tune a model on conversations or preferences, whole or with LoRA.
@@ -59,13 +66,16 @@ def finetune(
     The run is one of `fzero pretrain` in all else: its folder, resuming, meshes, offload, report."""
     begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
     begin = begin._replace(prompt=begin.prompt or "")
-    own = {"objective": objective, "lora": lora, "quantize": quantize, "chat-template": chat_template}
+    own = {"objective": objective, "lora": lora, "quantize": quantize}
+    own |= {"chat-template": chat_template, "too-long": too_long}
     refuse_flags(begin, {**flags, "config": config_file, "init": begin.init, **own}, settings)
     table = table_of(config_file, settings, mesh, flags)
     if objective is not None:
         table["objective"] = objective
     if chat_template is not None:
         table.setdefault("data", {})["template"] = chat_template
+    if too_long is not None:
+        table.setdefault("data", {})["too_long"] = too_long
     if not begin.resume and table.get("data", {}).get("path") is None:
         raise ValueError(
             "fzero finetune needs conversations, pairs of answers, or texts with labels: --data FILE.jsonl"

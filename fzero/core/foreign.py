@@ -148,14 +148,14 @@ def short(value: Any, most: int = 80) -> str:
 
 def read_text_file(path: str | Path, most: int = LARGEST) -> str:
     """The text of a file; raises ValueError naming it if it is not there, not a regular file (a FIFO would be waited
-    for), larger than `most` bytes, or not UTF-8.
+    for), larger than `most` bytes, or not UTF-8. A byte order mark at its start is no part of the text.
     """
     path = Path(path)
     size = expect_regular(path)
     if size > most:
         raise ValueError(f"{path}: {size:,} bytes; a file of this kind has at most {most:,}")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text ({error})") from None
 

@@ -46,6 +46,7 @@ class Example(NamedTuple):
 
     ids: np.ndarray  # [N] of its tokens
     counted: np.ndarray  # bool [N]: the tokens that the model is to say
+    cut: bool = False  # whether its end was cut off, as it was too long
 
 
 def read_chat(folder: str | Path) -> Chat | None:

@@ -14,7 +14,7 @@ from typing import Any
 from fzero.core.foreign import short
 from fzero.core.tables import Table
 from fzero.data.chat import Chat, Example, Message, encoder, examples_of
-from fzero.data.examples import Lengths, expect_fits, prepare_examples
+from fzero.data.examples import Lengths, cut_to, expect_fits, prepare_examples
 from fzero.data.tokenizers import Tokenizer
 
 
@@ -29,12 +29,14 @@ def prepare_conversations(
     encode = encoder(tokenizer)
 
     def read(row: Table) -> list[Example]:
-        found = examples_of(chat, encode, messages_of(row, "messages"), tools=tools_of(row))
+        whole = examples_of(chat, encode, messages_of(row, "messages"), tools=tools_of(row))
+        cut = [cut_to(example, lengths.part(1)) for example in whole]
+        found = [example for example in cut if example.counted[1:].any()] or cut[:1]  # turns that are left
         for example in found:
             expect_fits(example, lengths, "the conversation")
         return found
 
-    return prepare_examples(path, out, "chat", read, chat, tokenizer, seed=seed)
+    return prepare_examples(path, out, "chat", read, chat, tokenizer, seed=seed, too_long=lengths.too_long)
 
 
 def describe_conversations(meta: Mapping[str, Any]) -> str:
@@ -42,11 +44,14 @@ def describe_conversations(meta: Mapping[str, Any]) -> str:
     pairs = ("pairs of answers", 2)
     kinds = {"chat": ("conversations", 1), "labels": ("texts", 1), "pairs": pairs, "ranked": pairs}
     what, each = kinds[meta["kind"]]
-    return "\n".join(
+    lines = [
         f"{split}: {of['documents'] // each:,} {what}, {of['tokens']:,} tokens, {of['said']:,} of them to learn; "
         f"the longest has {of['longest']:,}"
         for split, of in meta["splits"].items()
-    )
+    ]
+    if passed := meta.get("too_long"):
+        lines.append(f"too long: {passed['dropped']:,} lines dropped, {passed['cut']:,} texts cut")
+    return "\n".join(lines)
 
 
 def tools_of(row: Table) -> list[Any] | None:
@@ -68,4 +73,12 @@ def messages_of(row: Table, key: str) -> list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             where = f"message {i}" if key == "messages" else f"message {i} of {key}"
             raise ValueError(f'{where} is {short(message)}; it must be {{"role": "user", "content": "..."}}')
+        content, calls = message.get("content", ""), message.get("tool_calls") or message.get("function_call")
+        if not isinstance(content, str) and not (content is None and calls):
+            where = f"message {i}" if key == "messages" else f"message {i} of {key}"
+            kinds = "null, without a call of a tool" if content is None else short(content)
+            fix = "join its parts of text" if isinstance(content, list) else "write its text, or leave the line out"
+            raise ValueError(
+                f"the content of {where}, of the {message['role']}, is {kinds}; it must be one text: {fix}"
+            )
     return found

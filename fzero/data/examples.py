@@ -6,6 +6,7 @@ What a line of the .jsonl file is, its reader knows: see conversations.py and pr
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import struct
@@ -29,11 +30,23 @@ from fzero.data.tokens import FORMAT, SPLITS, VERSION, token_dtype
 VAL_FRACTION = 0.05
 
 
+TOO_LONG = ("error", "drop", "cut")
+
+
+class TooLong(ValueError):
+    """An example that is longer than its row, or has nothing to learn when it is cut."""
+
+
 class Lengths(NamedTuple):
     """How long an example may be, in positions: one less than its tokens, of which the last is only a target."""
 
     row: int  # data.seq_len
     model: int  # the positions of the model
+    too_long: str = "error"  # what becomes of a longer one, one of TOO_LONG
+
+    def part(self, parts: int) -> int | None:
+        """The positions of one of so many examples that share a row, to which they are cut; None: they are not."""
+        return self.row // parts if self.too_long == "cut" else None
 
 
 Read = Callable[[Table], list[Example]]  # a line's JSON object -> its examples; raises ValueError
@@ -49,21 +62,26 @@ def prepare_examples(
     *,
     seed: int = 0,
     labels: tuple[str, ...] = (),
+    too_long: str = "error",
 ) -> dict[str, Any]:
     """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
 
-    kind: of the corpus. labels: the names of the classes that its texts have. A line is for validation if its draw
+    kind: of the corpus. labels: the names of the classes that its texts have. too_long: whether lines that `read` finds
+    TooLong end it, or are dropped and counted ("drop", "cut"). A line is for validation if its draw
     (SHA-256 of seed and content) is below VAL_FRACTION; the line with the lowest draw always is, the one with the
     highest never. Raises ValueError naming file and line: one that is no JSON object, or that `read` refuses; and for a
     file of fewer than two different lines. Then there is no `out`.
     """
     expect_regular(path)
     draws = [draw_of(line, seed) for _, line in lines_of(path)]
-    if len(set(draws)) < 2:
+    dropped = set[int]() if too_long == "error" else lines_too_long(path, read)
+    fit = {draw for (number, _), draw in zip(lines_of(path), draws) if number not in dropped}
+    if len(fit) < 2:
+        but = f", without {len(dropped):,} that are too long: use a larger --seq-len" if dropped else ""
         raise ValueError(
-            f"{path}: training and validation need at least two lines that differ, and it has {len(set(draws))}"
+            f"{path}: training and validation need at least two lines that differ, and it has {len(fit)}{but}"
         )
-    low, high, below = min(draws), max(draws), VAL_FRACTION * 2**64
+    low, high, below, cut = min(fit), max(fit), VAL_FRACTION * 2**64, 0
     counts = {split: {"tokens": 0, "documents": 0, "said": 0, "longest": 0} for split in SPLITS}
     dtype = token_dtype(tokenizer.vocab_size)
     make_folder(out.parent)
@@ -74,6 +92,8 @@ def prepare_examples(
             for split in SPLITS
         }
         for (number, line), draw in zip(lines_of(path), draws):
+            if number in dropped:
+                continue
             split = "val" if draw == low or (draw < below and draw != high) else "train"
             bins, docs, said = files[split]
             for example in _examples(f"{path}:{number}", line, read):
@@ -83,6 +103,7 @@ def prepare_examples(
                 more = {"tokens": len(example.ids), "documents": 1, "said": int(example.counted[1:].sum())}
                 counts[split] |= {name: counts[split][name] + n for name, n in more.items()}
                 counts[split]["longest"] = max(counts[split]["longest"], len(example.ids))
+                cut += example.cut
         for split, (_, docs, _) in files.items():
             docs.write(struct.pack("<Q", counts[split]["tokens"]))
         stack.close()
@@ -97,6 +118,7 @@ def prepare_examples(
             "source": {"names": [str(path)], "lines": len(draws)},
             "seed": seed,
             **({"labels": list(labels)} if labels else {}),
+            **({"too_long": {"dropped": len(dropped), "cut": cut}} if too_long != "error" else {}),
         }
         if tokenizer.json:
             write_text(folder, "tokenizer.json", tokenizer.json)
@@ -107,18 +129,40 @@ def prepare_examples(
     return meta
 
 
+def lines_too_long(path: Path, read: Read) -> set[int]:
+    """The numbers of the lines that `read` finds TooLong."""
+    found = set[int]()
+    for number, line in lines_of(path):
+        try:
+            _examples(f"{path}:{number}", line, read)
+        except TooLong:
+            found.add(number)
+    return found
+
+
+def cut_to(example: Example, positions: int | None) -> Example:
+    """The beginning of an example, of so many positions; the whole of one that is not longer, or for None."""
+    if positions is None or len(example.ids) - 1 <= positions:
+        return example
+    return Example(example.ids[: positions + 1], example.counted[: positions + 1], cut=True)
+
+
 def expect_fits(example: Example, lengths: Lengths, what: str) -> None:
-    """Raise ValueError for an example without a token to learn, and one that is too long. what: begins the texts."""
+    """Raise ValueError for an example without a token to learn, and TooLong for one that is. what: begins the texts."""
     if not example.counted[1:].any():
-        raise ValueError("no token of the assistant's is left to learn")
+        kind, when = (
+            (TooLong, f" when {what} is cut to {len(example.ids):,} tokens") if example.cut else (ValueError, "")
+        )
+        raise kind(f"no token of the assistant's is left to learn{when}")
     if (need := len(example.ids) - 1) > lengths.model:
-        raise ValueError(
+        raise TooLong(
             f"{what} has {need + 1:,} tokens and the model takes {lengths.model:,} positions "
-            "(model.max_len); shorten it or leave it out"
+            "(model.max_len); shorten it, or use --too-long drop or cut"
         )
     if need > lengths.row:
-        raise ValueError(
-            f"{what} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use --seq-len {need} or more"
+        raise TooLong(
+            f"{what} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use --seq-len {need} or more, or "
+            "--too-long drop or cut"
         )
 
 
@@ -126,6 +170,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, content) of the lines of a file that are not blank."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield number, line
 
@@ -141,4 +187,5 @@ def _examples(where: str, line: bytes, read: Read) -> list[Example]:
     try:
         return read(row)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        kind = TooLong if isinstance(error, TooLong) else ValueError
+        raise kind(f"{where}: {error}") from None

@@ -18,7 +18,7 @@ from fzero.core.tables import Table
 from fzero.data.chat import Chat, Encode, Example, encoder, render
 from fzero.data.conversations import messages_of, tools_of
 from fzero.data.examples import Lengths, Read, expect_fits, lines_of
-from fzero.data.preferences import NO_TEMPLATE, expect_pair_fits, pair_of
+from fzero.data.preferences import NO_TEMPLATE, expect_pair_fits, expect_unlike, pair_of
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import SPLITS, open_tokens, read_meta
 
@@ -116,7 +116,9 @@ def labels_reader(chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, lab
 
     def read(row: Table) -> list[Example]:
         number = number_of(label_in(row), labels)
-        example = scored_example(text_ids(row, chat, encode, pad), number)
+        ids = text_ids(row, chat, encode, pad)
+        positions = lengths.part(1)
+        example = scored_example(ids[:positions], number)._replace(cut=positions is not None and len(ids) > positions)
         expect_fits(example, lengths, "the text")
         return [example]
 
@@ -129,7 +131,10 @@ def ranked_reader(chat: Chat | None, tokenizer: Tokenizer, lengths: Lengths, pad
 
     def read(row: Table) -> list[Example]:
         found = [without_pad(example.ids, pad) for example in pair_of(row, chat, encode, tokenizer.eos)]
-        pair = [scored_example(ids, 0) for ids in found]
+        expect_unlike([scored_example(ids, 0) for ids in found])
+        positions = lengths.part(2)
+        cut = [positions is not None and len(ids) > positions for ids in found]
+        pair = [scored_example(ids[:positions], 0)._replace(cut=it) for ids, it in zip(found, cut)]
         expect_pair_fits(pair, lengths)
         return pair
 

@@ -18,7 +18,7 @@ from fzero.core.foreign import short
 from fzero.core.tables import Table
 from fzero.data.chat import Chat, Encode, Example, Message, encode_spans, encoder, render
 from fzero.data.conversations import messages_of, tools_of
-from fzero.data.examples import Lengths, expect_fits, prepare_examples
+from fzero.data.examples import Lengths, TooLong, cut_to, expect_fits, prepare_examples
 from fzero.data.tokenizers import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
@@ -40,23 +40,33 @@ def prepare_preferences(
     encode = encoder(tokenizer)
 
     def read(row: Table) -> list[Example]:
-        pair = pair_of(row, chat, encode, tokenizer.eos)
+        whole = pair_of(row, chat, encode, tokenizer.eos)
+        expect_unlike(whole)
+        pair = [cut_to(example, lengths.part(2)) for example in whole]
         expect_pair_fits(pair, lengths)
         return pair
 
-    return prepare_examples(path, out, "pairs", read, chat, tokenizer, seed=seed)
+    return prepare_examples(path, out, "pairs", read, chat, tokenizer, seed=seed, too_long=lengths.too_long)
+
+
+def expect_unlike(pair: list[Example]) -> None:
+    """Raise ValueError for two answers that are equal; TooLong if they are so because they were cut."""
+    if np.array_equal(pair[0].ids, pair[1].ids):
+        if any(example.cut for example in pair):
+            raise TooLong("chosen and rejected are equal when they are cut")
+        raise ValueError("chosen and rejected are equal, so neither is preferred; leave the line out")
 
 
 def expect_pair_fits(pair: list[Example], lengths: Lengths) -> None:
-    """Raise ValueError for two answers that are equal, and for those that are too long for a row together."""
+    """Raise ValueError for two answers that are equal, and TooLong for those that are so for a row together."""
     for name, example in zip(ANSWERS, pair):
         expect_fits(example, lengths, f"the {name} answer with its prompt")
-    if np.array_equal(pair[0].ids, pair[1].ids):
-        raise ValueError("chosen and rejected are equal, so neither is preferred; leave the line out")
+    expect_unlike(pair)
     if (need := sum(len(example.ids) - 1 for example in pair)) > lengths.row:
-        raise ValueError(
+        raise TooLong(
             f"the two answers, each with the prompt, take {need:,} positions of a row and data.seq_len is "
-            f"{lengths.row:,}; use --seq-len {need} or more, up to model.max_len={lengths.model:,}"
+            f"{lengths.row:,}; use --seq-len {need} or more, up to model.max_len={lengths.model:,}, or --too-long "
+            "drop or cut"
         )
 
 
@@ -91,9 +101,14 @@ def pair_of(row: Table, chat: Chat | None, encode: Encode, eos: int) -> list[Exa
 
 def plain_example(encode: Encode, prompt: str, text: str, eos: int) -> Example:
     """A text to be continued, and its continuation to learn, with the end of the document."""
+<<<<<<< HEAD
     ids, counted = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))], whole=True)
     last = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else len(ids)  # a tokenizer may put its own end there
     return Example(np.append(ids[:last], np.array(eos, ids.dtype)), np.append(counted[:last], True))
+=======
+    ids, counted, _ = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))])
+    return Example(np.append(ids, np.array(eos, ids.dtype)), np.append(counted, True))
+>>>>>>> configs
 
 
 def chat_example(

@@ -5,6 +5,7 @@ names of texts and lines that end in .gz or .zst are decompressed. `cut` divides
 can be read by itself: ranges of large .jsonl and .parquet files, and of small files several together.
 """
 
+import codecs
 import contextlib
 import gzip
 import io
@@ -219,7 +220,8 @@ def _whole_file(file: SourceFile) -> Iterator[Document]:
     text, problem = "", "empty" if not data else "binary" if b"\0" in data else ""
     if not problem:
         try:
-            text = data.decode("utf-8")
+            text = data.decode("utf-8-sig")  # without a byte order mark
+            problem = "" if text else "empty"
         except UnicodeDecodeError:
             problem = "not UTF-8"
     if problem and file.named:
@@ -259,8 +261,8 @@ def _lines(stream: io.BufferedIOBase, file: SourceFile) -> Iterator[bytes]:
             at += len(line)
         at += len(line)
     while (file.end is None or at < file.end) and (line := read()):
+        yield line if at else line.removeprefix(codecs.BOM_UTF8)
         at += len(line)
-        yield line
 
 
 def _line(file: SourceFile, number: int) -> str:

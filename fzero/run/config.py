@@ -28,6 +28,7 @@ class Data:
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
     seq_len: int = 256
+    too_long: str = "error"  # of conversations, pairs and texts with labels: error, drop the line, or cut off its end
     # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), buckets (each in a row of
     # its own, batches of rows of one length, of as many positions), see docs/data.md
     packing: str = "stream"

@@ -14,6 +14,7 @@ from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.storage import is_url
 from fzero.core.tables import Table, flat, format_list
+from fzero.data.examples import TOO_LONG
 from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS
 from fzero.data.remote import LEAST
@@ -109,6 +110,7 @@ BOUNDS: dict[str, Bounds] = {
 CHOICES: dict[str, tuple[Any, ...]] = {
     "objective": tuple(OBJECTIVES),
     "data.packing": (*PACKINGS, BUCKETS),
+    "data.too_long": TOO_LONG,
     "optim.name": tuple(OPTIMIZERS),
     "optim.states": ("full", "bf16", "8bit"),
     "optim.decay": ("matrices", "all"),

@@ -39,7 +39,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
     tokenizer = start_tokenizer(init)
     chat = chat_of(config, init)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
-    seed, lengths = config.train.seed, Lengths(config.data.seq_len, config.model.max_len)
+    seed, lengths = config.train.seed, Lengths(config.data.seq_len, config.model.max_len, config.data.too_long)
     if config.objective == "dpo":  # pairs of texts need no template
         meta = prepare_preferences(path, out, chat, tokenizer, lengths, seed)
     elif (head := head_of(config.model)) is not None:
@@ -48,7 +48,9 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
         else:
             read = ranked_reader(chat, tokenizer, lengths, head.pad)
         kind = OBJECTIVES[config.objective].corpus
-        meta = prepare_examples(path, out, kind, read, chat, tokenizer, seed=seed, labels=head.labels)
+        meta = prepare_examples(
+            path, out, kind, read, chat, tokenizer, seed=seed, labels=head.labels, too_long=lengths.too_long
+        )
         if head.labels:
             say(expect_labels_seen(path, out, head.labels))
     elif chat is None:
