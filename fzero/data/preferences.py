@@ -101,14 +101,9 @@ def pair_of(row: Table, chat: Chat | None, encode: Encode, eos: int) -> list[Exa
 
 def plain_example(encode: Encode, prompt: str, text: str, eos: int) -> Example:
     """A text to be continued, and its continuation to learn, with the end of the document."""
-<<<<<<< HEAD
-    ids, counted = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))], whole=True)
+    ids, counted, _ = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))], whole=True)
     last = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else len(ids)  # a tokenizer may put its own end there
     return Example(np.append(ids[:last], np.array(eos, ids.dtype)), np.append(counted[:last], True))
-=======
-    ids, counted, _ = encode_spans(encode, prompt + text, [(len(prompt), len(prompt) + len(text))])
-    return Example(np.append(ids, np.array(eos, ids.dtype)), np.append(counted, True))
->>>>>>> configs
 
 
 def chat_example(
