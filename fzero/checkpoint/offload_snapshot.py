@@ -146,21 +146,21 @@ def verify_store(folder: Path) -> list[str]:
         return [str(error)]
     if snapshot is None:
         return [f"{folder}: holds no complete step"]
-    found = [] if snapshot.verify else [f"{folder}: was written without checksums (nvme.verify=false)"]
+    damage = [] if snapshot.verify else [f"{folder}: was written without checksums (nvme.verify=false)"]
     for slot in (snapshot.record.slot, *snapshot.record.pinned):
         for rank in range(snapshot.ranks):
             try:
                 sums = snapshot.sums(rank, slot)
             except Damaged as error:
-                found.append(str(error))
+                damage.append(str(error))
                 continue
             for name, entry in snapshot.leaves.items():
                 for layer in range(snapshot.layers[name]):
                     try:
                         snapshot.chunk(name, files_of(entry), layer, rank, sums.get(name), slot)
                     except (ValueError, OSError) as error:
-                        found.append(str(error).splitlines()[0])
-    return found
+                        damage.append(str(error).splitlines()[0])
+    return damage
 
 
 def read_weights(snapshot: StoreSnapshot, plan: Plan, prefix: str, dtype: torch.dtype | None = None) -> Tree:

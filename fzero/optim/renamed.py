@@ -15,15 +15,15 @@ def groups_of(names: Iterable[str], params: Collection[str]) -> dict[str, Group]
     >>> groups_of(["1/count", "1/m/w"], ["w"])
     {'1/': {('count', None): '1/count', ('m', 'w'): '1/m/w'}}
     """
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     names = list(names)
     owner = pytree.owners([f"/{name}" for name in names], params)
     for name in names:
         of = owner[f"/{name}"]
         path = name if of is None else name[: len(name) - len(of)].rstrip("/")
         prefix, _, kind = path.rpartition("/")
-        found.setdefault(f"{prefix}/" if prefix else "", {})[kind, of] = name
-    return found
+        groups.setdefault(f"{prefix}/" if prefix else "", {})[kind, of] = name
+    return groups
 
 
 def same_leaves(before: Iterable[str], after: Iterable[str], params: Collection[str]) -> dict[str, str]:

@@ -175,8 +175,8 @@ def resume(
     coordinator.record(str(folder.absolute()))
     coordinator.share(lambda: auto_resume.remove_marker(folder))
     values, changes = split_changes(changes)
-    own, changes = changed_run.split_values(changes)
-    recorded, changed_lines = changed_run.with_values(recorded, own)
+    numbers, changes = changed_run.split_values(changes)
+    recorded, changed_lines = changed_run.with_values(recorded, numbers)
     before = recorded
     if values:
         new, values = new_stage.with_changes(recorded, values, options.say)

@@ -52,7 +52,7 @@ def record(batch: Any, rows: Tensor, dealt: Any, mesh: Mesh, micro_batches: int)
     if any(leaf.is_meta for leaf in pytree.leaves(batch)):
         return
     numbers = row_numbers(batch)
-    known = [one.rows for one in DEALINGS if one.mesh == mesh]
+    known = [dealing.rows for dealing in DEALINGS if dealing.mesh == mesh]
     seen = torch.cat([numbers[:0], *(x.to(numbers.device) for x in known)])
     again, source = torch.isin(numbers, seen).all(), (numbers * (2 * torch.arange(len(numbers)).to(numbers) + 1)).sum()
     leaves = [weakref.ref(leaf) for leaf in pytree.leaves(dealt)]
@@ -62,16 +62,18 @@ def record(batch: Any, rows: Tensor, dealt: Any, mesh: Mesh, micro_batches: int)
 def dealing_of(batch: Any, mesh: Mesh) -> Dealing | None:
     """The last dealing that dealt exactly the rows of a batch, in their order, or None."""
     numbers = row_numbers(batch).cpu()
-    return next((one for one in reversed(DEALINGS) if one.mesh == mesh and one.rows.cpu().equal(numbers)), None)
+    return next(
+        (dealing for dealing in reversed(DEALINGS) if dealing.mesh == mesh and dealing.rows.cpu().equal(numbers)), None
+    )
 
 
 def expect_undealt(batch: Any, mesh: Mesh) -> None:
     """Raise ValueError for tensors, or views of tensors, that `local_batch` dealt on this mesh."""
     dealt = {
         ref().untyped_storage().data_ptr()
-        for one in DEALINGS
-        if one.mesh == mesh
-        for ref in one.leaves
+        for dealing in DEALINGS
+        if dealing.mesh == mesh
+        for ref in dealing.leaves
         if ref() is not None
     }
     for name, leaf in pytree.named_leaves(batch).items():

@@ -181,7 +181,7 @@ class StateCheck:
             return
         leaves = leaves_of(state)
         if len(leaves) == len(self.known) and all(
-            made() is leaf and version == version_of(leaf) for (made, version), leaf in zip(self.known, leaves)
+            ref() is leaf and version == version_of(leaf) for (ref, version), leaf in zip(self.known, leaves)
         ):
             return
         fault = fault_of(self.plan, state)

@@ -227,11 +227,11 @@ def verify(place: str) -> list[tuple[Folder, list[str]]]:
     if store is None or is_url(store):
         path = path_of(place)
         return [(path, checkpoint.verify(path))]
-    found: list[tuple[Folder, list[str]]] = [(store, verify_store(Path(store)))]
+    reads: list[tuple[Folder, list[str]]] = [(store, verify_store(Path(store)))]
     if store == place or not checkpoint.steps(home_of(place)[0]):
-        return found
+        return reads
     path = path_of(place)
-    return [(path, checkpoint.verify(path)), *found]
+    return [(path, checkpoint.verify(path)), *reads]
 
 
 # ---- what one holds ----
