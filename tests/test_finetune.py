@@ -15,7 +15,7 @@ from fzero.checkpoint.convert import huggingface
 from fzero.core import pytree
 from fzero.data.chat import Chat, encoder, examples_of, read_chat, spans_of
 from fzero.data.conversations import describe_conversations, messages_of, prepare_conversations
-from fzero.data.examples import Lengths, prepare_examples
+from fzero.data.examples import Lengths, LineReader, prepare_examples
 from fzero.data.labels import labels_reader
 from fzero.data.preferences import prepare_preferences
 from fzero.data.rows import RowStream, pack
@@ -246,7 +246,7 @@ def long_prepared(path, kind, lengths):
         return prepare_preferences(path, out, None, tokenizer, lengths)
     if kind == "labels":
         read = labels_reader(None, tokenizer, lengths, ("a", "b"), pad=256)
-        return prepare_examples(path, out, kind, read, None, tokenizer, too_long=lengths.too_long)
+        return prepare_examples(path, out, kind, LineReader(read, lengths.too_long), None, tokenizer)
     return prepare_conversations(path, out, chat, tokenizer, lengths)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from fzero.core.foreign import short
 from fzero.core.tables import Table
 from fzero.data.chat import Chat, Example, Message, encoder, examples_of
-from fzero.data.examples import Lengths, cut_to, expect_fits, prepare_examples
+from fzero.data.examples import Lengths, LineReader, cut_to, expect_fits, prepare_examples
 from fzero.data.tokenizers import Tokenizer
 
 
@@ -36,7 +36,7 @@ def prepare_conversations(
             expect_fits(example, lengths, "the conversation")
         return found
 
-    return prepare_examples(path, out, "chat", read, chat, tokenizer, seed=seed, too_long=lengths.too_long)
+    return prepare_examples(path, out, "chat", LineReader(read, lengths.too_long), chat, tokenizer, seed=seed)
 
 
 def describe_conversations(meta: Mapping[str, Any]) -> str:

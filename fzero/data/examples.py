@@ -52,27 +52,33 @@ class Lengths(NamedTuple):
 Read = Callable[[Table], list[Example]]  # a line's JSON object -> its examples; raises ValueError
 
 
+class LineReader(NamedTuple):
+    """How lines are read, and whether those that `read` finds TooLong end it ("error"), or are dropped and counted."""
+
+    read: Read
+    too_long: str = "error"
+
+
 def prepare_examples(
     path: Path,
     out: Path,
     kind: str,
-    read: Read,
+    reader: LineReader,
     chat: Chat | None,
     tokenizer: Tokenizer,
     *,
     seed: int = 0,
     labels: tuple[str, ...] = (),
-    too_long: str = "error",
 ) -> dict[str, Any]:
     """Prepare the .jsonl file `path` in the new folder `out`; returns the content of its meta.json.
 
-    kind: of the corpus. labels: the names of the classes that its texts have. too_long: whether lines that `read` finds
-    TooLong end it, or are dropped and counted ("drop", "cut"). A line is for validation if its draw
+    kind: of the corpus. labels: the names of the classes that its texts have. A line is for validation if its draw
     (SHA-256 of seed and content) is below VAL_FRACTION; the line with the lowest draw always is, the one with the
     highest never. Raises ValueError naming file and line: one that is no JSON object, or that `read` refuses; and for a
     file of fewer than two different lines. Then there is no `out`.
     """
     expect_regular(path)
+    read, too_long = reader
     draws = [draw_of(line, seed) for _, line in lines_of(path)]
     dropped = set[int]() if too_long == "error" else lines_too_long(path, read)
     fit = {draw for (number, _), draw in zip(lines_of(path), draws) if number not in dropped}

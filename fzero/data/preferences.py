@@ -18,7 +18,7 @@ from fzero.core.foreign import short
 from fzero.core.tables import Table
 from fzero.data.chat import Chat, Encode, Example, Message, encode_spans, encoder, render
 from fzero.data.conversations import messages_of, tools_of
-from fzero.data.examples import Lengths, TooLong, cut_to, expect_fits, prepare_examples
+from fzero.data.examples import Lengths, LineReader, TooLong, cut_to, expect_fits, prepare_examples
 from fzero.data.tokenizers import Tokenizer
 
 ANSWERS = ("chosen", "rejected")
@@ -46,7 +46,7 @@ def prepare_preferences(
         expect_pair_fits(pair, lengths)
         return pair
 
-    return prepare_examples(path, out, "pairs", read, chat, tokenizer, seed=seed, too_long=lengths.too_long)
+    return prepare_examples(path, out, "pairs", LineReader(read, lengths.too_long), chat, tokenizer, seed=seed)
 
 
 def expect_unlike(pair: list[Example]) -> None:

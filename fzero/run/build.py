@@ -135,9 +135,7 @@ def build(
         t.measure_every > 0,
         t.capture,
         config.resident,
-        _layers=layers,
-        _dealt=True,
-        _known=known,
+        **{"_layers": layers, "_dealt": True, "_known": known},
     )
     trained = with_drops(config, model)
     train_step = make_train_step(

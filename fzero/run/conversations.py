@@ -10,7 +10,7 @@ import numpy as np
 from fzero.core.foreign import read_text_file
 from fzero.data.chat import Chat, encoder, read_chat, render
 from fzero.data.conversations import describe_conversations, prepare_conversations
-from fzero.data.examples import Lengths, prepare_examples
+from fzero.data.examples import Lengths, LineReader, prepare_examples
 from fzero.data.labels import expect_labels_seen, labels_reader, ranked_reader
 from fzero.data.preferences import prepare_preferences
 from fzero.data.tokenizers import Tokenizer
@@ -49,7 +49,7 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
             read = ranked_reader(chat, tokenizer, lengths, head.pad)
         kind = OBJECTIVES[config.objective].corpus
         meta = prepare_examples(
-            path, out, kind, read, chat, tokenizer, seed=seed, labels=head.labels, too_long=lengths.too_long
+            path, out, kind, LineReader(read, lengths.too_long), chat, tokenizer, seed=seed, labels=head.labels
         )
         if head.labels:
             say(expect_labels_seen(path, out, head.labels))
