@@ -10,6 +10,8 @@ from ranks import run as on_ranks
 import fzero
 from fzero import models, optim
 from fzero.core import pytree
+from fzero.run.config import Guard
+from fzero.run.resume import rollback
 from fzero.train.batch import local_batch
 
 MODEL = models.build(
@@ -205,3 +207,17 @@ def test_a_module_whose_loss_is_detached_is_refused():
     state = fzero.init_state(model, TX, plan, seed=0)
     with pytest.raises(ValueError, match="no parameter reaches the loss"):
         fzero.make_train_step(model, TX, plan)(state, {"x": X})
+
+
+@pytest.mark.parametrize(
+    ("reason", "loss", "grad_norm", "why"),
+    [
+        ("empty", 0.0, 0.0, None),
+        ("nonfinite", None, 1.0, "the loss is not finite"),
+        ("nonfinite", None, None, "the gradient is not finite"),
+    ],
+)
+def test_a_run_goes_back_for_what_is_not_finite_and_not_for_an_empty_batch(reason, loss, grad_norm, why):
+    row = {"step": 3, "skipped": True, "reason": reason, "loss": loss, "grad_norm": grad_norm}
+    fault = rollback.roll_back_decision(Guard(nonfinite="rollback"), row, sample=8, skipped=1)
+    assert fault is None if why is None else why in fault
