@@ -149,9 +149,12 @@ def _read_rope(hf: dict[str, Any], theta: float, where: Path) -> dict[str, Any]:
     """Read RoPE's base and scaling, from rope_parameters (transformers 5) or rope_theta and rope_scaling (4)."""
     expect_entries(hf, {"rope_scaling?": dict | None, "rope_parameters?": dict | None}, str(where))
     rope: dict[str, Any] = {}
-    for table in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, {"rope_theta": hf.get("rope_theta")}):
+    top = {name: hf[name] for name in ("rope_theta",) if name in hf}
+    for table in (hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}, top):
         expect_entries(table, {f"{name}?": float | None for name in ("rope_theta", *ROPE)}, str(where))
         for name, value in table.items():
+            if name == "rope_theta" and value is None:
+                raise ValueError(f"{where}: rope_theta is null; give RoPE's base, such as {theta:g}, or no such entry")
             if value is not None and rope.setdefault(name, value) != value:
                 raise ValueError(
                     f"{where}: {name} of RoPE is both {short(value)} and {short(rope[name])}; make them equal"
