@@ -129,8 +129,11 @@ def rope_of(hf: dict[str, Any], kind: str, where: Path) -> dict[str, Any]:
         return hf
     expect_entries(tables, {kind: dict}, f"{where}: rope_parameters")
     theirs = {**hf, "rope_parameters": tables[kind]}
-    local = {"rope_theta": hf.get("rope_local_base_freq"), "rope_scaling": None}
-    return theirs if kind == "full_attention" else {**theirs, **local}
+    if kind == "full_attention":
+        return theirs
+    rest = {name: value for name, value in theirs.items() if name != "rope_theta"}
+    local = {"rope_theta": hf["rope_local_base_freq"]} if hf.get("rope_local_base_freq") is not None else {}
+    return {**rest, **local, "rope_scaling": None}
 
 
 def _local_theta(hf: dict[str, Any], where: Path) -> float:

@@ -70,7 +70,7 @@ def sized_bar(**options: Any) -> Any:
     columns = rows = 0
     with contextlib.suppress(OSError, ValueError):
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
-    size = {"dynamic_ncols": True} if columns and rows else {"ncols": columns or COLUMNS, "nrows": rows or ROWS}
+    size: dict[str, Any] = {"dynamic_ncols": True} if columns and rows else {"ncols": columns or COLUMNS, "nrows": rows or ROWS}
     return tqdm(**options, **size)
 
 
