@@ -67,10 +67,12 @@ def sized_bar(**options: Any) -> Any:
     columns, is taken for one of 80."""
     from tqdm import tqdm
 
-    columns = rows = 0
+    columns = rows = 1  # where stderr is no terminal tqdm decides
     with contextlib.suppress(OSError, ValueError):
         columns, rows = os.get_terminal_size(sys.stderr.fileno())
-    size: dict[str, Any] = {"dynamic_ncols": True} if columns and rows else {"ncols": columns or COLUMNS, "nrows": rows or ROWS}
+    size: dict[str, Any] = (
+        {"dynamic_ncols": True} if columns and rows else {"ncols": columns or COLUMNS, "nrows": rows or ROWS}
+    )
     return tqdm(**options, **size)
 
 
