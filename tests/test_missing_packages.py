@@ -115,6 +115,6 @@ def test_a_run_needs_nothing_but_its_dependencies(tmp_path):
         assert f"{name:14} not here: {packages.OPTIONAL[name][0]}" in ran.stdout, name
     for name in ("matplotlib", "tokenizers", "zstandard", "pyarrow", "tensorstore"):
         assert f"needs the package {name}; pip install {name}" in ran.stderr, name
-    assert "no pictures: this needs the package matplotlib; pip install matplotlib" in ran.stdout
+    assert "pictures: none (they: this needs the package matplotlib; pip install matplotlib)" in ran.stdout
     assert "resuming run at step 1 of 2" in ran.stdout
     assert [path.name for path in sorted((tmp_path / "run/checkpoints").iterdir())][-1] == "step-00000002"

@@ -108,7 +108,7 @@ class Writer:
         self.buffers: BufferPool | None = None
         self.pool = ThreadPoolExecutor(THREADS, "fzero-save")
         self.current: Save | None = None
-        self.cleaned = False
+        self.cleaned = self.closed = False
 
     # ---- the caller's functions ----
 
@@ -133,6 +133,8 @@ class Writer:
         Communicates: with extras, their bytes, over all ranks.
         Raises ValueError naming the leaf that cannot be stored (its name, kind or dtype), and SaveFailed.
         """
+        if self.closed:
+            raise ValueError(f"{self.checkpoint_dir}: this writer is closed; make a new one to save step {step}")
         named = check_state(state, specs, step, self.mesh)
         named |= {name: (leaf, Spec()) for name, leaf in pack_extras(extras or {}, self.mesh).items()}
         try:
@@ -191,6 +193,7 @@ class Writer:
 
     def close(self) -> None:
         """Wait for the save under way, and free memory, threads and spare files; raises SaveFailed."""
+        self.closed = True
         try:
             self.wait()
         finally:

@@ -89,7 +89,7 @@ def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bo
     """Measure the disk of DIR and write the best settings into the user's config.toml, for runs with --nvme there."""
     size = int(size_gb * 1e9 / 2) >> 20 << 20 if 0.002 < size_gb < 1e6 else 0
     if not size:
-        raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022")
+        raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022 and below 1e6")
     if not 0 < seconds <= 60:
         raise ValueError(f"--seconds is {seconds}; it must be above 0, and 60 at most")
     from fzero.planner.calibrate import disk as disks

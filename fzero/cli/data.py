@@ -86,9 +86,9 @@ def bytes_bar() -> Iterator[Callable[[str, int, int], None] | None]:
     if not (sys.stderr.isatty() and packages.installed("tqdm")):
         yield None
         return
-    from tqdm import tqdm
+    from fzero.run.measure.progress import sized_bar
 
-    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True, leave=False) as bar:
+    with sized_bar(unit="B", unit_scale=True, leave=False) as bar:
 
         def show(stage: str, done: int, of: int) -> None:
             if bar.desc != f"{stage}: ":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+
+from fzero.core.foreign import short
 
 FOLDER = click.Path(path_type=Path)
 # Options of several commands.
@@ -280,14 +283,23 @@ def sizes_of_hf(path: Path) -> dict[str, Any]:
     return {"family": family_of(sizes), **dataclasses.asdict(sizes)}
 
 
+MOST_RANKS = 1 << 24  # of a mesh: more than anybody has, and few enough to be counted
+
+
 def parse_mesh(text: str, flag: str = "--mesh ") -> dict[str, int]:
     """Parse the sizes of a mesh's axes from a text such as dp=4,tp=2."""
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        if not size.isdecimal():
-            raise ValueError(f"{flag}{text!r} is not of the form dp=4,tp=2")
+        if not (size.isascii() and size.isdecimal() and len(size) < 20):
+            raise ValueError(f"{flag}{short(text)} is not of the form dp=4,tp=2")
+        if axis.strip() in sizes:
+            raise ValueError(f"{flag}{short(text)} has {axis.strip()} twice; give each axis one size")
         sizes[axis.strip()] = int(size)
+    if math.prod(sizes.values()) > MOST_RANKS:
+        raise ValueError(
+            f"{flag}{short(text)} has {math.prod(sizes.values()):,} ranks; at most {MOST_RANKS:,} can be had"
+        )
     return sizes
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import click
 
 from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
-from fzero.cli.process import coordinated, leave, quiet, say, versions
+from fzero.cli.process import coordinated, leave, one_line, quiet, say, versions
 from fzero.core import packages
+from fzero.core.bounds import POSITIVE, check_bounds
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
@@ -188,10 +189,12 @@ def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], N
     if coordinator.first:
         from fzero.report.plots import write_pictures
 
-        if not packages.installed("matplotlib"):
-            line(packages.explain("matplotlib", "no pictures"))
-        elif pictures := write_pictures(folder):
-            line(f"pictures: {', '.join(map(str, pictures))}")
+        try:
+            packages.load("matplotlib", "they")
+            if pictures := write_pictures(folder):
+                line(f"pictures: {', '.join(map(str, pictures))}")
+        except (OSError, ValueError, ImportError) as error:  # the run is complete without them
+            line(f"pictures: none ({one_line(str(error))}); fzero report {folder} draws them too")
     return leave(coordinator, stopped)
 
 
@@ -201,8 +204,8 @@ def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...])
         refuse_config({name: value for name, value in given.items() if value is not None}, settings)
     if begin.stop_at is not None and begin.stop_at < 1:
         raise ValueError(f"--stop-at is {begin.stop_at}; it must be at least 1")
-    if begin.peak_tflops is not None and not begin.peak_tflops > 0:
-        raise ValueError(f"--peak-tflops is {begin.peak_tflops}; it must be above 0")
+    if begin.peak_tflops is not None:
+        check_bounds("--peak-tflops", begin.peak_tflops, POSITIVE)
     if (begin.resume or begin.auto_resume) and begin.out is None:
         raise ValueError(f"--{'resume' if begin.resume else 'auto-resume'} needs the run folder: --out RUN")
     if begin.resume and begin.auto_resume:

@@ -17,6 +17,7 @@ from fzero.core.importing import without_collection
 from fzero.run.ranks import signals
 
 FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
+LOST = ("DistNetworkError", "DistStoreError", "DistBackendError", "DistError")  # of torch.distributed
 KNOWN = (ValueError, FloatingPointError, OSError, MemoryError)  # errors whose message suffices; RankError, too
 
 
@@ -120,6 +121,9 @@ def run(command: Callable[[], Any], *, traceback: bool) -> int:
         return code if isinstance(code, int) else 0
     except SystemExit:
         raise
+    except click.exceptions.NoArgsIsHelpError as error:  # a group without a command
+        print(error.format_message(), file=sys.stderr)
+        return MISTAKE
     except click.ClickException as error:
         return print_error(error.format_message(), error)
     except (KeyboardInterrupt, click.Abort):
@@ -144,6 +148,9 @@ def end_failed(error: BaseException) -> int:
         if isinstance(error, BrokenPipeError):  # the reader, such as head, has enough
             return FAULT
         return print_error(f"cannot write to the standard output: {error.strerror or error}", error)
+    if kind in LOST:
+        why = str(error).partition("\n")[0]
+        return print_error(f"torchrun, or the rank that keeps its store, has ended ({why}); start again", error)
     # torch raises RuntimeError if it runs out of memory.
     if isinstance(error, RuntimeError) and ("allocate" in str(error) or "bad_alloc" in str(error)):
         return print_error(f"out of memory ({error}); use a smaller --micro-batch, --seq-len or model", error)

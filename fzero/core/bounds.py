@@ -22,5 +22,6 @@ def check_bounds(name: str, value: float, bounds: Bounds) -> None:
     """
     low, included, high = bounds
     if not (low <= value if included else low < value) or not value < high:
-        above = "" if high == INF else f" and below {high:g}"
+        most = "2^64" if high == 2**64 else f"{high:g}"
+        above = f" and below {most}" if high < INF else "" if math.isfinite(value) else ", and a finite number"
         raise ValueError(f"{name} is {value!r}; it must be {'at least' if included else 'above'} {low:g}{above}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +24,6 @@ from fzero.data.tokenizers import Tokenizer, token_dtype
 TEMPLATE = "chat_template.jinja"
 MARKS = "\U0010fffe\U0010ffff"  # no text has them: Unicode says they are no characters
 PROBE = "an answer\u2063"  # in no template
-MOST_MADE = 1_000_000  # characters, items or digits that an operator of a template makes at once
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and whatever else the template reads
 
 
@@ -68,6 +66,8 @@ def template_in(about: dict[str, Any], name: str) -> str | None:
     found = about.get("chat_template")
     if isinstance(found, list):  # several by name
         for one in found:
+            if not isinstance(one, dict):
+                raise ValueError(f"{name}: chat_template has {short(one)}; it must be tables of name and template")
             expect_entries(one, {"name": str, "template": str}, f"{name}: chat_template")
         found = next((one["template"] for one in found if one["name"] == "default"), None)
     expect_entries({"chat_template": found}, {"chat_template": str | None}, name)
@@ -229,7 +229,8 @@ def _program(template: str) -> _Program:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from fzero.data.template_sandbox import Bounded, bounded
 
     class Generation(Extension):
         """`{% generation %} ... {% endgeneration %}`: its text stands between the two MARKS."""
@@ -244,16 +245,6 @@ def _program(template: str) -> _Program:
         def _between(self, caller: Callable[[], str]) -> str:
             return f"{MARKS[0]}{caller()}{MARKS[1]}"
 
-    class Bounded(ImmutableSandboxedEnvironment):
-        """A sandbox in which no operator makes a value beyond all memory, such as 9 ** 9 ** 9 or "x" * 10 ** 10."""
-
-        intercepted_binops = frozenset(("*", "**", "%"))
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator_size(operator, left, right) > MOST_MADE:
-                raise jinja2.TemplateError(f"a result of {operator} has more than {MOST_MADE:,} characters or items")
-            return super().call_binop(context, operator, left, right)
-
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -265,32 +256,20 @@ def _program(template: str) -> _Program:
 
     extensions = [Generation, "jinja2.ext.loopcontrols"]
     environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = tojson
+    environment.filters = {name: bounded(function, name) for name, function in environment.filters.items()}
+    environment.filters["tojson"] = bounded(tojson, "tojson")
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+
     try:
         parsed = environment.parse(template)
         made = environment.from_string(template)
+        marks = any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
+    except (RecursionError, MemoryError, SyntaxError):  # of Python's parser, too
+        raise ValueError("the chat template is nested too deeply; write it with fewer brackets") from None
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template is no Jinja template: {short(str(error), 300)[1:-1]}") from None
-    marks = any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
     return _Program(made.render, marks)
-
-
-def operator_size(operator: str, left: Any, right: Any) -> float:
-    """The characters, items or digits of the result of a template's operator, about.
-
-    >>> operator_size("*", "ab", 100), operator_size("**", 10, 6.0), operator_size("%", "%99d", 1)
-    (200, 20.4, 99)
-    """
-    if operator == "*":
-        for some, times in ((left, right), (right, left)):
-            if isinstance(some, (str, list, tuple)) and isinstance(times, int):
-                return len(some) * times
-    if operator == "%" and isinstance(left, str):
-        return max(map(int, re.findall(r"\d{1,12}", left)), default=0)
-    numbers = isinstance(left, int) and isinstance(right, (int, float))
-    return abs(left).bit_length() * abs(right) * 0.85 if operator == "**" and numbers else 0
 
 
 def _is_mark(block: Any) -> bool:

@@ -23,6 +23,7 @@ from fzero.data.sources import Document, SourceFile, read_documents
 from fzero.data.workers import results_of
 
 ROW = struct.Struct("<32sQQQB")
+NAMED = 3  # files with a problem that are named
 UNIQUE, OTHER, LEFT_OUT = 1, 2, 4  # of a row: is left out if it comes again; filters changed it; filters left it out
 DOCUMENT = np.dtype([("sha256", "V32"), ("draw", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("notes", "u1")])
 AT_A_TIME = 4096  # rows that are written together
@@ -61,6 +62,7 @@ class Corpus(NamedTuple):
     skipped: dict[str, int]  # problem -> documents left out
     lowest: int  # the lowest draw: always validation, so that validation is not empty
     highest: int  # the highest draw: always training; equal to the lowest if all documents are identical
+    files: Mapping[str, list[str]] = {}
 
     def split_of(self, draw: int) -> str:
         """The split of a document."""
@@ -70,7 +72,7 @@ class Corpus(NamedTuple):
 def look(sources: Sources, val_fraction: float, preparing: Preparing) -> Corpus:
     """Read all documents; raises ValueError as `read_documents` does, and if there is no text, or one character."""
     sizes, done = sources.sizes(), 0
-    found: dict[int, tuple[int, Counter[str]]] = {}
+    found: dict[int, tuple[int, Counter[str], dict[str, list[str]]]] = {}
     with closing(results_of(lambda n: read_piece(sources, n), range(len(sizes)), preparing.processes())) as results:
         for number, result in results:
             found[number] = result
@@ -78,18 +80,27 @@ def look(sources: Sources, val_fraction: float, preparing: Preparing) -> Corpus:
             preparing.tell("reading", done, sum(sizes))
     kept = [sources.rows(number)["notes"] & LEFT_OUT == 0 for number in range(len(sizes))]
     skipped = sum((found[number][1] for number in range(len(sizes))), Counter())
+    files: dict[str, list[str]] = {}
+    for number in range(len(sizes)):
+        for problem, names in found[number][2].items():
+            files[problem] = [*files.get(problem, []), *names][:NAMED]
     leave_out_copies(sources, kept, UNIQUE if preparing.duplicates == "keep" else 0, skipped)
-    return put_together(sources, kept, val_fraction, skipped)
+    return put_together(sources, kept, val_fraction, skipped)._replace(files=files)
 
 
-def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str]]:
-    """Write the rows of the documents of a piece; return how many there are, and the problems of others."""
+def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str], dict[str, list[str]]]:
+    """Write the rows of the documents of a piece; return how many there are, the problems of others, and some names of
+    files with each problem."""
     skipped: Counter[str] = Counter()
+    files: dict[str, list[str]] = {}
     path, count, rows = sources.folder / f"{number}.documents", 0, bytearray()
     with writing(path, "replace") as file:
         for document in read_documents(sources.pieces[number], sources.text_key):
             if document.problem:
                 skipped[document.problem] += 1
+                names = files.setdefault(document.problem, [])
+                if len(names) < NAMED and document.file.name not in names:
+                    names.append(document.file.name)
                 continue
             text, reason = filtered(document.text, sources.filters, lambda document=document: document.origin)
             if reason:
@@ -103,7 +114,7 @@ def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str]]:
                 file.write(rows)
                 rows.clear()
         file.write(rows)
-    return count, skipped
+    return count, skipped, files
 
 
 def draw_of(data: bytes, seed: int) -> int:

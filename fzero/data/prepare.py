@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.arguments import checked
+from fzero.core.bounds import check_bounds
 from fzero.core.files import make_folder, remove_entry
-from fzero.core.foreign import expect_regular, json_text, read_text_file
+from fzero.core.foreign import expect_regular, json_text, read_text_file, short
 from fzero.core.storage import write_text
 from fzero.data import work_folder
 from fzero.data.encoding import encode, join
@@ -71,6 +72,7 @@ def prepare(
     if not sources:
         raise ValueError(f"no source given; {ALLOWED}")
     preparing.expect_sound()
+    check_bounds("seed", seed, (0, True, 2**64))
     work_folder.clear(Path(out))
     out = check_new(out, val_fraction)
     _check_tokenizer(str(tokenizer), eos)
@@ -106,6 +108,9 @@ def prepare(
     return meta
 
 
+MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
+
+
 def check_new(out: str | Path, val_fraction: float) -> Path:
     """The folder of a new corpus; raises ValueError if it exists, and for a fraction that leaves a split empty."""
     if not 0.0 < val_fraction < 1.0:
@@ -126,8 +131,16 @@ def describe(meta: dict[str, Any]) -> str:
         *(f"{name}: {splits[name]['tokens']:,} tokens in {splits[name]['documents']:,} documents" for name in SPLITS),
     ]
     if source["skipped"]:
-        lines.append("left out: " + ", ".join(f"{n} {problem}" for problem, n in source["skipped"].items()))
+        files = source.get("skipped_files", {})
+        words = [_skipped(n, problem, files.get(problem)) for problem, n in source["skipped"].items()]
+        lines.append(f"left out: {', '.join(words)}")
     return "\n".join(lines)
+
+
+def _skipped(count: int, problem: str, files: list[str] | None) -> str:
+    """The words `2 binary (a.bin, b.bin)`."""
+    named = f" ({', '.join(files)}{', ...' * (count > len(files))})" if files else ""
+    return f"{count} {problem}{named}"
 
 
 def _check_tokenizer(spec: str, eos: str | None) -> None:
@@ -137,9 +150,10 @@ def _check_tokenizer(spec: str, eos: str | None) -> None:
         if eos is not None:
             raise ValueError(f"eos={eos!r}: the byte tokenizer always ends a document with id 0 (NUL); leave --eos out")
     elif kind == "bpe":
-        if not size.isdecimal() or int(size) < 257:
+        if not (size.isascii() and size.isdecimal() and len(size) < 20 and 257 <= int(size) <= MOST_TOKENS):
             raise ValueError(
-                f"tokenizer={spec!r}: wanted bpe:N with a number of tokens N of at least 257, such as bpe:4096"
+                f"tokenizer={short(spec)}: wanted bpe:N with a number of tokens N of at least 257 and at most "
+                f"{MOST_TOKENS:,}, such as bpe:4096"
             )
     elif not _tokenizer_json(spec).exists():
         raise ValueError(
@@ -199,5 +213,6 @@ def _write(work: Path, corpus: Corpus, made: Tokenizer, source: dict[str, Any]) 
             "text_bytes": corpus.text_bytes,
             "sha256": corpus.sha256,
             "skipped": corpus.skipped,
+            **({"skipped_files": dict(corpus.files)} if corpus.files else {}),
         },
     }

@@ -70,10 +70,10 @@ def open_work(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
             for name in FOLDERS:
                 make_folder(folder, name)
             yield folder
-        except OSError:
-            raise
-        except Exception:
-            if not resumed:
+        except BaseException as error:
+            # A panic of a library is no Exception; an interrupt and a signal are none either, and go on later.
+            panic = type(error).__name__ == "PanicException"
+            if not resumed and (panic or (isinstance(error, Exception) and not isinstance(error, OSError))):
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     shutil.rmtree(folder)

@@ -200,7 +200,7 @@ def _check(device: Device) -> None:
         raise ValueError(f"kind is {device.kind!r}; it must be cpu or cuda")
     for name in ("processors", "memory_bytes", "bandwidth_bytes_s"):
         if not 0 < getattr(device, name) < math.inf:
-            raise ValueError(f"{name} is {getattr(device, name)!r}; it must be above 0")
+            raise ValueError(f"{name} is {getattr(device, name)!r}; it must be above 0 and finite")
     if device.ranks_on_node is not None and device.ranks_on_node < 1:
         raise ValueError(f"ranks_on_node is {device.ranks_on_node}; it must be at least 1, or null")
     if not 0 <= device.margin < 1:

@@ -48,7 +48,7 @@ class Loads(NamedTuple):
         except ValueError:
             return cls(shares=recorded(Path(text)))
         if not 1.0 <= factor < math.inf:
-            raise ValueError(f"imbalance is {text}; it is the fullest rank over the mean, so it must be at least 1")
+            raise ValueError(f"imbalance is {text}; the fullest rank over the mean is finite and at least 1")
         return cls(factor)
 
 

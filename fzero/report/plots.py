@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.files import replacing
+from fzero.core.foreign import in_form
 from fzero.run import run_folder
 from fzero.run.objectives import unit_of
 
@@ -23,8 +24,9 @@ def write_pictures(folder: Path) -> list[Path]:
     config, environment = run_folder.read_config(folder), run_folder.read_environment(folder)
     title = f"{config.preset or 'model'}, {environment['num_params']:,} parameters, {config.precision.policy}"
     paths = [folder / "loss.png", folder / "throughput.png"]
-    loss(rows, paths[0], title, unit_of(config.objective))
-    throughput(rows, paths[1], title)
+    with in_form(str(folder / run_folder.METRICS), "; remove the rows that lack it"):
+        loss(rows, paths[0], title, unit_of(config.objective))
+        throughput(rows, paths[1], title)
     return paths
 
 

@@ -34,7 +34,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}; it must be at least 0 (0 takes the likeliest token)")
+            raise ValueError(f"temperature is {self.temperature}; it must be finite and at least 0 (0: the likeliest)")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
         if not 0.0 < self.top_p <= 1.0:
@@ -72,7 +72,9 @@ def generate(
     vocab = vocab_size or model.config.vocab_size
     if length < 1:
         raise ValueError("the prompt has no tokens; give at least one")
-    if n < 0 or length + n > model.config.max_len:
+    if n < 0:
+        raise ValueError(f"{n} new tokens are asked for; it must be at least 0")
+    if length + n > model.config.max_len:
         room = max(model.config.max_len - length, 0)
         raise ValueError(
             f"{length} tokens of prompt and {n} more do not fit max_len={model.config.max_len}; ask for at "

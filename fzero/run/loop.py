@@ -322,7 +322,10 @@ def summarize(attempt: Attempt, state: TrainState, seconds: float) -> None:
         say(f"a sample{of} (fzero sample {folder} --prompt ...):\n")
         text = sample_text(attempt, params)
         say(text)
-        run_folder.add_sample(folder, step, options.sample, text)
+        try:
+            run_folder.add_sample(folder, step, options.sample, text)
+        except OSError as error:  # the run is complete without it
+            say(f"the sample is not in {folder}/{run_folder.SAMPLES} ({error})")
 
 
 def best_params(job: Job, state: TrainState) -> Any:

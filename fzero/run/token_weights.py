@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.foreign import expect_regular
+from fzero.core.files import kind_of
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import weigh_targets
@@ -118,8 +118,9 @@ def with_digest(text: str) -> str:
 
 def content_of(path: Path) -> bytes:
     """The bytes of a file of weights; raises ValueError if they cannot be read."""
-    expect_regular(path)
     try:
+        if kind := kind_of(path.stat().st_mode):
+            raise ValueError(f"data.token_weights: {path} cannot be read (it is {kind})")
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"data.token_weights: {path} cannot be read ({error.strerror})") from None

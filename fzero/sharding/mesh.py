@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fzero.comm.agreement import Agreement
+from fzero.comm.agreement import Agreement, RankError
 from fzero.comm.collectives import Axis
 from fzero.comm.communicator import Communicator
 from fzero.comm.ledger import Ledger
@@ -152,12 +152,25 @@ class Mesh:
             communicator.abort()
 
     def close(self) -> None:
-        """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards."""
-        if self.owned and dist.is_initialized():
+        """Wait for all ranks, and end torch.distributed if make_mesh began it; the mesh cannot be used afterwards.
+
+        Raises RankError if another rank has ended before, by an error of its own, say.
+        """
+        if not (self.owned and dist.is_initialized()):
+            return
+        try:
             dist.barrier()
-            for communicator in self._communicators():
-                communicator.close()
-            dist.destroy_process_group()
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):
+                self.abort()
+                dist.destroy_process_group()
+            why = str(error).strip().partition("\n")[0].partition(". ")[0]
+            raise RankError(
+                f"mesh.close: another rank ended before it closed its mesh, and its own error says why ({why})"
+            ) from None
+        for communicator in self._communicators():
+            communicator.close()
+        dist.destroy_process_group()
 
     def _communicators(self) -> list[Communicator]:
         return [axis.communicator for axis in (*self.axes, *self.links) if axis.communicator is not None]

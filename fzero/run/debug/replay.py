@@ -21,6 +21,7 @@ import torch
 
 from fzero import checkpoint
 from fzero.comm.mesh_text import mesh_text
+from fzero.core.bounds import RATE, check_bounds
 from fzero.core.tables import Table, flat
 from fzero.data.assemble import Batch
 from fzero.run import corpus, machine, run_folder, weights
@@ -106,8 +107,8 @@ def replay(
     coordinator = coordinator or Coordinator()
     if step < 1:
         raise ValueError(f"--step is {step}; it must be at least 1")
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"--rtol is {tolerance}; it must be at least 0")
+    if tolerance is not None:
+        check_bounds("--rtol", tolerance, RATE)
     rows = {row["step"]: row for row in run_folder.read_metrics(folder)}
     kept = checkpoints_in(folder)
     config = recorded_config(folder, step, kept)

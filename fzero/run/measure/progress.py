@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from typing import Any
 from fzero.core.compile import before_compiling
 from fzero.run.corpus import Say
 
+COLUMNS, ROWS = 80, 24  # of a terminal that does not say how large it is
 RECENT = 20  # steps whose mean predicts the rest
 COMPILING = "compiling (about 25 s on two cores, once a machine)"
 
@@ -56,9 +59,21 @@ def show_progress(
 
 def open_bar(first: int, until: int) -> Any:
     """A progress bar on stderr."""
+    return sized_bar(total=until, initial=first, unit="step")
+
+
+def sized_bar(**options: Any) -> Any:
+    """A bar of tqdm on stderr that follows the terminal's width; a terminal that says it has none, such as a pty of 0
+    columns, is taken for one of 80."""
     from tqdm import tqdm
 
-    return tqdm(total=until, initial=first, unit="step", dynamic_ncols=True)
+    columns = rows = 1  # where stderr is no terminal tqdm decides
+    with contextlib.suppress(OSError, ValueError):
+        columns, rows = os.get_terminal_size(sys.stderr.fileno())
+    size: dict[str, Any] = (
+        {"dynamic_ncols": True} if columns and rows else {"ncols": columns or COLUMNS, "nrows": rows or ROWS}
+    )
+    return tqdm(**options, **size)
 
 
 @contextlib.contextmanager

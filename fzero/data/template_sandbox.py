@@ -1,0 +1,125 @@
+"""Jinja's sandbox for chat templates, in which nothing is made that is beyond all memory: operators, methods, filters,
+`~`, blocks and the text itself have bounds."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.compiler import CodeGenerator
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fzero.core.foreign import LARGEST
+
+MOST_MADE = 1_000_000  # characters, items or digits that an operator or a call makes by a number
+
+
+class Joined(CodeGenerator):
+    """Writes `a ~ b` as a call of the environment, which sees how long the result is."""
+
+    def visit_Concat(self, node: Any, frame: Any) -> None:
+        self.write("environment.joined((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class Bounded(ImmutableSandboxedEnvironment):
+    """A sandbox in which nothing makes a value beyond all memory, such as 9 ** 9 ** 9 or "x".ljust(10 ** 10)."""
+
+    intercepted_binops = frozenset(("*", "**", "%", "+"))
+    code_generator_class = Joined
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        most = LARGEST if operator == "+" and isinstance(left, str) else MOST_MADE
+        expect_small(operator_size(operator, left, right), f"a result of {operator}", most)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        expect_call(__obj, args, kwargs, "a call")
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def joined(self, parts: Sequence[Any]) -> str:
+        texts = list(map(str, parts))
+        return self.concat(texts)
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        """The text of some parts, of a whole template, of a block and of `~`."""
+        found, size = [], 0
+        for part in parts:
+            found.append(part)
+            size += len(part)
+            expect_small(size, "a text", LARGEST)
+        return "".join(found)
+
+
+def expect_small(size: float, what: str, most: int = MOST_MADE) -> None:
+    if size > most:
+        raise jinja2.TemplateError(f"{what} has more than {most:,} characters or items")
+
+
+def expect_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+    width, size = call_sizes(function, args, kwargs)
+    expect_small(width, f"an argument of {what}, or its result,")
+    expect_small(size, f"a result of {what}", LARGEST)
+
+
+def bounded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A filter that refuses large numbers, which say how long its result is."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        expect_call(function, args, kwargs, name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def operator_size(operator: str, left: Any, right: Any) -> float:
+    """The characters, items or digits of the result of a template's operator, about.
+
+    >>> operator_size("*", "ab", 100), operator_size("**", 10, 6.0), operator_size("%", "%99d", 1)
+    (200, 20.4, 99)
+    """
+    if operator == "*":
+        for some, times in ((left, right), (right, left)):
+            if isinstance(some, (str, list, tuple)) and isinstance(times, int):
+                return len(some) * times
+    if operator == "+":
+        return sum(len(some) for some in (left, right) if isinstance(some, (str, list, tuple)))
+    if operator == "%" and isinstance(left, str):
+        given = right if isinstance(right, tuple) and "*" in left else ()
+        return max([*map(int, re.findall(r"\d{1,12}", left)), *(n for n in given if isinstance(n, int))], default=0)
+    numbers = isinstance(left, int) and isinstance(right, (int, float))
+    return abs(left).bit_length() * abs(right) * 0.85 if operator == "**" and numbers else 0
+
+
+def call_sizes(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """What a call of a method of a text, or of a filter, may make, about: (characters by the numbers among its
+    arguments and the widths in a format, characters by the length of what is put in or joined).
+
+    >>> call_sizes("x".ljust, (99,), {}), call_sizes("{:>77}".format, (1,), {})
+    ((99, 0), (77, 0))
+    >>> call_sizes("aa".replace, ("", "bb"), {})
+    (0, 6)
+    """
+    given = [*args, *kwargs.values()]
+    text = getattr(getattr(function, "__wrapped__", function), "__self__", None)  # a sandbox wraps str.format
+    held = [each for each in (text, *given) if isinstance(each, (str, list, tuple))]
+    texts = [each for each in held if isinstance(each, str)]
+    widths = [abs(each) for each in given if isinstance(each, int)]
+    name = getattr(function, "__name__", "")
+    if "format" in name:
+        widths += [int(digits) for each in texts for digits in re.findall(r"\d{1,12}", each)]
+    size = 0
+    if "replace" in name:
+        size = (1 + max(map(len, held), default=0)) * max(map(len, texts[-1:]), default=0)
+    elif "join" in name:
+        listed = [len(str(each)) for some in held if not isinstance(some, str) for each in some]
+        size = sum(listed) + len(listed) * max(map(len, texts), default=0)
+    return max(widths, default=0), size
