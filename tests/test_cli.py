@@ -377,8 +377,8 @@ MISTAKES = {
     "resume of no run": (["pretrain", "--resume", "--out", "full"], "full: is not a run"),
     "resume of what": (["pretrain", "--resume"], "--resume needs the run folder"),
     "resume changed": (
-        ["pretrain", "--resume", "--out", "full", "--steps", "9", "--set", "zero=1"],
-        "leave out --steps, --set",
+        ["pretrain", "--resume", "--out", "full", "--steps", "9", "--set", "model.n_layers=3"],
+        "leave out --set model.n_layers",
     ),
     "sample of nothing": (["sample", "none", "--prompt", "x"], "none: no such folder"),
     "no prompt": (["sample", "full"], "--prompt"),

@@ -59,11 +59,13 @@ class Bounded(ImmutableSandboxedEnvironment):
 
 
 def expect_small(size: float, what: str, most: int = MOST_MADE) -> None:
+    """Raise TemplateError for a size above `most`."""
     if size > most:
         raise jinja2.TemplateError(f"{what} has more than {most:,} characters or items")
 
 
 def expect_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], what: str) -> None:
+    """Raise TemplateError for a call whose arguments, or result, would be too large."""
     width, size = call_sizes(function, args, kwargs)
     expect_small(width, f"an argument of {what}, or its result,")
     expect_small(size, f"a result of {what}", LARGEST)
