@@ -431,13 +431,16 @@ def trained(name, impl, policy, steps=3):
     text = (torch.arange(4 * 9, device=laws.DEVICE).reshape(4, 9) * 7) % 32
     for i in range(steps):
         if i == 1:  # a step that must be skipped
-            kept = state.params["head"]["w"].clone()
-            state.params["head"]["w"].fill_(float("nan"))
+            trees = [state.params, *[state.master] * policy.has_master]
+            kept = [tree["head"]["w"].clone() for tree in trees]
+            for tree in trees:
+                tree["head"]["w"].fill_(float("nan"))
         state, metrics = step(state, {"tokens": text[:, :-1], "targets": text[:, 1:]})
         seen.append(bool(metrics.skipped))
         if i == 1:
             assert state.params["head"]["w"].isnan().all()
-            state.params["head"]["w"].copy_(kept)
+            for tree, values in zip((state.params, state.master), kept):
+                tree["head"]["w"].copy_(values)
     assert seen == [False, True, False]
     return state
 

@@ -105,7 +105,7 @@ def test_the_fullest_rank_over_the_mean_by_hand():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0.9", "imbalance is 0.9; it is the fullest rank over the mean, so it must be at least 1"),
+        ("0.9", "imbalance is 0.9; the fullest rank over the mean is finite and at least 1"),
         ("nowhere", "imbalance is 'nowhere': no number and no folder of a run; write 1.2, for example"),
     ],
 )

@@ -322,7 +322,7 @@ def bias_correction_missing(monkeypatch):
     monkeypatch.setattr(
         adamw,
         "adam_scalars",
-        lambda lr, b1, b2, count: (adamw.lr_at(lr, count), *[torch.ones((), dtype=torch.float64)] * 2),
+        lambda lr, b1, b2, count, *_: (adamw.lr_at(lr, count), *[torch.ones((), dtype=torch.float64)] * 2),
     )
 
 

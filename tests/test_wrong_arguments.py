@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "betas by place": (
         lambda: optim.adam(0.1, (0.9, 0.95)),
-        r"adam: b1 is \(0\.9, 0\.95\); it must be a number$",
+        r"adam: b1 is \(0\.9, 0\.95\); it must be a number or a function$",
     ),
     "parameters first": (
         lambda: optim.adamw(torch.nn.Linear(1, 1).parameters(), lr=0.1),

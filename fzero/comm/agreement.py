@@ -63,6 +63,8 @@ class Agreement:
         self.store, self.rank, self.timeout_s = store, rank, timeout_s
         self.number = 0  # collectives so far; the same at the same point of the program on all ranks of one stage
         self.checking = False
+        # In checked mode: None: a psum of what is the same on all ranks is refused; a list: it is added to it.
+        self.noted: list[Call] | None = None
         # Read from another thread by run/ranks/watchdog.py, which looks for ranks that hang.
         self.last: Call | None = None  # the last collective that this rank began
         self.waiting: Call | None = None  # the collective in which this rank now waits for others

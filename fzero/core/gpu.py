@@ -35,6 +35,14 @@ KINDS = ("auto", "cpu", "cuda")  # values of a config's `device`; AMD's GPUs are
 _COMPLAINTS: list[str] = []  # PyTorch says them once in a process
 
 
+def generators() -> tuple[torch.Generator, ...]:
+    """The generators of random numbers of the GPUs that this process uses; () while a graph is captured, in which their
+    states cannot be read."""
+    if not torch.cuda.default_generators or torch.cuda.is_current_stream_capturing():
+        return ()
+    return tuple(torch.cuda.default_generators)
+
+
 def count_gpus() -> int:
     """The number of GPUs that PyTorch can use on this machine; 0 on a CPU build. See `complaint`.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
+from fzero.core import gpu, pytree
 from fzero.core.draws import CURRENT, Draws
 from fzero.core.graph_cut import Watch
 from fzero.core.torch_private import get_current_dispatch_mode
@@ -35,9 +35,7 @@ class RandomState(NamedTuple):
     @classmethod
     def now(cls, generators: Sequence[torch.Generator] = ()) -> RandomState:
         """The states of torch's generators and of these, of Python's and of numpy's."""
-        known = [torch.default_generator]
-        if torch.cuda.default_generators and not torch.cuda.is_current_stream_capturing():
-            known += torch.cuda.default_generators
+        known = [torch.default_generator, *gpu.generators()]
         numpy = sys.modules.get("numpy.random")
         states = [(one, one.get_state()) for one in (*known, *generators)]
         return cls(states, random.getstate(), numpy and numpy.get_state())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.varying import plain
+from fzero.core.torch_private import is_functorch_wrapped_tensor
 from fzero.sharding import Mesh
 
 LAST = 16  # dealings that are remembered
@@ -50,13 +50,13 @@ def row_numbers(batch: Any) -> Tensor:
 
 def record(batch: Any, rows: Tensor, dealt: Any, mesh: Mesh, micro_batches: int) -> None:
     """Remember that `dealt`, these rows of `batch`, are this rank's."""
-    if any(leaf.is_meta for leaf in pytree.leaves(batch)):
-        return
+    if any(leaf.is_meta or is_functorch_wrapped_tensor(leaf) for leaf in pytree.leaves(batch)):
+        return  # without values, or with values that a transform will have
     numbers = row_numbers(batch)
     known = [dealing.rows for dealing in DEALINGS if dealing.mesh == mesh]
     seen = torch.cat([numbers[:0], *(x.to(numbers.device) for x in known)])
     again, source = torch.isin(numbers, seen).all(), (numbers * (2 * torch.arange(len(numbers)).to(numbers) + 1)).sum()
-    leaves = [weakref.ref(plain(leaf)) for leaf in pytree.leaves(dealt)]
+    leaves = [weakref.ref(leaf) for leaf in pytree.leaves(dealt)]
     DEALINGS.append(Dealing(mesh, micro_batches, numbers[rows.to(numbers.device)], source, again, leaves))
 
 
@@ -70,6 +70,8 @@ def dealing_of(batch: Any, mesh: Mesh) -> Dealing | None:
 
 def expect_undealt(batch: Any, mesh: Mesh) -> None:
     """Raise ValueError for tensors, or views of tensors, that `local_batch` dealt on this mesh."""
+    if any(map(is_functorch_wrapped_tensor, pytree.leaves(batch))):
+        return
     dealt = {
         ref().untyped_storage().data_ptr()
         for dealing in DEALINGS
@@ -78,7 +80,7 @@ def expect_undealt(batch: Any, mesh: Mesh) -> None:
         if ref() is not None
     }
     for name, leaf in pytree.named_leaves(batch).items():
-        if leaf.numel() and plain(leaf).untyped_storage().data_ptr() in dealt:
+        if leaf.numel() and leaf.untyped_storage().data_ptr() in dealt:
             at = f"batch[{name!r}]" if name else "the batch"
             raise ValueError(
                 f"{at} was dealt by local_batch: its rows are this rank's; give them to the step as they are"

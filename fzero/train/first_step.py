@@ -20,6 +20,8 @@ from fzero.train.checks import check_values
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss
 from fzero.train.split_check import check_split
+from fzero.train.state import TrainState
+from fzero.train.sum_check import judge_sums
 
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
 
@@ -42,11 +44,19 @@ class FirstStep:
             self.seen = True
             check_split(self.loss_fn, self.plan, params, part, ctx)
 
-    def expect_loss(self, params: Tree, part: Any, drawn: dict[str, Tensor], metrics: Any) -> None:
-        """Raise ValueError, the same on all ranks, for a loss that cannot be that of the parameters, see
-        `expect_loss`."""
+    def expect_loss(
+        self, gradient: Callable[..., Any], state: TrainState, given: tuple[Any, ...], metrics: Any
+    ) -> None:
+        """Raise ValueError for a sum over ranks that is N times what was meant (see `judge_sums`), and, the same on all
+        ranks, for a loss that cannot be that of the parameters (see `expect_loss`).
+
+        gradient: of (state, *given), which are micro-batches, their rows, the draws and the seed. found: the Metrics.
+        """
+        parts, _, drawn, _ = given
+        judge_sums(self.plan, state.params, parts, lambda: gradient(state, *given))
         if self.looks:
-            expect_loss(make_loss(self.loss_fn, self.plan, self.how), self.plan, params, part, drawn, metrics)
+            loss = make_loss(self.loss_fn, self.plan, self.how)
+            expect_loss(loss, self.plan, state.params, parts[0], drawn, found)
 
 
 def expect_loss(

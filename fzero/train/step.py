@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import gpu_copies, pytree, varying
+from fzero.core import gpu_copies, pytree
 from fzero.core.arguments import STEP, checked
 from fzero.core.autodiff import transforms
 from fzero.core.precision import Policy, ScalerState, overflow_at_floor, update_scaler
@@ -43,6 +43,7 @@ from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.state import TrainState
 from fzero.train.state_on_disk import commit
+from fzero.train.sum_check import noting_sums
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
@@ -142,18 +143,18 @@ def make_train_step(
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
         with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
             if unchecked:
-                check_ranks(checked, unchecked.pop(), state, batch, micro_batches, execution._dealt)
+                check_ranks(checked, unchecked.pop(), batch, micro_batches, execution._dealt)
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             drawn, rows = draws_of(model, state), size * micro_batches
             if plan.delayed:
                 later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, drawn, seed.value, later)
-                first.expect_loss(new.params, parts[0], drawn, join_metrics(each))
+                first.expect_loss(gradient, new, (parts, size, drawn, seed.value), join_metrics(each))
                 return states.handed_over(state, new), join_metrics(each)
             found = gradient(moved_apart(tx, plan, state), parts, size, drawn, seed.value, early, known)
             metrics, verdict, sums = measured(seed, state, found)
-            first.expect_loss(state.params, parts[0], drawn, metrics)
+            first.expect_loss(gradient, state, (parts, size, drawn, seed.value), metrics)
             moved = advance(plan, state, verdict, rows)
             gpu_copies.await_readers(state.step.device)  # a checkpoint may still copy what the update writes over
             with mesh.ledger.phase("update"):
@@ -215,18 +216,11 @@ def early_start(
     return None
 
 
-def check_ranks(
-    step: contextlib.ExitStack, plan: Plan, state: TrainState, batch: Any, micro_batches: int, dealt: bool
-) -> None:
+def check_ranks(step: contextlib.ExitStack, plan: Plan, batch: Any, micro_batches: int, dealt: bool) -> None:
     """Compare the first step with the other ranks': whose rows it has and its schedule now, each collective until
-    `step` is left, for which it is known meanwhile over which axes each tensor may differ."""
+    `step` is left."""
     step.enter_context(plan.mesh.checked())
-    followed = step.enter_context(varying.Varying())
-    for name, leaf in pytree.named_leaves(state.params).items():
-        if isinstance(leaf, Tensor):
-            followed.mark(leaf, frozenset(plan.leaves[name].params.axes))
-    for leaf in pytree.leaves(batch):
-        followed.mark(leaf, frozenset(("dp", "rp", "ep", "cp")))
+    step.enter_context(noting_sums(plan.mesh))
     if not transforms():
         with plan.mesh.ledger.phase("check"):
             expect_own_rows(batch, plan.mesh, micro_batches, dealt)
