@@ -50,13 +50,13 @@ class FirstStep:
         """Raise ValueError for a sum over ranks that is N times what was meant (see `judge_sums`), and, the same on all
         ranks, for a loss that cannot be that of the parameters (see `expect_loss`).
 
-        gradient: of (state, *given), which are micro-batches, their rows, the draws and the seed. found: the Metrics.
+        gradient: of (state, *given), which are micro-batches, their rows, the draws and the seed. metrics: the step's.
         """
         parts, _, drawn, _ = given
         judge_sums(self.plan, state.params, parts, lambda: gradient(state, *given))
         if self.looks:
             loss = make_loss(self.loss_fn, self.plan, self.how)
-            expect_loss(loss, self.plan, state.params, parts[0], drawn, found)
+            expect_loss(loss, self.plan, state.params, parts[0], drawn, metrics)
 
 
 def expect_loss(
