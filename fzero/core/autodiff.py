@@ -199,7 +199,7 @@ class _Remat(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved = unwrap_dead_wrappers(ctx.saved_tensors)  # of a recomputation around this one, which is over
         wanted = [i for i, t in enumerate(saved) if ctx.needs_input_grad[i + 1]]
 
         vjp = torch.func.vjp(_of(ctx.run, saved, wanted), *(saved[i] for i in wanted))[1]

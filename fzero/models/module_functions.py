@@ -39,7 +39,7 @@ from fzero.models.module_calls import (
 )
 from fzero.models.module_cuts import Probe, find_cuts
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
-from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, split
+from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, call_pure, split
 from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
@@ -228,7 +228,7 @@ class Layered:
         with calling(ctx, rows, leaves.factors, cuts, **draws) as call:
             if size == 1:
                 with wide_sums(given.values()):
-                    out = torch.func.functional_call(template, given, args, kwargs)
+                    out = call_pure(template, given, args, kwargs)
                 self.drawing |= {kind} if is_drawing() else set()
                 expect_called(call)
                 return out
@@ -236,7 +236,7 @@ class Layered:
             call.parts.add([leaves.params[name] for name, text in specs.items() if "/tp" in text])
             call.parts.add([part for n, pair in leaves.factors.items() for part in split_factors(cuts, n, pair)])
             with divided(template, cuts, size), Regions(call):
-                out = torch.func.functional_call(template, given, args, kwargs)
+                out = call_pure(template, given, args, kwargs)
             expect_called(call)
             if any(leaf in call.parts for leaf in pytree.leaves(out)):
                 raise ValueError(

@@ -379,15 +379,20 @@ def function_of(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype)
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        now = dict(state)
-        args, kwargs = pytree.map(to_dtype, (args, kwargs))
-        out = torch.func.functional_call(module, now, args, kwargs)
-        for name, leaf in now.items():
-            if leaf is not state[name]:
-                raise graph_cut.Impure(
-                    f"the module sets {name!r} in its forward pass, and a state that is not a parameter would be lost; "
-                    "hand it in by the batch, or set it outside of the step"
-                )
-        return out
+        return call_pure(module, state, *pytree.map(to_dtype, (args, kwargs)))
 
     return call
+
+
+def call_pure(module: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """What a module with these parameters and buffers returns; raises Impure if its forward pass puts another tensor in
+    the place of one."""
+    now = dict(state)
+    out = torch.func.functional_call(module, now, args, kwargs)
+    for name, leaf in now.items():
+        if leaf is not state[name]:
+            raise graph_cut.Impure(
+                f"the module sets {name!r} in its forward pass, and a state that is not a parameter would be lost; "
+                "hand it in by the batch, or set it outside of the step"
+            )
+    return out
