@@ -19,6 +19,7 @@ from fzero.sharding import Plan
 from fzero.train.checks import check_values
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss
+from fzero.train.own_split_check import check_own_split
 from fzero.train.split_check import check_split
 
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
@@ -32,7 +33,8 @@ class FirstStep:
         self.loss_fn, self.plan, self.how, self.seen, self.looks = loss_fn, plan, how, False, False
 
     def check(self, params: Tree, batch: Any, part: Any) -> None:
-        """Raise ValueError for values of the batch that are outside of a vocabulary, and a split that changes a layer.
+        """Raise ValueError for values of the batch that are outside of a vocabulary, and a split that changes a layer
+        or a loss.
 
         params: at rest. part: the first micro-batch.
         """
@@ -41,6 +43,7 @@ class FirstStep:
         if self.looks:
             self.seen = True
             check_split(self.loss_fn, self.plan, params, part, ctx)
+            check_own_split(self.loss_fn, self.plan, params, part, ctx)
 
     def expect_loss(self, params: Tree, part: Any, drawn: dict[str, Tensor], metrics: Any) -> None:
         """Raise ValueError, the same on all ranks, for a loss that cannot be that of the parameters, see
