@@ -149,7 +149,7 @@ class Model(NamedTuple):
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
     # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
-    # functions of one's own, split, with those of whole sequences (train/own_split_check.py).
+    # functions of one's own, split, with those of whole sequences (train/user_split_check.py).
     splits: bool = False
     draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
     # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see

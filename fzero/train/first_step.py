@@ -19,8 +19,8 @@ from fzero.sharding import Plan
 from fzero.train.checks import check_values
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss
-from fzero.train.own_split_check import check_own_split
 from fzero.train.split_check import check_split
+from fzero.train.user_split_check import check_user_split
 
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
 
@@ -43,7 +43,7 @@ class FirstStep:
         if self.looks:
             self.seen = True
             check_split(self.loss_fn, self.plan, params, part, ctx)
-            check_own_split(self.loss_fn, self.plan, params, part, ctx)
+            check_user_split(self.loss_fn, self.plan, params, part, ctx)
 
     def expect_loss(self, params: Tree, part: Any, drawn: dict[str, Tensor], metrics: Any) -> None:
         """Raise ValueError, the same on all ranks, for a loss that cannot be that of the parameters, see

@@ -34,7 +34,7 @@ TOKENS = 4096  # of a longer micro-batch not all are compared
 PACKAGE_ENTRIES = {"tokens", "targets", "mask", "documents", SOURCES}
 
 
-def check_own_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
+def check_user_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.Ctx) -> None:
     """Raise ValueError, the same on all ranks, if the loss of a Model with functions of one's own is another one where
     cp or tp split it: its sums over the ranks of cp, or its gradient by the embeddings of a rank's tokens.
 
@@ -47,8 +47,8 @@ def check_own_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.
     sizes = {axis: plan.mesh[axis].size for axis in ("cp", "tp")}
     if not isinstance(model, base.Model) or model.foreign or max(sizes.values()) == 1:
         return
-    own = own_functions(model)
-    if not own:
+    functions = user_function_names(model)
+    if not functions:
         return
     wide = torch.promote_types(ctx.dtype, torch.float32)
     ctx = ctx._replace(dtype=wide, key=(), compiled=False, experts=with_slack_for_all(plan).experts or ())
@@ -56,14 +56,14 @@ def check_own_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.
     model = keyed_model(model)
     with torch.no_grad(), plan.mesh.ledger.phase("check"):
         leaves, layers = whole_leaves(model, plan, params, wide)
-        batch, one = run_whole(model, leaves, layers, batch, ctx, alone)
+        batch, (whole_loss, whole_grads, _) = run_whole(model, leaves, layers, batch, ctx, alone)
         split = {name: local(plan, name, leaf) for name, leaf in leaves.items()}
-        own_layers = [{name: local(plan, name, leaf, True) for name, leaf in layer.items()} for layer in layers]
+        split_layers = [{name: local(plan, name, leaf, True) for name, leaf in layer.items()} for layer in layers]
         over = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         remedy = "; ".join(REMEDIES[axis] for axis, size in sizes.items() if size > 1)
         failed, split_run = None, None
         try:
-            split_run = run(model, split, own_layers, batch, ctx)
+            split_run = run(model, split, split_layers, batch, ctx)
         except (IndexError, RuntimeError) as error:
             if isinstance(error, RankError):
                 raise
@@ -71,27 +71,28 @@ def check_own_split(model: Any, plan: Plan, params: Tree, batch: Any, ctx: base.
         if any_rank(failed is not None, plan.mesh) or split_run is None:
             why = str(failed).splitlines()[0] if failed else "on another rank"
             raise ValueError(
-                f"{over}: the model's own {own} fails on a rank's tokens, and not on whole sequences: {why}; {remedy}"
+                f"{over}: the model's own {functions} fails on a rank's tokens, and not on whole sequences: "
+                f"{why}; {remedy}"
             ) from failed
         loss, grads, ctx = split_run
-        whole = sum_losses([one[0]._replace(tables={})], one_process())
+        whole = sum_losses([whole_loss._replace(tables={})], one_process())
         summed = sum_losses([loss._replace(tables={})], plan.mesh, ("cp",))
         # What is of a sequence, as the counts of experts, is on every rank: only tokens' gradients are complete.
         tokens = batch["tokens"].shape[1]
         pairs = [
             (own_tokens(grad, ctx), mine)
-            for grad, mine in zip(one[1], grads)
+            for grad, mine in zip(whole_grads, grads)
             if grad.dim() > 2 and grad.shape[1] == tokens
         ]
         differences = compare(whole, summed, pairs, MOST[wide])
         names = list(differences)
         wrong = next((i for i, name in enumerate(names) if differences[name] is not None), -1)
-        found = (differences[names[wrong]] if wrong >= 0 else None) or (0.0, 0.0)
-        row = torch.tensor([float(wrong), *found], dtype=torch.float64, device=loss.total.device)
-        table = gather_rows(row, plan.mesh, leaf="own split").tolist()
+        values = (differences[names[wrong]] if wrong >= 0 else None) or (0.0, 0.0)
+        row = torch.tensor([float(wrong), *values], dtype=torch.float64, device=loss.total.device)
+        table = gather_rows(row, plan.mesh, leaf="user split").tolist()
     for number, *values in table:
         if number >= 0:
-            raise ValueError(f"{over}: the model's own {own} {said(names[int(number)], *values)}; {remedy}")
+            raise ValueError(f"{over}: the model's own {functions} {said(names[int(number)], *values)}; {remedy}")
 
 
 REMEDIES = {
@@ -117,7 +118,7 @@ def said(name: str, whole: float, parts: float) -> str:
     return f"does not add up over the ranks: {name} is {parts:.6g}, and {whole:.6g} of whole sequences"
 
 
-def own_functions(model: base.Model) -> str:
+def user_function_names(model: base.Model) -> str:
     """The names of a model's functions that are one's own, such as "embed and head"; "" without."""
     blocks = [kind for stack in base.stacks_of(model) for kind in in_turn(stack.block)]
     functions = {"prepare": [model.prepare], "embed": [model.embed], "block": blocks}
@@ -125,7 +126,7 @@ def own_functions(model: base.Model) -> str:
     return " and ".join(name for name, fs in functions.items() if any(f is not None and is_foreign(f) for f in fs))
 
 
-def own_kinds(stack: base.Stack) -> list[tuple[int, Any]]:
+def user_kinds(stack: base.Stack) -> list[tuple[int, Any]]:
     """(number in its stack, function) of the first layer of each kind that is one's own."""
     kinds = in_turn(stack.block)
     return [(i, kind) for i, kind in enumerate(kinds) if kind not in kinds[:i] and is_foreign(kind)]
@@ -135,14 +136,14 @@ def whole_leaves(
     model: base.Model, plan: Plan, params: Tree, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """The whole parameters of embedding, joins and head by name, and of the layers that are run."""
-    held = pytree.named_leaves(params)
+    named = pytree.named_leaves(params)
     stacks = base.stacks_of(model)
     blocks = tuple(f"{stack.name}/" for stack in stacks)
-    leaves = {name: whole_leaf(plan, held, name, dtype) for name in held if not name.startswith(blocks)}
+    leaves = {name: whole_leaf(plan, named, name, dtype) for name in named if not name.startswith(blocks)}
     layers = [
-        {name: whole_leaf(plan, held, name, dtype, i) for name in held if name.startswith(f"{stack.name}/")}
+        {name: whole_leaf(plan, named, name, dtype, i) for name in named if name.startswith(f"{stack.name}/")}
         for stack in stacks
-        for i, _ in own_kinds(stack)
+        for i, _ in user_kinds(stack)
     ]
     return leaves, layers
 
@@ -175,7 +176,7 @@ def run(
         for stack in base.stacks_of(model):
             if stack.join is not None:
                 x = stack.join(part(stack.join_name), x, batch, ctx)
-            for i, kind in own_kinds(stack):
+            for i, kind in user_kinds(stack):
                 layer = {name.split("/", 1)[1]: leaf for name, leaf in next(following).items()}
                 x = kind(pytree.nest(layer), x, ctx._replace(layer=torch.full((), first + i, device=inputs[0].device)))
             first += len(in_turn(stack.block))
@@ -247,10 +248,10 @@ def compare(
     }
     # A metric may count by a threshold, which rounding moves.
     for name in sorted(whole.extra.keys() | summed.extra.keys()):
-        one, parts = (
+        whole_sum, parts = (
             float(loss.extra[name].double().abs().sum()) if name in loss.extra else 0.0 for loss in (whole, summed)
         )
-        out[f"extra[{name!r}]"] = pair(one, parts, LEAST, LEAST * abs(count))
+        out[f"extra[{name!r}]"] = pair(whole_sum, parts, LEAST, LEAST * abs(count))
     pairs = [(e, g) for e, g in grads if e.shape == g.shape and e.numel()]
     apart = [float((e - g).abs().max()) / (float(e.abs().max()) or 1.0) for e, g in pairs if e.isfinite().all()]
     worst = next((x for x in apart if not x <= most), 0.0)
