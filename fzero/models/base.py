@@ -148,8 +148,13 @@ class Model(NamedTuple):
     # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
-    splits: bool = False  # whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks
+    # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
+    # functions of one's own, split, with those of whole sequences (train/user_split_check.py).
+    splits: bool = False
     draws: bool = False  # whether its blocks draw random numbers of their own, and need a key as dropout does
+    # Entries of a batch of shape [B, T, ...] that are not by token: where cp splits sequences, embedding and head see
+    # them whole, and of all others this rank's tokens.
+    whole_entries: tuple[str, ...] = ()
     # (a step's key, the steps made before) -> `scales` of its ctx, see models.layer_drop
     drop: Callable[[Tensor, Tensor], Tensor] | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ OTHER_NAMES = {
 EMPTY = torch.empty(0)
 SOURCES = "sources"  # bool [B, S]: of which source of a mixture each row is
 MASKS = (torch.bool, torch.float32, torch.float64)
-BY_TOKEN = ("tokens", "targets", "mask")  # the entries [B, T] that embedding and head read
+WHOLE = ("documents", SOURCES)  # the entries that embedding and head see of whole sequences, whatever their shape
 # bool scalar, which only embedding and head see: a token or target is outside of the vocabulary, or a weight is none.
 WRONG = "wrong"
 
@@ -83,6 +83,14 @@ def check_batch(config: Any, batch: Batch, parts: int = 1) -> None:
             f"sequence parallelism: the sequences have {shape[-1]} tokens, not divisible by tp={parts}; use "
             f"{-(-shape[-1] // parts) * parts}"
         )
+
+
+def select_tokens(batch: Batch, positions: Tensor, whole: Collection[str]) -> Batch:
+    """The batch of the tokens at `positions`, int64 [N], of its sequences: what is [B, T, ...] in every entry, but in
+    those of the names `whole`, is [B, N, ...]."""
+    shape = batch["tokens"].shape[:2]
+    by_token = {name for name, entry in batch.items() if entry.shape[:2] == shape} - set(whole)
+    return {name: entry.index_select(1, positions) if name in by_token else entry for name, entry in batch.items()}
 
 
 def wrong_values(batch: Batch, vocab_size: int) -> dict[str, Tensor]:

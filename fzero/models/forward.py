@@ -17,7 +17,7 @@ from fzero.core.stack import Block, depth, in_turn, stack
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import linear_cross_entropy
 from fzero.models.base import Ctx, Loss, Model, stacks_of
-from fzero.models.batch import BY_TOKEN, SOURCES, WRONG, Batch, check_batch, has_tokens, mark_wrong
+from fzero.models.batch import SOURCES, WHOLE, WRONG, Batch, check_batch, has_tokens, mark_wrong, select_tokens
 from fzero.models.by_source import sums_by_source
 from fzero.models.place import balanced_positions, patterns_of
 from fzero.models.stack_over_pp import stack_over_pp
@@ -67,11 +67,10 @@ def prepare(model: Model, batch: Batch, ctx: Ctx) -> Ctx:
 
 def own_part(model: Model, batch: Batch, ctx: Ctx) -> Batch:
     """The part of a batch of whole sequences that embedding and head see, ctx being from `prepare`: what there is for
-    each token, of this rank's, without tokens that the embedding has no row for: see `mark_wrong`. Documents stay
-    whole, in ctx too."""
+    each token, of this rank's, without tokens that the embedding has no row for: see `mark_wrong`. Documents, and the
+    model's `whole_entries`, stay whole."""
     if not isinstance(ctx.positions, tuple):
-        own = {name: batch[name].index_select(-1, ctx.positions) for name in BY_TOKEN if name in batch}
-        batch = {**batch, **own}
+        batch = select_tokens(batch, ctx.positions, (*WHOLE, *model.whole_entries))
     return mark_wrong(model.config, batch)
 
 

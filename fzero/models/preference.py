@@ -66,7 +66,8 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
         gains = over_cp(answer_sums(model, params, x, batch, ctx), ctx) - sum_by_document(batch["reference"], batch)
         return preference_loss(beta * gains, batch, ctx, torch.promote_types(ctx.dtype, torch.float32), smoothing)
 
-    return with_still_leaves(model)._replace(head=head)
+    whole = (*model.whole_entries, "reference")  # whose sums are of documents
+    return with_still_leaves(model)._replace(head=head, whole_entries=whole)
 
 
 def preference_loss(rewards: Tensor, batch: Batch, ctx: Ctx, dtype: torch.dtype, smoothing: float = 0.0) -> Loss:

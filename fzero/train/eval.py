@@ -23,6 +23,7 @@ from fzero.train.parts import parts_of
 from fzero.train.row import evaluate_row
 from fzero.train.state import TrainState, expect_alive
 from fzero.train.streamed import StreamedModel
+from fzero.train.user_split_check import check_user_split
 
 
 @checked("model plan execution", **STEP)
@@ -55,7 +56,7 @@ def make_eval_step(
     expect_kind("execution", execution, Execution, "write fzero.Execution(compiled=True)")
     plan = with_slack_for_all(plan)
     ctx = context_of(plan, execution)
-    unseen = [ctx]
+    unseen, program = [ctx], model
     if isinstance(model, base.Model):
         model = keyed_model(model)
         streamed = StreamedModel(model, parts_of(model, plan), plan, ctx, Remat(), execution.prefetch, known={})
@@ -70,6 +71,7 @@ def make_eval_step(
         expect_alive(params)
         if unseen and check_values(model, batch, unseen[0]):
             unseen.clear()
+            check_user_split(program, plan, params, batch, ctx)
         with plan.mesh.ledger.phase("evaluate"):
             out, over = loss(params, batch), BY_TOKENS if reduce else ("cp",)
             return sum_losses([out], plan.mesh, over)

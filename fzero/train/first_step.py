@@ -22,6 +22,7 @@ from fzero.train.loss import LossFn, context_of, make_loss
 from fzero.train.split_check import check_split
 from fzero.train.state import TrainState
 from fzero.train.sum_check import judge_sums
+from fzero.train.user_split_check import check_user_split
 
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
 
@@ -34,7 +35,8 @@ class FirstStep:
         self.loss_fn, self.plan, self.how, self.seen, self.looks = loss_fn, plan, how, False, False
 
     def check(self, params: Tree, batch: Any, part: Any) -> None:
-        """Raise ValueError for values of the batch that are outside of a vocabulary, and a split that changes a layer.
+        """Raise ValueError for values of the batch that are outside of a vocabulary, and a split that changes a layer
+        or a loss.
 
         params: at rest. part: the first micro-batch.
         """
@@ -43,6 +45,7 @@ class FirstStep:
         if self.looks:
             self.seen = True
             check_split(self.loss_fn, self.plan, params, part, ctx)
+            check_user_split(self.loss_fn, self.plan, params, part, ctx)
 
     def expect_loss(
         self, gradient: Callable[..., Any], state: TrainState, given: tuple[Any, ...], metrics: Any
