@@ -281,3 +281,20 @@ def test_remat_refuses_other_texts(text):
 def test_remat_refuses_numbers_out_of_range(text):
     with pytest.raises(ValueError, match=f"remat is {text!r}; K must be at least 1 and F in"):
         Remat.parse(text)
+
+
+def test_nested_recomputations_with_an_input_that_the_inner_one_does_not_use():
+    inner = remat(lambda p, x: x @ p["w"])
+    outer = remat(lambda p, x: (inner(p, x) * 2.0).sin())
+    params, x = {"w": torch.full((2, 2), 0.3), "b": torch.ones(2)}, torch.ones(1, 2)
+
+    def squares(f):
+        return lambda p: f(p, x).square().sum()
+
+    plain = squares(lambda p, x: (x @ p["w"] * 2.0).sin())
+    for take in (
+        lambda f: torch.func.grad(f)(params),
+        lambda f: torch.func.jvp(torch.func.grad(f), (params,), (params,))[1],
+    ):
+        torch.testing.assert_close(take(squares(outer)), take(plain))
+        torch.testing.assert_close(take(squares(remat(outer))), take(plain))

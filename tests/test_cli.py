@@ -380,6 +380,10 @@ MISTAKES = {
         ["pretrain", "--resume", "--out", "full", "--steps", "9", "--set", "model.n_layers=3"],
         "leave out --set model.n_layers",
     ),
+    "resume in another precision": (
+        ["pretrain", "--resume", "--out", "full", "--set", "precision.policy=bf16"],
+        "leave out --set precision.policy",
+    ),
     "sample of nothing": (["sample", "none", "--prompt", "x"], "none: no such folder"),
     "no prompt": (["sample", "full"], "--prompt"),
     "prepare nothing": (["data", "prepare", "--out", "new"], "no source given"),

@@ -60,7 +60,6 @@ ALL = ODD | {
     **{name: make(1e-2) for name, make in OPTIMIZERS.items() if name != "recipe"},  # which needs the whole tree
 }
 MEMORIES = {"fp32": ("opt=nvme", "params=nvme,opt=nvme"), "bf16": ("opt=host", "opt=nvme:0.5")}
-STATELESS = {"sgd", "decayed sgd"}  # nothing of theirs is on a disk, without master weights
 
 
 def loss(params, batch):
@@ -104,8 +103,6 @@ def differing(mesh, name, policy, stage, folder):
     wanted = first_and_last(mesh, ALL[name], policy, stage, "", None, 6)
     out = []
     for i, offload in enumerate(MEMORIES[policy.name]):
-        if "nvme" in offload and "params" not in offload and name in STATELESS and not policy.has_master:
-            continue
         found = first_and_last(mesh, ALL[name], policy, stage, offload, folder / f"{policy.name}-{i}", 6)
         for which, a, b in zip(("first", "last"), found, wanted, strict=True):
             for leaf, value in pytree.named_leaves(a).items():

@@ -79,6 +79,11 @@ def sets_a_buffer(self, x):
     return through(self, x)
 
 
+def sets_its_count(self, x):
+    self.count = self.count + 1
+    return torch.tanh(self.linear(x) * self.count)
+
+
 def draws(self, x):
     return self.linear(x) * torch.poisson(torch.ones_like(x))
 
@@ -160,6 +165,10 @@ REFUSED = {
     "an input written in place": (
         lambda: net(layer_of(writes_into_its_input)),
         r"\(x \+= self\.linear\(x\)\): .* writes into the input of 1 in place; make a new tensor",
+    ),
+    "a buffer of a layer that is set": (
+        lambda: net(layer_of(sets_its_count)),
+        r"the module sets 'count' in its forward pass, and a state that is not a parameter would be lost",
     ),
     "a buffer that is set": (lambda: of_layers(sets_a_buffer), r"the module sets 'seen' in its forward pass"),
     "a region without gradients": (

@@ -227,7 +227,8 @@ def refuse_config(given: dict[str, Any], settings: tuple[str, ...]) -> None:
         if name not in (*PLACEMENT, *STAGED) and not may_change(SHORTHANDS.get(name, ""))
     ]
     keys = [parse_setting(setting)[0] for setting in settings]
-    named += [f"--set {key}" for key in keys if not may_change(key) and key not in KEYS and key not in STAGE_KEYS]
+    free = {*KEYS, *STAGE_KEYS} - {"precision.policy"}  # decided once; the state is made of it
+    named += [f"--set {key}" for key in keys if not may_change(key) and key not in free]
     if given.get("layout") == "cost":
         raise ValueError("--resume has the layers of each stage that the run began with; give others, as 8,9,9,6")
     if named:

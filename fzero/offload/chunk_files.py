@@ -289,7 +289,7 @@ class Chunks:
         """
         if not self.direct:
             return
-        slots = max(kept.slots for kept in self.leaves.values())
+        slots = max((kept.slots for kept in self.leaves.values()), default=1)
         names = [name for name, kept in self.leaves.items() if kept.slots == slots or slot not in self.synced]
         fds = [
             fd

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from fzero.core.tables import Table, flat, put
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import refuse_unused
 from fzero.run.config_ranks import first_local
 from fzero.run.config_table import apply_table
 from fzero.run.config_text import differences
@@ -44,6 +45,7 @@ def with_values(recorded: RunConfig, values: Table) -> tuple[RunConfig, list[str
     """
     optim, steps = recorded.optim, recorded.train.steps
     new = apply_table(recorded, values)
+    refuse_unused(new, values)
     local = optim.name == "zero_one_adam" and optim.sum_every > 1
     if new.train.steps != steps and not optim.freeze_steps and (local or optim.name.startswith("onebit_")):
         freeze = first_local(optim, steps) if optim.name != "onebit_lamb" else max(1, steps // 2)
