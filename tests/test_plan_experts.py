@@ -28,7 +28,7 @@ SMALL = {
     "precision": {"policy": "bf16"},
     "optim": {"name": "adamw"},
 }
-LARGE = {**SMALL, "model": {**SIZES, "d_model": 2048, "d_ff": 4096, "n_heads": 16}, "data": {"seq_len": 1024}}
+LARGE = {**SMALL, "model": {**SIZES, "d_model": 2048, "d_ff": 8192, "n_heads": 16}, "data": {"seq_len": 1024}}
 SEARCHED = {**SMALL, "train": {"batch": 16, "compiled": False}}  # without what a search decides
 MESH = {"dp": 2, "ep": 4}
 
