@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.torch_private import is_functorch_wrapped_tensor
+from fzero.core.autodiff import transforms
 from fzero.sharding import Mesh
 
 LAST = 16  # dealings that are remembered
@@ -50,7 +50,7 @@ def row_numbers(batch: Any) -> Tensor:
 
 def record(batch: Any, rows: Tensor, dealt: Any, mesh: Mesh, micro_batches: int) -> None:
     """Remember that `dealt`, these rows of `batch`, are this rank's."""
-    if any(leaf.is_meta or is_functorch_wrapped_tensor(leaf) for leaf in pytree.leaves(batch)):
+    if transforms() or any(leaf.is_meta for leaf in pytree.leaves(batch)):
         return  # without values, or with values that a transform will have
     numbers = row_numbers(batch)
     known = [dealing.rows for dealing in DEALINGS if dealing.mesh == mesh]
@@ -70,7 +70,7 @@ def dealing_of(batch: Any, mesh: Mesh) -> Dealing | None:
 
 def expect_undealt(batch: Any, mesh: Mesh) -> None:
     """Raise ValueError for tensors, or views of tensors, that `local_batch` dealt on this mesh."""
-    if any(map(is_functorch_wrapped_tensor, pytree.leaves(batch))):
+    if transforms():
         return
     dealt = {
         ref().untyped_storage().data_ptr()
