@@ -87,14 +87,15 @@ def generate(
         )
     caches = make_caches(model, params, batch, length + n, tokens.device)
     seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    ends = torch.tensor([] if eos is None else [eos] if isinstance(eos, int) else [*eos], device=tokens.device)
+    ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     for position in range(length, length + n):
         logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
         new = draw(logits, prng.fold_in(key, position), sampling)
         tokens = torch.cat((tokens, new[:, None]), 1)
-        if len(ends):
-            done |= torch.isin(new, ends)
+        if ends:
+            for end in ends:
+                done |= new == end
             if bool(done.all()):
                 break
     return tokens
