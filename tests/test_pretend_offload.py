@@ -119,10 +119,10 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
 
 
 @functools.cache
-def on_cpu(**options):
-    """The losses in memory on the CPU, updated at the end of each step; of bf16 on the pretend GPU, as the CPU's sums
+def in_memory(**options):
+    """The losses in memory on the CPU, updated at the end of each step; of 16 bits on the pretend GPU, as the CPU's sums
     over tokens have a form of their own."""
-    if options.get("policy") != "bf16":
+    if options.get("policy", "fp32") == "fp32":
         return losses("cpu", **options)[0]
     with pretend() as seen:
         return losses("cuda", seen, **options)[0]
@@ -139,7 +139,7 @@ def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
     assert by_file(waits) == expected, waits
     # The disk's threads wait for what they write.
     assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/scratch.py", "offload/store.py"}
-    assert found == on_cpu(**{**options, "update": "end"})
+    assert found == in_memory(**{**options, "update": "end"})
 
 
 def copies_of_a_step(monkeypatch, small):
@@ -152,7 +152,7 @@ def copies_of_a_step(monkeypatch, small):
     with pretend() as seen:
         found, _ = losses("cuda", None, "params=host", **options)
         gc.collect()
-    assert not seen.races and not seen.freed and found == on_cpu(**options)
+    assert not seen.races and not seen.freed and found == in_memory(**options)
     return sizes, pytree.named_leaves(models.build(GPT2).init(lambda name, shape, *_: torch.empty(shape)))
 
 
@@ -170,7 +170,7 @@ def test_small_leaves_come_to_the_gpu_by_one_copy_for_all_layers(monkeypatch):
 @pytest.mark.slow
 def test_layers_in_memory_are_updated_during_the_backward_pass():
     options = {"policy": "bf16", "clip": False}
-    assert losses("cpu", offload="opt=host", update="backward", **options)[0] == on_cpu(**options, update="end")
+    assert losses("cpu", offload="opt=host", update="backward", **options)[0] == in_memory(**options, update="end")
 
 
 def copies_of(monkeypatch, small, offload, **options):
@@ -195,7 +195,7 @@ def copies_of(monkeypatch, small, offload, **options):
         found, (_, unpinned) = losses("cuda", seen, offload, model=GPT2, **options)
         gc.collect()
     assert not seen.races and not seen.freed and not unpinned
-    assert found == on_cpu(**{"model": GPT2, **options, "update": "end"})
+    assert found == in_memory(**{"model": GPT2, **options, "update": "end"})
     return out, back
 
 
