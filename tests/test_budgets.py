@@ -35,7 +35,7 @@ def test_every_tier_of_a_file_has_a_budget_and_no_other(request):
 
 
 def test_the_tiers_fit_into_their_minutes():
-    for tier, minutes in (("default", 8), ("slow", 22)):
+    for tier, minutes in (("default", 8), ("slow", 20)):
         assert sum(row.get(tier, 0) for row in budgets.read().values()) / 2 <= 60 * minutes  # of two workers
 
 

@@ -120,8 +120,8 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
 
 @functools.cache
 def in_memory(**options):
-    """The losses in memory on the CPU, updated at the end of each step; of 16 bits on the pretend GPU, as the CPU's sums
-    over tokens have a form of their own."""
+    """The losses in memory on the CPU, updated at the end of each step; of 16 bits on the pretend GPU, as sums over
+    tokens have a form of their own on the CPU."""
     if options.get("policy", "fp32") == "fp32":
         return losses("cpu", **options)[0]
     with pretend() as seen:

@@ -144,13 +144,7 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
             run = mode.lower(graph, examples, backward)
         else:
             run = lambda args: graph(*args)  # noqa: E731
-
-    def program(args: list[Tensor]) -> Sequence[Tensor]:
-        followed = varying.active()
-        out = run(args) if followed is None else followed.through_program(run, args)
-        return out[:-1] if ordered else out  # without the last token
-
-    return program
+    return (lambda args: run(args)[:-1]) if ordered else run  # without the last token
 
 
 def _cache_tag() -> str:
@@ -232,4 +226,4 @@ def _compile_whole(f: Callable[..., Any], flat: list[Any], at: list[int], treede
     mode = fake_mode()
     graph = trace(run, fakes_of([flat[i] for i in at], mode), [], mode)
     with compiled_together():
-        return compile_graph(graph, mode), out_def[0]
+        return varying.unfollowed(compile_graph(graph, mode)), out_def[0]

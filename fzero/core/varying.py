@@ -40,6 +40,15 @@ def vary(x: Tensor, axis: str) -> Tensor:
     return x
 
 
+def unfollowed(run: Callable[[list[Tensor]], Any]) -> Callable[[list[Tensor]], Any]:
+    """A compiled program within which no tensor is followed."""
+
+    def program(inputs: list[Tensor]) -> Any:
+        return _ACTIVE[-1].through_program(run, inputs) if _ACTIVE else run(inputs)
+
+    return program
+
+
 class Varying(TorchDispatchMode):
     """A mode that follows the axes of every tensor; of those that nobody has marked it takes none.
 

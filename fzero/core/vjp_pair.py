@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.core import kept, kept_programs, observe
+from fzero.core import kept, kept_programs, observe, varying
 from fzero.core.autodiff import dense
 from fzero.core.backward_cut import cut_backward
 from fzero.core.both_orders import make_both_orders
@@ -202,6 +202,7 @@ def _traced_pair(f: Flat, n: int, compiled: bool, budget: float, skip: int, spli
             with disable_current_modes() if fake_device_of(inputs[0]) is not None else contextlib.nullcontext():
                 wanted = [i for i in range(skip, n) if inputs[i].is_floating_point()]
                 runs, num_outs = _programs(f, wanted, inputs, compiled and have_compiler(), split, budget, what)
+                runs = [varying.unfollowed(run) for run in runs] if compiled else runs
                 starts = (split, skip) if split else (skip,)  # of what each backward program gives
                 ends = (n, split) if split else (n,)
                 gaps = [sorted({*range(start, end)} - {*wanted}) for start, end in zip(starts, ends)]

@@ -79,8 +79,13 @@ template <typename K, typename T> float encode(const T* x, int64_t count, uint8_
     return std::numeric_limits<float>::infinity();
   }
   if constexpr (K::bits == 8) {
+    for (int64_t from = 0; from < count; from += FEW_CODES) {  // in memory that nothing else can be
+      const int64_t some = std::min(FEW_CODES, count - from);
+      uint8_t codes[FEW_CODES];
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) data[i] = uint8_t(code(i));
+      for (int64_t i = 0; i < some; ++i) codes[i] = uint8_t(code(from + i));
+      std::memcpy(data + from, codes, some);
+    }
   } else {
     for (int64_t from = 0; from < count; from += FEW_CODES) {  // one by one, which fills vectors, and then in pairs
       const int64_t some = std::min(FEW_CODES, count - from);
