@@ -12,9 +12,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fzero.comm.tables import any_rank
+from fzero.comm.tables import device_of, gather_rows
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.varying import Varying
@@ -41,8 +42,12 @@ def judge_sums(plan: Plan, params: Tree, parts: Any, compute: Callable[[], Any])
     Communicates: in a step that notes, a flag over each axis; where one noted a psum, what `compute` does.
     """
     agreement = plan.mesh.agreement
-    if agreement is None or agreement.noted is None or not any_rank(bool(agreement.noted), plan.mesh):
+    if agreement is None or agreement.noted is None:
         return
+    flag = torch.tensor([len(agreement.noted)], device=device_of(plan.mesh))
+    with plan.mesh.ledger.phase("check"):
+        if not bool(gather_rows(flag, plan.mesh, leaf="sums").any()):
+            return
     before, agreement.noted = agreement.noted, None
     try:
         with Varying() as followed:
