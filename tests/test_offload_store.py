@@ -953,6 +953,11 @@ def open_and_wait(folder, pipe):
     pipe.send("closed")
 
 
+# The owner is checked whatever transfers the file system takes.
+ANY_TRANSFERS = pytest.mark.filterwarnings("ignore:.*O_DIRECT.*:UserWarning")
+
+
+@ANY_TRANSFERS
 def test_a_store_has_one_owner(tmp_path):
     tokens = torch.arange(16).reshape(2, 8) % 97
     batch, folder = {"tokens": tokens, "targets": tokens}, tmp_path / "state"
@@ -975,6 +980,7 @@ def test_a_store_has_one_owner(tmp_path):
     second_nvme.close()
 
 
+@ANY_TRANSFERS
 @pytest.mark.slow
 def test_another_process_is_refused_while_the_owner_lives(tmp_path):
     folder = tmp_path / "state"
