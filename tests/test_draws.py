@@ -297,6 +297,60 @@ def counts(params, x):
     return x * COUNTING.calls
 
 
+def counts_of_its_module(params, x):
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+class CountsOfItself:
+    """A change that counts its calls in an attribute of its own, in one of its class, or in its module."""
+
+    calls = 0
+
+    def __init__(self, mode):
+        self.mode, self.calls = mode, 0
+
+    def __call__(self, params, x):
+        return x * getattr(self, self.mode)()
+
+    def of_itself(self):
+        self.calls += 1
+        return self.calls
+
+    def of_its_class(self):
+        CountsOfItself.calls += 1
+        return CountsOfItself.calls
+
+    def of_its_module(self):
+        BOX["calls"] += 1
+        return BOX["calls"]
+
+
+def counts_around():
+    calls = 0
+
+    def change(params, x):
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return change
+
+
+def counts_in_a_default(params, x, memory=[]):  # noqa: B006
+    memory.append(0)
+    return x * len(memory)
+
+
+def counts_in_an_attribute(params, x):
+    counts_in_an_attribute.calls = getattr(counts_in_an_attribute, "calls", 0) + 1
+    return x * counts_in_an_attribute.calls
+
+
+CALLS, BOX = 0, {"calls": 0}
+
+
 def looked_up(params, x, **options):
     return x + F.embedding(torch.arange(len(x)) % 5, params["rows"], **options)
 
@@ -312,6 +366,13 @@ REFUSED = {
         r"draws random numbers \(aten\.bernoulli_.*F\.dropout",
     ),
     "a counter": (counts, r"changes COUNTING\.calls and depends on it"),
+    "a counter of its module": (counts_of_its_module, "changes CALLS and depends on it"),
+    "a counter of its own": (CountsOfItself("of_itself"), r"changes change\.calls and depends on it"),
+    "a counter of its class": (CountsOfItself("of_its_class"), r"changes CountsOfItself\.calls and depends on it"),
+    "a method's counter": (CountsOfItself("of_its_module"), "changes BOX and depends on it"),
+    "a counter around it": (counts_around(), "changes calls and depends on it"),
+    "a counter in a default": (counts_in_a_default, "changes a default of counts_in_a_default and depends on it"),
+    "a counter in an attribute": (counts_in_an_attribute, r"changes counts_in_an_attribute\.calls and depends on it"),
     "max_norm": (lambda p, x: looked_up(p, x, max_norm=1.0), r"embedding_renorm_.* writes into the parameter rows in"),
     "max_norm of a module": (
         lambda p, x: x + torch.func.functional_call(TABLE, {"weight": p["rows"]}, (torch.arange(len(x)) % 5,)),
@@ -335,7 +396,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("numpy's", "max_norm", "a counter") else slow) for n in REFUSED]
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("numpy's", "max_norm", "a counter", "a method's counter") else slow)
+        for n in REFUSED
+    ],
 )
 def test_what_no_pure_loss_does_is_refused_in_the_first_step(name):
     change, message = REFUSED[name]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from fzero.core import graph_cut, pytree
 from fzero.core.arguments import expect_kind
+from fzero.core.belongings import expect_unchanged
 from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
-from fzero.core.pure_calls import expect_unchanged
 from fzero.core.pytree import Tree
 from fzero.core.stack import Blocks
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start

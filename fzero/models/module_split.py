@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fzero.core import graph_cut, pytree
+from fzero.core.belongings import expect_unchanged
 from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
-from fzero.core.pure_calls import expect_unchanged
 from fzero.models.base import Ctx
 from fzero.models.module_calls import calling, draws_of
 from fzero.models.module_layers import CannotSplit, Stacks

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from fzero.core import pytree
-from fzero.core.pure_calls import Belongings, PureCalls, expect_unchanged
+from fzero.core.belongings import Belongings, expect_unchanged
+from fzero.core.pure_calls import PureCalls
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
 from fzero.models.batch import Batch

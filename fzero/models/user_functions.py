@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from fzero.core import prng, pytree
+from fzero.core.belongings import Belongings
 from fzero.core.draws import Draws, is_drawing
 from fzero.core.graph_cut import is_foreign
-from fzero.core.pure_calls import Belongings, PureCalls
+from fzero.core.pure_calls import PureCalls
 from fzero.models.base import Model, map_blocks
 from fzero.models.module_functions import ModuleConfig
 

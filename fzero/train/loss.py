@@ -13,9 +13,10 @@ from torch import Tensor
 from fzero.comm.collectives import psum
 from fzero.comm.tables import BY_TOKENS, gather_rows
 from fzero.core import prng, pytree
+from fzero.core.belongings import Belongings
 from fzero.core.draws import Draws
 from fzero.core.precision import Policy
-from fzero.core.pure_calls import Belongings, PureCalls
+from fzero.core.pure_calls import PureCalls
 from fzero.core.pytree import Tree
 from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels

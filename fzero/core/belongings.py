@@ -1,0 +1,215 @@
+"""What somebody's function has beside its arguments, and what shows that a call changed it: variables, attributes of
+objects and modules, states of generators of random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.core import pytree
+from fzero.core.graph_cut import Impure, apart, is_foreign
+
+
+class Belongings:
+    """What a function has beside its arguments: tensors by name, and modules.
+
+    collections: whether variables that are lists and their like have marks, beside numbers and texts.
+    """
+
+    def __init__(self, collections: bool = True) -> None:
+        self.collections = collections
+        self.tensors: dict[str, Tensor] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.generators: dict[str, Any] = {}
+        self.functions: list[Any] = []  # those that were looked at
+        self.owners: dict[str, Any] = {}  # objects whose methods they are
+
+    @classmethod
+    def by(cls, f: Any) -> Belongings:
+        """What a function closes over, reads of its module's names, or is a method of."""
+        belongings = cls()
+        belongings.note_function(f)
+        return belongings
+
+    def note_function(self, f: Any) -> None:
+        """Add what a function has."""
+        if isinstance(f, functools.partial):
+            for i, value in enumerate((*f.args, *f.keywords.values())):
+                self.note(f"argument {i} of a partial", value)
+            return self.note_function(f.func)
+        owner = getattr(f, "__self__", None if inspect.isroutine(f) else f)
+        if owner is not None and not inspect.ismodule(owner):
+            self.note("self", owner)
+            self.note_object(type(owner).__name__, owner)
+        f = getattr(f, "__func__", f)
+        if inspect.isfunction(f) and f not in self.functions:
+            self.functions.append(f)
+            names = inspect.getclosurevars(f)
+            for name, value in {**names.globals, **names.nonlocals}.items():
+                self.note(name, value)
+                if is_object(value):
+                    self.note_object(name, value)
+        return None
+
+    def note_object(self, name: str, owner: Any) -> None:
+        """Add an object of somebody's class: its attributes, and what its methods have."""
+        if any(owner is one for one in self.owners.values()):
+            return
+        self.owners[name] = owner
+        for key, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
+            self.note(f"{name}.{key}", value)
+        for method in methods(owner):
+            self.note_function(method)
+
+    def note(self, name: str, value: Any) -> None:
+        """Add a value, and what a tree of them has, or a function of somebody's."""
+        if isinstance(value, functools.partial) or (inspect.isroutine(value) and is_foreign(value)):
+            return None if of_library(value) else self.note_function(value)
+        for leaf_name, leaf in {name: value}.items() if callable(value) else pytree_items(name, value):
+            if isinstance(leaf, Tensor):
+                self.tensors[leaf_name] = leaf
+            elif isinstance(leaf, nn.Module):
+                self.note_module(leaf_name, leaf)
+            elif is_generator(leaf):
+                self.generators[leaf_name] = leaf
+        return None
+
+    def note_module(self, name: str, module: nn.Module) -> None:
+        """Add a module."""
+        self.modules[name] = module
+        for leaf, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            self.tensors[f"{name}.{leaf}"] = tensor
+        for one in {type(one): one for one in module.modules()}.values():
+            for method in methods(one):
+                self.note_function(method)
+
+    def has_mark(self, value: Any) -> bool:
+        """Whether a variable is one that a function may count or collect in."""
+        return isinstance(value, PLAIN) or (self.collections and isinstance(value, list | tuple | dict | set))
+
+    def marks(self) -> dict[str, Any]:
+        """What shows that a variable, an attribute or a generator's state is another one than before, by name."""
+        with apart():
+            return self.marks_apart()
+
+    def marks_apart(self) -> dict[str, Any]:
+        """`marks`, outside of transforms."""
+        found = {f"the state of {name}": state_of(one) for name, one in self.generators.items()}
+        found["the state of Python's random"] = state_of(random)
+        if "numpy.random" in sys.modules:
+            found["the state of numpy.random"] = state_of(sys.modules["numpy.random"])
+        for name, module in self.modules.items():
+            for path, one in module.named_modules():
+                dotted = ".".join(part for part in (name, path) if part)
+                own = {key: value for key, value in vars(one).items() if key not in BLANK} | one._buffers
+                found |= {f"{dotted}.{key}": mark_of(value) for key, value in own.items()}
+        for name, owner in self.owners.items():
+            for prefix, one in ((type(owner).__name__, type(owner)), (name, owner)):
+                members = getattr(one, "__dict__", {}).items()
+                found |= {f"{prefix}.{key}": mark_of(value) for key, value in members if self.has_mark(value)}
+        for f in self.functions:
+            found |= {name: mark_of(value) for name, value in variables(f) if self.has_mark(value)}
+        return found
+
+
+@contextlib.contextmanager
+def expect_unchanged(name: str, module: nn.Module) -> Iterator[None]:
+    """Raise Impure if an attribute of a module is another one after what runs within, where nobody would find it."""
+    belongings = Belongings(collections=False)  # in which a module's code may record what it sees
+    belongings.note_module(name, module)
+    before = belongings.marks()
+    yield
+    changed = unlike(before, belongings.marks())
+    if changed:
+        raise Impure(
+            f"the forward pass changes {changed}, and what is no parameter is lost; return it, draw random numbers by "
+            "torch, and hand in by the batch what changes"
+        )
+
+
+def unlike(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The first name whose mark is another one than before, "" for none."""
+    names = (name for name in {**before, **after} if not (name not in before and name.startswith("the state of")))
+    return next((name for name in names if before.get(name, after) != after.get(name, before)), "")
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of random numbers, as something that can be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    return repr(flat(generator.get_state()) if hasattr(generator, "get_state") else generator.bit_generator.state)
+
+
+def flat(state: tuple[Any, ...]) -> list[Any]:
+    """A state of numpy's with its array as a list."""
+    return [part.tolist() if hasattr(part, "tolist") else part for part in state]
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers: torch's, Python's or numpy's."""
+    numpy = sys.modules.get("numpy.random")
+    kinds = (torch.Generator, random.Random, *((numpy.RandomState, numpy.Generator) if numpy else ()))
+    return isinstance(value, kinds)
+
+
+BLANK = frozenset(vars(nn.Module()))
+PLAIN = int | float | str | bytes
+LIBRARIES = ("builtins", "torch", "numpy", "transformers", "fzero")  # whose variables no result depends on
+
+
+def of_library(value: Any) -> bool:
+    """Whether a function or a class is of a library."""
+    return (getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of somebody's class, neither a module nor a class."""
+    return not of_library(type(value)) and not isinstance(value, nn.Module | types.ModuleType | type)
+
+
+def methods(owner: Any) -> list[Any]:
+    """The functions of an object's class and of those that it inherits from, but for libraries'."""
+    classes = [one for one in type(owner).__mro__ if not of_library(one)]
+    return [value for one in classes for value in vars(one).values() if inspect.isfunction(value)]
+
+
+def variables(f: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables outside of a function that it reads or writes, by name: its module's, those of functions around
+    it, defaults of its arguments, its attributes, and those of modules that it names."""
+    names = inspect.getclosurevars(f)
+    for name, value in {**names.globals, **names.nonlocals}.items():
+        yield name, value
+        if inspect.ismodule(value):
+            yield from ((f"{name}.{key}", vars(value)[key]) for key in names.unbound if key in vars(value))
+    yield f"a default of {f.__name__}", (f.__defaults__, f.__kwdefaults__)
+    yield from ((f"{f.__name__}.{key}", value) for key, value in vars(f).items())
+
+
+def pytree_items(name: str, value: Any) -> list[tuple[str, Any]]:
+    """The leaves of a value with names."""
+    leaves = pytree.leaves(value)
+    return [(name if leaf is value else f"{name}[{i}]", leaf) for i, leaf in enumerate(leaves)]
+
+
+def mark_of(value: Any) -> Any:
+    """What shows that an attribute has another value."""
+    if isinstance(value, PLAIN | type(None)):
+        return type(value).__name__, repr(value)
+    if isinstance(value, Tensor):
+        return "a tensor", id(value), value._version if not value.is_inference() else 0
+    if isinstance(value, list | tuple | dict | set):
+        inner = value.values() if isinstance(value, dict) else value
+        return type(value).__name__, len(value), tuple(mark_of(x) for x in inner) if len(value) < 64 else id(value)
+    return "an object", id(value)
