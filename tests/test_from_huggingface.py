@@ -283,6 +283,18 @@ def test_mistakes_are_one_line(tmp_path):
         refused(message, tmp_path / "theirs")
 
 
+@slow
+@pytest.mark.parametrize("name", ["GPTNeoX", "T5"])
+def test_a_module_that_would_keep_keys_and_values_is_split(name):
+    config = theirs.MODELS[name]()
+    module = class_of(config, theirs.TASKS.get(name, ""))[0]._from_config(config)
+    assert module.config.use_cache  # which their classes do
+    batch = theirs.batch_of(name, 0)
+    loss = lambda call, batch: (call(**batch).loss, 1)  # noqa: E731
+    assert fzero.from_module(module, loss, batch=batch).config.n_layers >= config.num_hidden_layers
+    assert module.config.use_cache
+
+
 REASONS = {
     "Jamba": (
         lambda: transformers.JambaConfig(

@@ -1,5 +1,6 @@
 """What from_module and to_module cannot do is one line that names the module, the tensor or the line of code."""
 
+import contextlib
 import random
 import re
 import warnings
@@ -236,6 +237,25 @@ def other_arguments(self, x):
     return self.after(x)
 
 
+class Cache:
+    """What layers put their results into."""
+
+    def __init__(self):
+        self.results = []
+
+
+def with_a_cache(self, x):
+    x, cache = self.before(x), Cache()
+    for layer in self.layers:
+        x = layer(x, cache)
+    return self.after(x)
+
+
+def put_away(self, x, cache):
+    cache.results.append(self.linear(x))
+    return sum(cache.results[-1:])
+
+
 def shaped_by_values(self, x):
     return self.linear(x[x[:, 0] > 0]).sum() + x
 
@@ -296,6 +316,10 @@ WHOLE = {
         lambda: of_layers(other_arguments, layer_of(lambda self, x, s: self.linear(x) + s)),
         r"argument 1 of layers\.1 is another one than that of layers\.0",
     ),
+    "a cache": (
+        lambda: of_layers(with_a_cache, layer_of(put_away)),
+        r"argument 1 of layers\.0 is an object with tensors of its own, Cache; .*use_cache=False",
+    ),
     "layers left out": (lambda: of_layers(same_again), r"layers\.1 is never called"),
     "a weight of two layers": (
         shared_layers,
@@ -317,6 +341,28 @@ def test_what_is_no_stack_is_trained_whole_and_the_reason_is_said(make, message)
         model = fzero.from_module(module, square_loss, batch=points_of(0))
     assert len(said) == 1 and "it is trained whole, and not layer by layer: " in str(said[0].message)
     assert "\n" not in str(said[0].message)
+    total, number = square_loss(module, points_of(0))
+    assert abs(float(one_step(model).loss) - float(total.detach() / number)) < 1e-12
+
+
+def ready_first(self, x):
+    if not self.ready:
+        self.register_forward_hook(lambda module, args, out: out * 2)
+        self.ready = True
+    return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("layers", [3, 0])
+def test_what_a_module_makes_in_its_first_call_is_made_before_a_step(layers):
+    """As transformers does, whose modules add hooks where they are first called."""
+    layer = layer_of(ready_first, ready=False)
+    module = of_layers(through, layer) if layers else layer(0).double()
+    if not layers:
+        module.linear = nn.Linear(4, 1).double()
+    with contextlib.nullcontext() if layers else pytest.warns(UserWarning, match="trained whole"):
+        model = fzero.from_module(module, square_loss, batch=points_of(0))
+    assert model.config.n_layers == layers
+    module(points_of(0)["x"])  # the first call, in which the hook is not there yet
     total, number = square_loss(module, points_of(0))
     assert abs(float(one_step(model).loss) - float(total.detach() / number)) < 1e-12
 

@@ -122,16 +122,20 @@ class Belongings:
         return found
 
 
+class Changed(Impure):
+    """A module's attribute is another one after a call: at the first one it may be what is made once."""
+
+
 @contextlib.contextmanager
 def expect_unchanged(name: str, module: nn.Module) -> Iterator[None]:
-    """Raise Impure if an attribute of a module is another one after what runs within, where nobody would find it."""
+    """Raise Changed if an attribute of a module is another one after what runs within, where nobody would find it."""
     belongings = Belongings(collections=False)  # in which a module's code may record what it sees
     belongings.note_module(name, module)
     before = belongings.marks()
     yield
     changed = unlike(before, belongings.marks())
     if changed:
-        raise Impure(
+        raise Changed(
             f"the forward pass changes {changed}, and what is no parameter is lost; return it, draw random numbers by "
             "torch, and hand in by the batch what changes"
         )

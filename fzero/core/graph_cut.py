@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import linecache
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -160,7 +161,7 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
     from fzero.core.torch_private import FakeTensorMode, ShapeEnv
 
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    with apart():
+    with apart(), unlogged("torch._subclasses.fake_tensor"):  # which logs what it raises
         mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
         with mode:
             fakes = [
@@ -172,6 +173,17 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
             with torch.no_grad():
                 pure = torch.func.functionalize(graph, remove="mutations")
                 return make_fx(pure, {torch.ops.aten.copy.default: copied})(*[x.detach() for x in fakes])
+
+
+@contextlib.contextmanager
+def unlogged(name: str) -> Iterator[None]:
+    """Within it a logger is silent."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def copied(x: Tensor, y: Tensor, non_blocking: bool = False) -> Tensor:

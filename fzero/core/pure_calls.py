@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
-from fzero.core.belongings import Belongings, unlike
+from fzero.core.belongings import Belongings, Changed, unlike
 from fzero.core.draws import Draws
 from fzero.core.graph_cut import Impure, Watch, line
 from fzero.core.recomputation import passed_over
@@ -55,7 +55,10 @@ class PureCalls:
             before = belongings.marks()
             self.watches = True
             try:
-                out = named_writes(f)
+                try:
+                    out = named_writes(f)
+                except Changed:  # by what a module makes once, in its first call, if not by the second one too
+                    out = f_again(f, draws)
             finally:
                 self.watches = False
             changed = unlike(before, belongings.marks())
@@ -89,11 +92,8 @@ WRITES = ("mutate a captured Tensor", "a leaf Variable that requires grad is bei
 
 def f_again(f: Callable[[], R], draws: Draws) -> R:
     """What f returns a second time, with the same draws."""
-    number, draws.number = draws.number, 0
-    try:
-        return f()
-    finally:
-        draws.number = number
+    draws.number = 0
+    return f()
 
 
 def same_values(a: Any, b: Any) -> bool:

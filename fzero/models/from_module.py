@@ -45,8 +45,9 @@ def from_module(
     warning says why; with `layers` that is an error. Random numbers, dropout's too, are drawn by fzero's keys if the
     module is in train mode (evaluations have no dropout), with masks that are the same however a batch is cut;
     parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
-    are of the dtype of the computation, and other buffers keep theirs. The module itself is not changed. Its weights
-    are held for init_state: `model._replace(start={})` lets them go.
+    are of the dtype of the computation, and other buffers keep theirs; a model of transformers is
+    called without its cache of keys and values (`config.use_cache`). The module itself is not changed. Its weights are
+    held for init_state: `model._replace(start={})` lets them go.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
     nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode,

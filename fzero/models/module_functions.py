@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fzero.core import graph_cut, pytree
 from fzero.core.arguments import expect_kind
-from fzero.core.belongings import expect_unchanged
+from fzero.core.belongings import Changed, expect_unchanged
 from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
@@ -342,9 +342,16 @@ class Layered:
                 watch.keep(f"the {what} {name} of a layer", leaf)
         watch.recorded = False  # a layer is not run as a graph
         own = LayerLeaves(params, buffers, {})
-        try:
-            with expect_unchanged("a layer", self.templates[kind.stack][kind.number]):
+        template = self.templates[kind.stack][kind.number]
+
+        def run() -> Any:
+            with expect_unchanged("a layer", template):
                 return self.call_layer(kind, own, args, kwargs, ctx, call.rows, ask=True)
+
+        try:
+            return run()
+        except Changed:  # by what a module makes once
+            return run()
         finally:
             watch.recorded = True
 

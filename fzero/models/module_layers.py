@@ -286,7 +286,10 @@ class LayerNumber:
         self.name = name
 
     def _used(self, *_: Any) -> NoReturn:
-        raise CannotSplit(f"a layer's forward pass uses its number, {self.name}, and all layers are one program")
+        raise CannotSplit(
+            f"a layer's forward pass uses its number, {self.name}, and all layers are one program (in transformers a "
+            "cache of keys and values does: call it with use_cache=False)"
+        )
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __bool__ = __int__ = __float__ = __index__ = _used
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __truediv__ = __rtruediv__ = _used
@@ -297,12 +300,17 @@ class LayerNumber:
 
 
 def without_memory(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers are on the meta device."""
+    """A copy of a module whose parameters and buffers are on the meta device; one of transformers keeps no cache."""
     memo: dict[int, Any] = {}
     for leaf in [*module.parameters(), *module.buffers()]:
         blank = torch.empty_like(leaf, device="meta")
         memo[id(leaf)] = nn.Parameter(blank, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else blank
-    return copy.deepcopy(module, memo)
+    body = copy.deepcopy(module, memo)
+    for one in body.modules():
+        config = getattr(one, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False  # type: ignore[union-attr]  # as a step has no use for the keys and values of before
+    return body
 
 
 def templates_of(module: nn.Module, layers: Layers) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fzero.core import graph_cut, pytree
-from fzero.core.belongings import expect_unchanged
+from fzero.core.belongings import Changed, expect_unchanged
 from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
 from fzero.models.base import Ctx
@@ -146,6 +146,12 @@ class Recorder:
                     self.watch.keep(f"argument {i} of {name}" if i else f"the input of {name}", leaf)
             result = self.result_of(name, leaves, self.check(kind, self.watch, args, kwargs))
             self.first[kind] = Called(name, treedef, leaves, result)
+            for i, leaf in enumerate(leaves):
+                if not isinstance(leaf, Tensor) and holds_tensors(leaf):
+                    raise CannotSplit(
+                        f"argument {i} of {name} is an object with tensors of its own, {type(leaf).__name__}; a model "
+                        "of transformers passes none with use_cache=False"
+                    )
         else:
             compare(name, treedef, leaves, self.first[kind])
         self.sides.append((name, kind, [leaf for leaf in leaves[1:] if isinstance(leaf, Tensor)]))
@@ -187,6 +193,14 @@ class Recorder:
             return None
         self.unused.append((name, torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)))
         return self.unused[-1][1]
+
+
+def holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether an object, or one that it has, has a tensor as an attribute."""
+    members = list(value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ())
+    members += vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    tensors = any(isinstance(one, Tensor) for one in members)
+    return tensors or (depth > 0 and any(holds_tensors(one, depth - 1) for one in members))
 
 
 def compare(name: str, treedef: Any, leaves: list[Any], first: Called) -> None:
@@ -240,7 +254,11 @@ def split(
         return [leaf for group in results_of(recorder) for leaf in group] + out_tensors
 
     trained = {f"parameter {name}": leaf.requires_grad for name, leaf in skeleton.named_parameters()}
-    graph = traced(run, list(inputs.values()), [trained.get(name, False) for name in names])
+    wanted = [trained.get(name, False) for name in names]
+    try:
+        graph = traced(run, list(inputs.values()), wanted)
+    except Changed:  # by what a module makes once, in its first call, if not by the second one too
+        graph = traced(run, list(inputs.values()), wanted)
     return replace(Cutter(graph, names, found["recorder"]).split(found["result"]), draws=found["draws"])
 
 
