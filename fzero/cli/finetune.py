@@ -15,6 +15,7 @@ from fzero.core.foreign import nearest
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
+WORDS = ("dora", "vocabulary")
 ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
 
 
@@ -35,7 +36,8 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
     "--lora",
     metavar="rank=R,on=WHERE",
     help="Train low-rank factors beside frozen weights. on is attn, all (the default) or a regex of leaves; "
-    "alpha=A is their scale times the rank (32); dora trains the norms of the columns too.",
+    "alpha=A is their scale times the rank (32); dora trains the norms of the columns too; vocabulary the embedding "
+    "and the head.",
 )
 @click.option("--quantize", metavar="KIND", help="Keep the frozen weights in nf4, int4 or int8. Needs --lora.")
 @click.option("--chat-template", metavar="FILE", help="A chat template (Jinja). Default: the model's own.")
@@ -44,6 +46,12 @@ ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
     metavar="WHAT",
     help="What becomes of a line that is longer than --seq-len. error (the default), drop, or cut (its end is left "
     "out); lines and cuts are counted.",
+)
+@click.option(
+    "--add-tokens",
+    metavar="TOKENS",
+    help="Special tokens for the tokenizer, and rows for them. <|a|>,<|b|>; template: those that the chat template "
+    "writes and the vocabulary lacks.",
 )
 @tuning_flags
 @partial(add_flags, options=RUN_FLAGS)
@@ -59,6 +67,7 @@ def finetune(
     quantize: str | None,
     chat_template: str | None,
     too_long: str | None,
+    add_tokens: str | None,
     **given: Any,
 ) -> int:
     """Fine-tune a model on conversations or preferences, whole or with LoRA.
@@ -67,7 +76,7 @@ def finetune(
     begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
     begin = begin._replace(prompt=begin.prompt or "")
     own = {"objective": objective, "lora": lora, "quantize": quantize}
-    own |= {"chat-template": chat_template, "too-long": too_long}
+    own |= {"chat-template": chat_template, "too-long": too_long, "add-tokens": add_tokens}
     refuse_flags(begin, {**flags, "config": config_file, "init": begin.init, **own}, settings)
     table = table_of(config_file, settings, mesh, flags)
     if objective is not None:
@@ -76,6 +85,8 @@ def finetune(
         table.setdefault("data", {})["template"] = chat_template
     if too_long is not None:
         table.setdefault("data", {})["too_long"] = too_long
+    if add_tokens is not None:
+        table.setdefault("data", {})["add_tokens"] = add_tokens.split(",")
     if not begin.resume and table.get("data", {}).get("path") is None:
         raise ValueError(
             "fzero finetune needs conversations, pairs of answers, or texts with labels: --data FILE.jsonl"
@@ -101,18 +112,18 @@ def parse_lora(text: str) -> dict[str, Any]:
     """The arguments of `models.lora` in a text such as rank=16,on=attn.
 
     >>> parse_lora("rank=16,on=attn")
-    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$', 'dora': False}
+    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$', 'dora': False, 'vocabulary': False}
     """
     found: dict[str, str] = {}
     parts = text.split(",")
     for part in parts:
         name, equals, value = part.partition("=")
-        if part == "dora" and parts.count(part) == 1:
+        if part in WORDS and parts.count(part) == 1:
             continue
         if name not in ("rank", "on", "alpha") or not equals or not value or name in found:
             raise ValueError(
-                f"--lora {text}: {part!r} is not rank=R, on=attn|all|REGEX, alpha=A or dora, each once"
-                f"{nearest(name, ('rank', 'on', 'alpha', 'dora'))}; write --lora rank=16,on=attn"
+                f"--lora {text}: {part!r} is not rank=R, on=attn|all|REGEX, alpha=A, dora or vocabulary, each once"
+                f"{nearest(name, ('rank', 'on', 'alpha', *WORDS))}; write --lora rank=16,on=attn"
             )
         found[name] = value
     try:
@@ -120,7 +131,7 @@ def parse_lora(text: str) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"--lora {text}: rank is a whole number and alpha a number; write rank=16,alpha=32") from None
     on = found.get("on", "all")
-    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on), "dora": "dora" in parts}
+    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on), **{word: word in parts for word in WORDS}}
 
 
 def config_of_flags(

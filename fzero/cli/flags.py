@@ -310,15 +310,14 @@ def config_of(
 
     has_mesh: whether its mesh is that of a run, and nothing may be said of axes that it does not have.
     """
-    from fzero.run import config_checks, config_ranks, config_table, weights
+    from fzero.run import config_checks, config_ranks, config_table
+    from fzero.run.vocabulary import start_model
 
     if init is None:
         value = config_table.from_table(table)
     else:
-        if "model" in table or "preset" in table:
-            raise ValueError("--init sets the model's sizes; leave out --model and model.*")
-        preset, model = weights.start_sizes(init)
-        value = config_table.from_table({**table, "preset": preset}, model)
+        start = start_model(init, table)
+        value = config_table.from_table({**start.table, "preset": start.preset}, start.config)
     if not is_written(config_file):  # the config.json of a run holds all values, even unused ones
         config_checks.refuse_unused(value, table)
         if has_mesh:

@@ -78,6 +78,8 @@ def sample(
     import torch
 
     from fzero.core import gpu, prng
+    from fzero.data.added_tokens import missing_lines
+    from fzero.data.chat import read_chat
     from fzero.run import conversations, run_folder, weights
     from fzero.run.generate import Sampling, generate
 
@@ -92,6 +94,9 @@ def sample(
     for line in trained.warnings:
         print(line, file=sys.stderr)
     chat = conversations.answers_messages(trained.config, run) if chat is None else chat
+    remedy = f"fzero finetune --init {run} --add-tokens template"
+    for line in missing_lines(read_chat(run), tokenizer, remedy) if chat else ():
+        print(line, file=sys.stderr)
     found, eos = conversations.prompt_ids(run, tokenizer, prompt, chat=chat)
     ids = torch.from_numpy(found.astype("int64"))[None].to(place)
     out = generate(

@@ -1,5 +1,6 @@
 """Text in, batches out: prepare a corpus once, then draw batches as a pure function of (seed, step)."""
 
+from fzero.data.added_tokens import add_tokens
 from fzero.data.analysis import analyze
 from fzero.data.buckets import BucketStream
 from fzero.data.curriculum import Curriculum, Growth, Piece
@@ -29,6 +30,7 @@ __all__ = [
     "TokenStream",
     "Tokenizer",
     "Tokens",
+    "add_tokens",
     "analyze",
     "corrupt_spans",
     "describe",

@@ -93,6 +93,11 @@ def write_chat(folder: Path, chat: Chat) -> None:
         write_text(folder, name, content)
 
 
+def template_texts(chat: Chat) -> list[str]:
+    """The texts that are in a template's code, of branches that no conversation reaches too."""
+    return list(_program(chat.template).texts)
+
+
 def render(chat: Chat, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
     """The text of a conversation. prompt: end it with the beginning of the assistant's next turn.
 
@@ -222,6 +227,7 @@ class _Program(NamedTuple):
 
     render: Callable[..., str]
     marks: bool  # whether it has {% generation %}
+    texts: tuple[str, ...]  # its constants: what it writes as it is, and strings in its expressions
 
 
 @functools.lru_cache(maxsize=8)
@@ -265,11 +271,13 @@ def _program(template: str) -> _Program:
         parsed = environment.parse(template)
         made = environment.from_string(template)
         marks = any(_is_mark(block) for block in parsed.find_all(nodes.CallBlock))
+        texts = [*(node.data for node in parsed.find_all(nodes.TemplateData))]
+        texts += [node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)]
     except (RecursionError, MemoryError, SyntaxError):  # of Python's parser, too
         raise ValueError("the chat template is nested too deeply; write it with fewer brackets") from None
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template is no Jinja template: {short(str(error), 300)[1:-1]}") from None
-    return _Program(made.render, marks)
+    return _Program(made.render, marks, tuple(texts))
 
 
 def _is_mark(block: Any) -> bool:

@@ -4,6 +4,7 @@ its tokenizer in `transformers`, as AutoTokenizer takes them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fzero.core.foreign import read_json, read_text_file
 
 CONFIG, MAP, TOKENIZER = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FURTHER = "additional_special_tokens"  # the list of others
 END = "<|endoftext|>"
 # What a class of transformers takes for a token that no file names; other classes take none.
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -35,10 +37,8 @@ ALWAYS = ("qwen2",)  # whatever class the file names
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """{name: text} of the tokens of SPECIAL that a folder names; raises ValueError naming a file that is no JSON."""
-    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
-    named: dict[str, Any] = {**CLASSES.get(class_of(folder, about), {}), **about}
-    if (folder / MAP).is_file() and "added_tokens_decoder" not in about:
-        named |= read_json(folder / MAP, wide=True)
+    about, beside = read_both(folder)
+    named: dict[str, Any] = {**CLASSES.get(class_of(folder, about), {}), **about, **beside}
     texts = {name: named[name].get("content") if isinstance(named[name], dict) else named[name]
              for name in SPECIAL if name in named}  # fmt: skip
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -65,22 +65,60 @@ def is_byte_level(folder: Path) -> bool:
     return (folder / TOKENIZER).is_file() and '"ByteLevel"' in read_text_file(folder / TOKENIZER)
 
 
+def named_tokens(folder: Path) -> list[Any]:
+    """The special tokens that a folder names, as texts or tables of FLAGS, in the order in which AutoTokenizer takes
+    them."""
+    about, named = read_both(folder)
+    extra = about.get("extra_special_tokens")
+    of_model = extra.values() if isinstance(extra, dict) else ()
+    return [*by_id(about), *special_tokens(folder).values(), *of_model, *further(about, named)]
+
+
+def by_id(about: dict[str, Any]) -> list[Any]:
+    """The tokens that a tokenizer_config.json lists by their ids, in their order."""
+    listed = about.get("added_tokens_decoder")
+    listed = listed if isinstance(listed, dict) else {}
+    return [listed[key] for key in sorted(listed, key=lambda key: int(key) if key.isdecimal() else 0)]
+
+
+def read_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of tokenizer_config.json, and of a special_tokens_map.json that is read beside it."""
+    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+    beside = (folder / MAP).is_file() and "added_tokens_decoder" not in about
+    return about, read_json(folder / MAP, wide=True) if beside else {}
+
+
+def further(about: dict[str, Any], named: dict[str, Any]) -> list[Any]:
+    """The list of special tokens besides SPECIAL of the contents of `read_both`."""
+    lists = (about.get("extra_special_tokens"), about.get(FURTHER), named.get(FURTHER))
+    return next((tokens for tokens in lists if isinstance(tokens, list) and tokens), [])
+
+
+def text_of(token: Any) -> str:
+    """The text of one of `named_tokens`, "" if it has none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+def with_special(about: dict[str, Any], named: dict[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """The first of the contents of `read_both` in whose list of further special tokens these are, too."""
+    key = "extra_special_tokens" if isinstance(about.get("extra_special_tokens"), list) else FURTHER
+    there = [*by_id(about), *further(about, named), *(of.get(name) for of in (about, named) for name in SPECIAL)]
+    new = [text for text in tokens if text not in map(text_of, there)]
+    return {**about, key: [*further(about, named), *new]} if new else about
+
+
 def mark_special(json: str, folder: Path) -> str:
     """The content of a tokenizer.json, in which the tokens that a folder names apart, and the vocabulary has, are
     whole: AutoTokenizer does not split them, whether the file says so or not."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Library
 
-    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
-    listed = about.get("added_tokens_decoder")
-    more = about.get("extra_special_tokens") or about.get("additional_special_tokens") or []
-    named: list[Any] = [*(listed.values() if isinstance(listed, dict) else ()), *special_tokens(folder).values()]
-    named += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
     library = Library.from_str(json)
     have, new = {token.content for token in library.get_added_tokens_decoder().values()}, []
-    for one in named:
-        text = one.get("content") if isinstance(one, dict) else one
-        if not isinstance(text, str) or not text or text in have or library.token_to_id(text) is None:
+    for one in named_tokens(folder):
+        text = text_of(one)
+        if not text or text in have or library.token_to_id(text) is None:
             continue
         flags = {name: value for name, value in one.items() if name in FLAGS} if isinstance(one, dict) else {}
         have.add(text)

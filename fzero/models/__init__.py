@@ -10,7 +10,7 @@ from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.layer_drop import layer_drop
 from fzero.models.llama import LlamaConfig, llama
-from fzero.models.lora import LORA, LoRAConfig, lora, merge, set_magnitudes
+from fzero.models.lora import LORA, LoRAConfig, frozen_leaves, lora, merge, set_magnitudes
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.preference import answer_log_probs, dpo
@@ -18,6 +18,7 @@ from fzero.models.presets import PRESETS, ModelConfig, build, period, preset, sh
 from fzero.models.quantized import QuantizedConfig, quantize_weights, quantized
 from fzero.models.random_ltd import random_ltd
 from fzero.models.score import ScoreConfig, classify, reward
+from fzero.models.vocabulary import grow_vocabulary
 
 __all__ = [
     "LORA",
@@ -45,7 +46,9 @@ __all__ = [
     "deepseek",
     "dpo",
     "from_module",
+    "frozen_leaves",
     "gpt2",
+    "grow_vocabulary",
     "init_params",
     "layer_drop",
     "llama",

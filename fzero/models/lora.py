@@ -29,6 +29,8 @@ from fzero.sharding.slices import is_stacked
 
 LORA = r"_lora_[abm]$"  # the leaves that are trained
 FROZEN = r"^(?!.*_lora_[abm]$|head/score$)"  # and those that are not, for zero_plan; a head of scores always is
+TABLES = ("embed/tokens", "head/w")  # the leaves with a row for each token of the vocabulary
+FROZEN_BLOCKS = r"^(?!.*_lora_[abm]$|head/score$|embed/tokens$|head/w$)"  # where those are trained too
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,18 @@ class LoRAConfig(ConfigOver):
     alpha: float
     targets: str
     dora: bool = False
+    vocabulary: bool = False  # the TABLES are trained too, whole
 
 
 @checked()
 def lora(
-    model: Model, rank: int = 8, alpha: float = 16.0, targets: str = r"/(attn|mlp)/w_", *, dora: bool = False
+    model: Model,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: str = r"/(attn|mlp)/w_",
+    *,
+    dora: bool = False,
+    vocabulary: bool = False,
 ) -> Model:
     """Return the model in which each block weight w [L, in, out] whose name the regex `targets` matches becomes w +
     (alpha / rank) a b. A product x w becomes x w + (alpha / rank) (x a) b; a block that uses w in another way gets the
@@ -68,6 +77,7 @@ def lora(
     b becomes m_j / |v_j| times v_j, and |v_j| counts as a constant in the backward pass (Liu et al., section 4.3). So
     that training begins at `model`, m must be the norms of the columns of w: `set_magnitudes` makes it so. Drawn, it
     is what they are expected to be. A model made from a module has no DoRA.
+    vocabulary: `frozen_leaves` leaves out embed/tokens and head/w, which are trained whole, as new tokens need it.
 
     Raises ValueError if `targets` matches no leaf of the blocks or one that is not [L, in, out], for a rank outside [1,
     min(in, out)], and for an alpha that is not a positive number. Differs from the paper, which does not state the
@@ -82,9 +92,9 @@ def lora(
     names = _targets(targets, shapes, rank)
     if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
         raise ValueError(f"lora: alpha is {alpha!r}; it must be a positive number, such as 16")
-    if dora and model.foreign:
-        raise ValueError("lora: dora=True is for fzero's own models; of one made from a module leave it out")
-    config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora), model.start
+    for option in ("dora",) * dora + ("vocabulary",) * vocabulary if model.foreign else ():
+        raise ValueError(f"lora: {option}=True is for fzero's own models; of one made from a module leave it out")
+    config, start = LoRAConfig(model.config, rank, float(alpha), targets, dora, vocabulary), model.start
     model = with_still_leaves(model)._replace(start={})  # the functions below hold no weights
 
     def texts_of(mesh: Mesh) -> dict[str, str]:
@@ -120,6 +130,20 @@ def lora(
     init = functools.partial(_init, model, config, {name: shapes[name] for name in names})
     blocks = map_blocks(model, adapted)
     return model._replace(config=config, init=init, block=blocks, rules=rules, linear="", start=start)
+
+
+@checked()
+def frozen_leaves(config: Any) -> str | None:
+    """The regex of the leaves that a model of this config does not train, for `zero_plan(frozen=...)`; None if it
+    trains all.
+
+    >>> from fzero import models
+    >>> frozen_leaves(models.MLPConfig()) is None
+    True
+    """
+    if not isinstance(config, LoRAConfig):
+        return None
+    return FROZEN_BLOCKS if config.vocabulary else FROZEN
 
 
 def _init(model: Model, config: LoRAConfig, weights: Mapping[str, tuple[int, ...]], make: MakeLeaf) -> Tree:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from fzero import models
 from fzero.core.autodiff import Remat
-from fzero.models.lora import FROZEN
+from fzero.models.lora import frozen_leaves
 from fzero.planner.candidates import Candidate
 from fzero.planner.devices import Device
 from fzero.planner.estimate import MOMENTS, STATE_BYTES
@@ -152,7 +152,7 @@ class Basis:
     ) -> tuple[Plan, dict[str, int], dict[str, int]]:
         mesh = fake_mesh({"dp": dp, "rp": rp, "cp": cp, "ep": ep, "tp": tp})
         context = Context.parse(self.config.context)
-        frozen = FROZEN if isinstance(self.config.model, models.LoRAConfig) else None
+        frozen = frozen_leaves(self.config.model)
         plan = zero_plan(zero, self.model, mesh, policy=self.policy, sequence=context, frozen=frozen)
         plan = with_expert_slack(plan.with_experts(self.config.experts), self.config.train.update)
         held = {

@@ -23,8 +23,9 @@ from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.models.base import Start
-from fzero.models.lora import FROZEN, column_norms
+from fzero.models.lora import column_norms, frozen_leaves
 from fzero.models.score import SCORE
+from fzero.models.vocabulary import grow_tables
 from fzero.offload import DiskSettings, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.disk_config import load_settings
@@ -114,7 +115,7 @@ def build(
         offload=config.offload,
         pipeline=config.pipeline,
         codec=codec_of(config) or None,
-        frozen=FROZEN if isinstance(config.model, models.LoRAConfig) else None,
+        frozen=frozen_leaves(config.model),
     )
     plan = with_expert_slack(plan.with_experts(config.experts), config.train.update)
     plan = plan.with_updates(delayed_updates(config, micro_batches)) if config.train.update == "delayed" else plan
@@ -267,9 +268,11 @@ def first_state(job: Job, params: Tree | None = None) -> TrainState:
     """The state before the first step, drawn from the config's seed, or around the given parameters.
 
     params: of the model, or of the one without its adapters and its head of scores: weights in codes are made of them,
-    factors and head are drawn.
+    factors and head are drawn. Tables of a smaller vocabulary grow.
     """
     config = job.config.train
+    if params is not None:
+        params = pytree.from_named(grow_tables(pytree.named_leaves(params), job.config.model.vocab_size), params)
     start = job.model if params is None else params
     if params is not None:
         given = pytree.named_leaves(params)

@@ -27,6 +27,9 @@ class Data:
     mixture: str = ""
     tokenizer: str = "bytes"  # of text to prepare, as in `fzero data prepare`
     template: str = ""  # a chat template (a file of Jinja) for conversations; "": the one beside the tokenizer
+    # special tokens that the tokenizer of the model gets, and "template" for those that the chat template writes and
+    # the vocabulary lacks; of conversations, pairs and texts with labels
+    add_tokens: tuple[str, ...] = ()
     seq_len: int = 256
     too_long: str = "error"  # of conversations, pairs and texts with labels: error, drop the line, or cut off its end
     # how documents fill sequences: stream (end to end), best-fit (whole, the rest filled up), buckets (each in a row of

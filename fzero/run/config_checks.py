@@ -360,6 +360,11 @@ def refuse_unused(config: RunConfig, table: Table) -> None:
     g = config.guard
     if table.get("dpo") and config.objective != "dpo":
         raise ValueError(f"dpo.{next(iter(table['dpo']))} does nothing with objective={config.objective}; leave it out")
+    if table.get("data", {}).get("add_tokens") and config.objective == "text":
+        raise ValueError(
+            "data.add_tokens does nothing with objective=text; prepare the text with a tokenizer.json that has them, "
+            "and give --set model.vocab_size=N"
+        )
     for key in table.get("guard", {}):
         if key in ("sigmas", "window", "warmup") and g.spike == "off":
             raise ValueError(
@@ -385,8 +390,13 @@ def check_corpus(config: RunConfig, corpus: str | Path) -> None:
             f"{corpus}: has the labels {', '.join(labels)} and the model {', '.join(head.labels)}; "
             "prepare it for this model: --data FILE.jsonl"
         )
+    expect_rows(config, size, "the corpus")
+
+
+def expect_rows(config: RunConfig, size: int, what: str) -> None:
+    """Raise ValueError if the model has fewer tokens than `what`, which has `size`."""
     if size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size} and the corpus has {size} tokens; add --set "
+            f"model.vocab_size is {config.model.vocab_size} and {what} has {size} tokens; add --set "
             f"model.vocab_size={size}"
         )

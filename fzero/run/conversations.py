@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fzero.core.foreign import read_text_file
-from fzero.data.chat import Chat, encoder, read_chat, render
+from fzero.data.added_tokens import missing_lines
+from fzero.data.chat import encoder, read_chat, render
 from fzero.data.conversations import describe_conversations, prepare_conversations
 from fzero.data.examples import Lengths, LineReader, prepare_examples
 from fzero.data.labels import expect_labels_seen, labels_reader, ranked_reader
@@ -17,9 +17,11 @@ from fzero.data.tokenizers import Tokenizer
 from fzero.models.score import head_of
 from fzero.run import run_folder
 from fzero.run.config import RunConfig
+from fzero.run.config_checks import expect_rows
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.start_tokenizer import start_chat, start_tokenizer
 from fzero.run.text_ends import stop_ids
+from fzero.run.vocabulary import TEMPLATE, added_line, grown_tokenizer
 
 
 def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: Path | None) -> Path:
@@ -36,8 +38,13 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
         )
     if init is None:
         raise ValueError(f"objective is {config.objective}, which starts from a model: --init FOLDER")
-    tokenizer = start_tokenizer(init)
-    chat = chat_of(config, init)
+    before, template = start_tokenizer(init), config.data.template
+    chat, tokenizer = start_chat(init, template), grown_tokenizer(init, config.data.add_tokens, template)
+    expect_rows(config, tokenizer.vocab_size, f"the tokenizer of {init}")
+    if config.data.add_tokens:
+        say(added_line(before, tokenizer, config.data.add_tokens))
+    for line in missing_lines(chat, tokenizer, f"--add-tokens {TEMPLATE}"):
+        say(line)
     say(f"preparing {path} ({tokenizer.name}) in {out}")
     seed, lengths = config.train.seed, Lengths(config.data.seq_len, config.model.max_len, config.data.too_long)
     if config.objective == "dpo":  # pairs of texts need no template
@@ -62,14 +69,6 @@ def prepare_for(config: RunConfig, out: Path, say: Callable[[str], None], init: 
         meta = prepare_conversations(path, out, chat, tokenizer, lengths, seed)
     say(describe_conversations(meta))
     return out
-
-
-def chat_of(config: RunConfig, init: Path) -> Chat | None:
-    """The chat template of a run: `data.template`, else that of the model in `init`; None if there is none."""
-    found = start_chat(init)
-    if config.data.template:
-        return Chat(read_text_file(config.data.template), found.tokens if found else {})
-    return found
 
 
 def answers_messages(config: RunConfig, folder: Path) -> bool:

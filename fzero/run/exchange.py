@@ -64,6 +64,9 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
     made = f", made {how.experts} experts of each layer, of which a token uses {how.top}" if how is not None else ""
     then = f"train on with: fzero pretrain --init {out} --data ..."
+    if tokenizer and (more := tokenizer.vocab_size - source.config.vocab_size) > 0:
+        text += f", {more:,} more than the model"
+        then += f" --set model.vocab_size={tokenizer.vocab_size}"
     return f"{out}: {count:,} parameters of a {source.kind}{made}, {text}; {then}"
 
 

@@ -10,11 +10,12 @@ from fzero import models
 from fzero.core.tables import Table
 from fzero.data.labels import labels_of
 from fzero.models.score import head_of
-from fzero.run import config_table, weights
+from fzero.run import config_table
 from fzero.run.config import RunConfig
 from fzero.run.objectives import SCORED
 from fzero.run.recipes import preset_for
 from fzero.run.start_tokenizer import start_pad
+from fzero.run.vocabulary import start_model
 
 
 def tuned_config(
@@ -23,16 +24,15 @@ def tuned_config(
     """The RunConfig of a new run that starts from the model in `init`: a run, a folder of transformers, an adapter.
 
     table: the values that differ from the preset, as in a config file; objective is chat unless it says another. lora:
-    arguments of `models.lora` ({} for its defaults); None trains what the model trains. quantize: nf4, int4 or int8, in
+    arguments of `models.lora` ({} for its defaults); None trains what the model trains; with new tokens the embedding
+    and the head are trained too. quantize: nf4, int4 or int8, in
     which LoRA's frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values
     that do not go together, and for a model that has LoRA already.
     """
     init = Path(init)
-    if "model" in table or "preset" in table:
-        raise ValueError("--init sets the model's sizes; leave out model.* and preset")
     if quantize is not None and lora is None:
         raise ValueError("weights in codes are frozen, so quantize needs lora")
-    _, sizes = weights.start_sizes(init)
+    _, sizes, table, new_tokens = start_model(init, table)
     sizes = with_head(init, table, sizes)
     if lora is not None:
         if isinstance(sizes, models.LoRAConfig):
@@ -44,7 +44,7 @@ def tuned_config(
         if quantize is not None:
             of = {"targets": lora["targets"]} if "targets" in lora else {}
             model = models.quantized(model, quantize, **of)
-        sizes = models.lora(model, **lora).config
+        sizes = models.lora(model, **{**lora, "vocabulary": new_tokens or lora.get("vocabulary", False)}).config
     preset = preset_for(table.get("objective", "chat"), lora=isinstance(sizes, models.LoRAConfig))
     value = config_table.from_table({**table, "preset": preset}, sizes)
     if value.objective == "text":

@@ -69,7 +69,7 @@ def generate(
         )
     plan = zero_plan(0, model, one_process())
     batch, length = tokens.shape
-    vocab = vocab_size or model.config.vocab_size
+    vocab = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
     if length < 1:
         raise ValueError("the prompt has no tokens; give at least one")
     if n < 0:
@@ -83,7 +83,7 @@ def generate(
     least, most = read_scalars([tokens.min(), tokens.max()])
     if most >= vocab or least < 0:
         raise ValueError(
-            f"the prompt has the token {least if least < 0 else most}; the vocabulary has the ids 0 to {vocab - 1}"
+            f"the prompt has the token {least if least < 0 else most}; the model has the ids 0 to {vocab - 1}"
         )
     caches = make_caches(model, params, batch, length + n, tokens.device)
     seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)

@@ -36,11 +36,13 @@ def start_pad(init: Path) -> int:
     return pad if isinstance(pad, int) and pad >= 0 else start_tokenizer(init).eos
 
 
-def start_chat(init: Path) -> Chat | None:
+def start_chat(init: Path, template: str = "") -> Chat | None:
     """The chat template of a run, of a folder of another system, or of an adapter, which may have its base's; None if
-    there is none."""
-    found = read_chat(init)
-    return start_chat(peft.base_of(init)) if found is None and peft.is_adapter(init) else found
+    there is none. template: a file in place of it."""
+    chat = read_chat(init)
+    if chat is None and peft.is_adapter(init):
+        chat = start_chat(peft.base_of(init))
+    return Chat(read_text_file(template), chat.tokens if chat else {}) if template else chat
 
 
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:

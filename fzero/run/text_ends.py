@@ -10,13 +10,14 @@ config.json              bos_token_id, eos_token_id, pad_token_id: in a run's en
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint.convert import peft
 from fzero.core.foreign import expect_entries, parse_json, read_json, read_text_file
 from fzero.data.chat import chat_files, end_tokens, read_chat
-from fzero.data.special_tokens import CONFIG, MAP
+from fzero.data.special_tokens import CONFIG, MAP, with_special
 from fzero.data.tokenizers import Tokenizer
 from fzero.run import run_folder
 
@@ -32,6 +33,15 @@ def start_files(init: Path, *others: Path) -> dict[str, str]:
     if peft.is_adapter(init):
         return start_files(peft.base_of(init)) | files_in(init)
     return {name: text for place in reversed(places) for name, text in files_in(place).items()}
+
+
+def with_added(files: dict[str, str], tokens: Sequence[str]) -> dict[str, str]:
+    """The FILES with these tokens among the special ones of tokenizer_config.json."""
+    if not tokens:
+        return files
+    about, named = (parse_json(files.get(name, "{}"), name, wide=True) for name in (CONFIG, MAP))
+    named = {} if "added_tokens_decoder" in about else named
+    return files | {CONFIG: json.dumps(with_special(about, named, tokens), indent=2, ensure_ascii=False) + "\n"}
 
 
 def files_in(folder: Path) -> dict[str, str]:

@@ -121,6 +121,10 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
+    if config.vocabulary:
+        raise ValueError(
+            "the tables of the vocabulary are trained too, which are no factors; merge: fzero export without --adapter"
+        )
     named = pytree.named_leaves(params)
     inner = without_adapters(config.base)
     modules = _modules(inner, Path(base) if base else None)

@@ -67,6 +67,9 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
         if key == "model.family":
             if value != family_of(old.model):
                 raise difference_error(key, value, family_of(old.model), folder)
+        elif key == "model.vocab_size":  # below adapters too
+            if value != old.model.vocab_size:
+                raise difference_error(key, value, old.model.vocab_size, folder)
         elif value != "auto" and (key, value) != ("pipeline.layout", "cost"):  # decided already
             put(changes if key in KEYS or key.startswith("mesh.") else rest, key, value)
     given, mine = dict(flat(to_table(apply_settings(old, rest)))), dict(flat(to_table(old)))

@@ -178,7 +178,7 @@ def roll_back(job: Job, folder: Path, fault: Fault, coordinator: Coordinator, sa
         say(line)
     state = found.value
     if found.path is None:
-        state = first_state(job, weights.load(Path(init), wide=True).params if init else None)
+        state = first_state(job, weights.load_start(Path(init)).params if init else None)
     say(coordinator.share(lambda: record_rollback(job, folder, checkpoint_dir, fault, int(state.step))))
     return state
 

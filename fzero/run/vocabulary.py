@@ -1,0 +1,147 @@
+"""The vocabulary of a run that starts from a model: tokens added to its tokenizer, and rows to its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fzero.checkpoint.convert import peft
+from fzero.core import pytree
+from fzero.core.pytree import Tree
+from fzero.core.tables import Table, check_type
+from fzero.data.added_tokens import add_tokens, expect_json, missing_tokens
+from fzero.data.chat import read_chat
+from fzero.data.special_tokens import named_tokens, text_of
+from fzero.data.tokenizers import Tokenizer, load_tokenizer
+from fzero.models import ModelConfig
+from fzero.models.lora import TABLES, LoRAConfig
+from fzero.models.vocabulary import with_vocab_size
+from fzero.run import weights
+from fzero.run.config import Data, RunConfig
+from fzero.run.start_tokenizer import start_chat, start_tokenizer
+
+TEMPLATE = "template"  # of data.add_tokens: the tokens that the chat template writes and the vocabulary lacks
+
+
+class StartModel(NamedTuple):
+    """The model of a run that starts from another."""
+
+    preset: str  # of the run that it starts from, or ""
+    config: ModelConfig
+    table: Table  # of the run, without the model
+    new_tokens: bool  # whether there are tokens that the model has not learnt
+
+
+def start_model(init: Path, table: Table) -> StartModel:
+    """The model of a run that starts from `init`: the sizes of that model, with the tokens that `table` asks for.
+
+    Raises ValueError for other sizes, for fewer tokens than the model or its tokenizer with `data.add_tokens` has, and
+    as `load_start`, `start_tokenizer`, `add_tokens`.
+    """
+    table, sizes = dict(table), check_type("model", table.get("model", {}), dict)
+    if "preset" in table or set(sizes) - {"vocab_size"}:
+        raise ValueError(
+            "--init sets the model's sizes; leave out --model and model.* but for a larger model.vocab_size"
+        )
+    table.pop("model", None)
+    preset, model = weights.start_sizes(init)
+    data = check_type("data", table.get("data", {}), dict)
+    asked = check_type("data.add_tokens", data.get("add_tokens", ()), tuple[str, ...])
+    need = model.vocab_size
+    if asked:
+        need = max(need, grown_tokenizer(init, asked, data.get("template", "")).vocab_size)
+    size = check_type("model.vocab_size", sizes.get("vocab_size", need), int)
+    if model.vocab_size <= size < need:
+        raise ValueError(
+            f"model.vocab_size is {size} and the tokenizer has {need} tokens with those of data.add_tokens; leave it "
+            f"out, or give {need} or more"
+        )
+    larger = with_vocab_size(model, size)
+    if asked and isinstance(larger, LoRAConfig):
+        larger = replace(larger, vocabulary=True)
+    return StartModel(preset, larger, table, bool(asked) or size > model.vocab_size)
+
+
+def grown_tokenizer(init: Path, asked: Sequence[str], template: str) -> Tokenizer:
+    """The tokenizer of what a run starts from with the tokens of `data.add_tokens`, by the chat template
+    `data.template` or the model's. Those that its folder names and its vocabulary lacks come first, as AutoTokenizer
+    gives them ids.
+
+    Raises ValueError as `start_tokenizer` and `add_tokens`, and for "template" where there is no template.
+    """
+    tokenizer = start_tokenizer(init)
+    return add_tokens(tokenizer, tokens_to_add(init, tokenizer, asked, template)) if asked else tokenizer
+
+
+def tokens_to_add(init: Path, tokenizer: Tokenizer, asked: Sequence[str], template: str) -> list[str]:
+    """The tokens of `grown_tokenizer`."""
+    expect_json(tokenizer)
+    folder = peft.base_of(init) if peft.is_adapter(init) else init
+    unknown = list(dict.fromkeys(missing_of(tokenizer, [text for text in map(text_of, named_tokens(folder)) if text])))
+    chat, tokens = start_chat(init, template), unknown
+    for text in asked:
+        if text == TEMPLATE and chat is None:
+            raise ValueError(
+                f"data.add_tokens has {TEMPLATE} and {init} has no chat template; give one, or name the tokens: "
+                "--chat-template FILE.jinja"
+            )
+        tokens += missing_tokens(chat, tokenizer) if chat is not None and text == TEMPLATE else [text]
+    return list(dict.fromkeys(tokens))
+
+
+def added_tokens(data: Data, init: Path) -> list[str]:
+    """The tokens that a run's tokenizer gets."""
+    return tokens_to_add(init, start_tokenizer(init), data.add_tokens, data.template) if data.add_tokens else []
+
+
+def missing_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
+    """The tokens that a tokenizer has no id for."""
+    ids = ids_in(tokenizer)
+    return [text for text in tokens if text not in ids] if ids else []
+
+
+def ids_in(tokenizer: Tokenizer) -> dict[str, int]:
+    """{token: its id} of a tokenizer.json; {} for bytes."""
+    from tokenizers import Tokenizer as Library
+
+    return Library.from_str(tokenizer.json).get_vocab(with_added_tokens=True) if tokenizer.json else {}
+
+
+def added_line(before: Tokenizer, after: Tokenizer, asked: Sequence[str]) -> str:
+    """The line that says which tokens a tokenizer got, and which it had."""
+    old, new = ids_in(before), ids_in(after)
+    got = [f"{text} ({new[text]})" for text in sorted(set(new) - set(old), key=new.__getitem__)]
+    had = [f"{text} ({old[text]})" for text in asked if text in old]
+    parts = [f"added to the tokenizer: {', '.join(got) or 'no token, as it has all'}"]
+    return "; ".join([*parts, *([f"there before: {', '.join(had)}"] if had else [])])
+
+
+def expect_added(data: Data, corpus: Path) -> None:
+    """Raise ValueError if a corpus that was prepared before lacks a token that is to be added."""
+    if not data.add_tokens:
+        return
+    tokenizer, chat = load_tokenizer(corpus), read_chat(corpus)
+    lacking = missing_of(tokenizer, [text for text in data.add_tokens if text != TEMPLATE])
+    if TEMPLATE in data.add_tokens and chat is not None:
+        lacking += missing_tokens(chat, tokenizer)
+    if lacking or not tokenizer.json:
+        raise ValueError(
+            f"{corpus}: was prepared with a tokenizer without {lacking[0] if lacking else data.add_tokens[0]}, which "
+            "data.add_tokens has; give the file of its lines: --data FILE.jsonl"
+        )
+
+
+def growth_lines(config: RunConfig, before: ModelConfig, params: Tree) -> list[str]:
+    """The lines that say how the tables of the model that a run starts from become those of the run."""
+    old, new, model = before.vocab_size, config.model.vocab_size, config.model
+    names = [name for name in pytree.names(params) if name in TABLES]
+    lines = []
+    if new > old:
+        lines.append(f"{' and '.join(names)}: {new - old:,} new rows after {old:,}, each the mean of those")
+    elif config.data.add_tokens:
+        lines.append(f"{' and '.join(names)}: no new rows, as the {old:,} that are there have the added tokens' ids")
+    if lines and isinstance(model, LoRAConfig):
+        lines.append("they are trained whole, beside the factors of LoRA (PEFT's modules_to_save)")
+    return lines
