@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module, tp_rules
+from fzero.models.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.checkpoint.convert.transformers_weights import weights_of
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked

@@ -98,6 +98,11 @@ def make_module(source: Any, task: str, attention: str | None, seed: int | None)
     """
     config = config_of(source)
     cls, task = class_of(config, task)
+    return module_of_config(config, cls, attention, seed), task
+
+
+def module_of_config(config: Any, cls: Any, attention: str | None, seed: int | None) -> nn.Module:
+    """The module of a config and its class in float32; see `make_module`."""
     register_experts()
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -108,8 +113,7 @@ def make_module(source: Any, task: str, attention: str | None, seed: int | None)
         else:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(seed)
-        module = cls._from_config(config, **options)
-    return module, task
+        return cls._from_config(config, **options)
 
 
 @contextlib.contextmanager
