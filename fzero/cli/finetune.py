@@ -15,9 +15,6 @@ from fzero.core.foreign import nearest
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
-ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
-
-
 @click.command()
 @click.option(
     "--init",
@@ -98,10 +95,10 @@ def finetune(
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """The arguments of `models.lora` in a text such as rank=16,on=attn.
+    """The arguments of `tuned_config`'s lora in a text such as rank=16,on=attn.
 
     >>> parse_lora("rank=16,on=attn")
-    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$', 'dora': False}
+    {'rank': 16, 'alpha': 32.0, 'targets': 'attn', 'dora': False}
     """
     found: dict[str, str] = {}
     parts = text.split(",")
@@ -119,8 +116,7 @@ def parse_lora(text: str) -> dict[str, Any]:
         rank, alpha = int(found.get("rank", "16")), float(found.get("alpha", "32"))
     except ValueError:
         raise ValueError(f"--lora {text}: rank is a whole number and alpha a number; write rank=16,alpha=32") from None
-    on = found.get("on", "all")
-    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on), "dora": "dora" in parts}
+    return {"rank": rank, "alpha": alpha, "targets": found.get("on", "all"), "dora": "dora" in parts}
 
 
 def config_of_flags(

@@ -12,10 +12,12 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface, peft
+from fzero.checkpoint.convert.decoders import save_decoder
 from fzero.checkpoint.convert.upcycle import Upcycle, upcycled_config, upcycled_leaves
 from fzero.core import pytree
 from fzero.core.storage import write_text
 from fzero.data.chat import read_chat
+from fzero.models.decoders.config import DecoderConfig
 from fzero.models.presets import without_adapters
 from fzero.models.score import head_of
 from fzero.run import run_folder, run_lock, text_ends, weights
@@ -64,7 +66,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
     text = f"tokenizer of {tokenizer.vocab_size:,} tokens" if tokenizer else "no tokenizer"
     made = f", made {how.experts} experts of each layer, of which a token uses {how.top}" if how is not None else ""
     then = f"train on with: fzero pretrain --init {out} --data ..."
-    return f"{out}: {count:,} parameters of a {source.kind}{made}, {text}; {then}"
+    return "\n".join([f"{out}: {count:,} parameters of a {source.kind}{made}, {text}; {then}", *source.notes])
 
 
 def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
@@ -81,7 +83,9 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     where = run / run_folder.TOKENIZER if (run / run_folder.TOKENIZER).is_file() else None
 
     def write(leaves: huggingface.Leaves) -> None:
-        huggingface.save_hf(out, without_adapters(value.model), leaves, tokenizer=where, eos=ids, files=files)
+        config = without_adapters(value.model)
+        save = save_decoder if isinstance(config, DecoderConfig) else huggingface.save_hf
+        save(out, config, leaves, tokenizer=where, eos=ids, files=files)
 
     def read(opened: checkpoint.CheckpointReader) -> int:
         write(in_checkpoint(run, value, opened, ema=ema))

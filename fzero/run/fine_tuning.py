@@ -9,6 +9,9 @@ from typing import Any
 from fzero import models
 from fzero.core.tables import Table
 from fzero.data.labels import labels_of
+from fzero.models.decoders.config import DecoderConfig
+from fzero.models.lora import ON
+from fzero.models.presets import body_of
 from fzero.models.score import head_of
 from fzero.run import config_table, weights
 from fzero.run.config import RunConfig
@@ -23,7 +26,7 @@ def tuned_config(
     """The RunConfig of a new run that starts from the model in `init`: a run, a folder of transformers, an adapter.
 
     table: the values that differ from the preset, as in a config file; objective is chat unless it says another. lora:
-    arguments of `models.lora` ({} for its defaults); None trains what the model trains. quantize: nf4, int4 or int8, in
+    arguments of `models.lora` ({} for its defaults), whose targets may be "attn" or "all"; None trains what the model trains. quantize: nf4, int4 or int8, in
     which LoRA's frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values
     that do not go together, and for a model that has LoRA already.
     """
@@ -41,6 +44,7 @@ def tuned_config(
                 f"fzero export {init} --out FOLDER"
             )
         model = models.build(sizes)
+        lora = {**lora, "targets": lora_targets(model, lora.get("targets", "all"))}
         if quantize is not None:
             of = {"targets": lora["targets"]} if "targets" in lora else {}
             model = models.quantized(model, quantize, **of)
@@ -50,6 +54,16 @@ def tuned_config(
     if value.objective == "text":
         raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
     return value
+
+
+def lora_targets(model: models.Model, targets: str) -> str:
+    """The regex of the weights that get factors: targets, or what "attn" and "all" stand for in the model."""
+    body = body_of(model.config)
+    if targets in ON and isinstance(body, DecoderConfig):
+        from fzero.models.decoders.model import linear_targets
+
+        return linear_targets(body, targets == "attn")
+    return ON.get(targets, targets)
 
 
 def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.ModelConfig:

@@ -6,6 +6,7 @@ Differs from fzero's own models: the logits [B, T, V] are made, attention is PyT
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from fzero.models.decoders.config import DecoderConfig, class_of_decoder, config
 from fzero.models.decoders.sight import expect_sight
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
-from fzero.models.module_functions import Layered, Prepared
+from fzero.models.module_functions import Layered, Prepared, slashed
 from fzero.models.module_layers import CannotSplit, choices
 from fzero.models.transformers_module import module_of_config, tp_rules
 
@@ -35,6 +36,7 @@ class Decoder(NamedTuple):
     module: nn.Module  # its parameters have no memory
     model: Model
     sources: dict[str, tuple[str, ...]]  # of each leaf of the model: the parameters, one a layer, that it stacks
+    linears: tuple[str, ...]  # the leaves that linear layers within the layers have as weights
     notes: tuple[str, ...]  # what there is to say of it
 
 
@@ -82,7 +84,20 @@ def decoder_of(config: DecoderConfig) -> Decoder:
         logits=functions.logits,
         token_losses=functions.token_losses,
     )
-    return Decoder(module, model, sources, tuple(str(one.message) for one in said))
+    linears = (f"{stack}/{slashed(name)}/weight" for stack, some in layered.linears.items() for name in some)
+    return Decoder(module, model, sources, tuple(linears), tuple(str(one.message) for one in said))
+
+
+def linear_targets(config: DecoderConfig, attention: bool) -> str:
+    """The regex of the weights of all linear layers of a decoder's layers, or of its attention alone.
+
+    Raises ValueError where no module of a layer has attention in its name.
+    """
+    names = [name for name in decoder_of(config).linears if not attention or re.search(r"att|/wqkv", name, re.I)]
+    if not names:
+        every = ", ".join(decoder_of(config).linears)
+        raise ValueError(f"on=attn: no linear layer of {config.architecture} is named so; write on=REGEX of {every}")
+    return f"^({'|'.join(map(re.escape, names))})$"
 
 
 def layered_model(module: nn.Module, example: Batch) -> tuple[Layered, Model]:
@@ -152,7 +167,7 @@ class Functions:
     def head(self, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Loss:
         """The cross-entropy of the targets that count, summed."""
         losses, counts = self.token_losses(params, x, batch, ctx), counted_tokens(batch["targets"], batch.get("mask"))
-        extra = sums_by_source(batch, losses.reshape(-1), counts.reshape(-1)) if "sources" in batch else {}
+        extra = sums_by_source(batch, losses.detach().reshape(-1), counts.reshape(-1))
         return Loss(losses.sum(), number_of(counts), extra)
 
     def logits(self, params: Tree, x: Any, ctx: Ctx) -> Tensor:
