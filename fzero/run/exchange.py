@@ -18,7 +18,7 @@ from fzero.core import pytree
 from fzero.core.storage import write_text
 from fzero.data.chat import read_chat
 from fzero.models.decoders.config import DecoderConfig
-from fzero.models.presets import without_adapters
+from fzero.models.presets import body_of, without_adapters
 from fzero.models.score import head_of
 from fzero.run import run_folder, run_lock, text_ends, weights
 from fzero.run.config import RunConfig
@@ -109,6 +109,8 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
     value = run_folder.read_config(run)
     if not isinstance(value.model, models.LoRAConfig):
         raise ValueError(f"--adapter: {run} has no adapters, as it trains all weights; leave it out")
+    if isinstance(body_of(value.model), DecoderConfig):
+        raise ValueError(f"--adapter: {run} has factors of transformers' own layers, which merge: leave it out")
     if head_of(value.model) is not None:
         raise ValueError(f"--adapter: {run} trains a head of scores too, which is no adapter; merge: leave it out")
     trained, base = weights.load(run, wide=True, ema=ema), base_folder(run)

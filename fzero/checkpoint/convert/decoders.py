@@ -16,7 +16,7 @@ from fzero.checkpoint.convert.huggingface import Leaves, write_tokenizer
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.huggingface_read import FLOATS
 from fzero.checkpoint.convert.safetensors import Entry
-from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of
+from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.core.files import remove_entry
 from fzero.core.foreign import read_json
 from fzero.core.storage import write_text
@@ -121,7 +121,8 @@ def save_decoder(
     partly = folder.with_name(f"{folder.name}.partial")
     remove_entry(partly)
     try:
-        decoder.module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
+        with without_bars():
+            decoder.module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
         for made in partly.glob("*.json"):
             if not made.name.startswith("model.safetensors"):
                 made.unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fzero.models.transformers_module import loss_of_task, make_module, tp_rules
-from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of
+from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
 from fzero.core.files import remove_entry
@@ -131,7 +131,8 @@ def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     partly = target.with_name(f"{target.name}.partial")
     remove_entry(partly)
     try:
-        module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
+        with without_bars():
+            module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
         partly.rename(target)
     except BaseException:
         shutil.rmtree(partly, ignore_errors=True)

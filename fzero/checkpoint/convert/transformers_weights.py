@@ -7,10 +7,11 @@ and again when a weight is read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,3 +106,17 @@ def keep_on_disk(value: Tensor, folder: Path) -> Tensor:
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
     return held.copy_(value)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers draws no progress bars within."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

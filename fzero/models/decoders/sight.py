@@ -22,15 +22,14 @@ NEAR = 1e-3  # of the largest number: what products of other shapes may differ b
 
 def expect_sight(layered: Layered, packed: bool) -> None:
     """Raise ValueError if a token sees what is after it or, packed, another document of its row."""
-    before = BEFORE if packed else 0
-    tokens = torch.arange(before + TEXT + AFTER)[None] % len(vocabulary(layered))
-    beside: Batch = {"input_ids": tokens}
-    if packed:
-        parts = [torch.arange(n) for n in (before, TEXT, AFTER)]
-        beside["position_ids"] = torch.cat(parts)[None]
-    text = slice(before, before + TEXT)
     with graph_cut.apart(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        before = BEFORE if packed else 0
+        tokens = torch.arange(before + TEXT + AFTER)[None] % len(vocabulary(layered))
+        beside: Batch = {"input_ids": tokens}
+        if packed:
+            beside["position_ids"] = torch.cat([torch.arange(n) for n in (before, TEXT, AFTER)])[None]
+        text = slice(before, before + TEXT)
         part = first_difference(layered, beside, {"input_ids": tokens[:, text]}, text)
     if not part:
         return
