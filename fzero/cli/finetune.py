@@ -15,6 +15,7 @@ from fzero.core.foreign import nearest
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
+
 @click.command()
 @click.option(
     "--init",

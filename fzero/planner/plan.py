@@ -85,8 +85,8 @@ def reports_of(
     """
     if isinstance(body := body_of(resolved.model), DecoderConfig):
         raise ValueError(
-            f"model is {body.architecture}, which transformers' code computes: fzero plan traces fzero's own models; the "
-            "first estimate, of states by formulas, is there"
+            f"model is {body.architecture}, which transformers' code computes, and fzero plan traces fzero's own "
+            "models; there is the first estimate alone"
         )
     resolved, target = with_layout(resolved, sizes, device), device.target
     if device.loads != EVEN:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
 
     def write(leaves: huggingface.Leaves) -> None:
         config = without_adapters(value.model)
-        save = save_decoder if isinstance(config, DecoderConfig) else huggingface.save_hf
+        save: Any = save_decoder if isinstance(config, DecoderConfig) else huggingface.save_hf
         save(out, config, leaves, tokenizer=where, eos=ids, files=files)
 
     def read(opened: checkpoint.CheckpointReader) -> int:

@@ -26,9 +26,9 @@ def tuned_config(
     """The RunConfig of a new run that starts from the model in `init`: a run, a folder of transformers, an adapter.
 
     table: the values that differ from the preset, as in a config file; objective is chat unless it says another. lora:
-    arguments of `models.lora` ({} for its defaults), whose targets may be "attn" or "all"; None trains what the model trains. quantize: nf4, int4 or int8, in
-    which LoRA's frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values
-    that do not go together, and for a model that has LoRA already.
+    arguments of `models.lora` ({} for its defaults), whose targets may be "attn" or "all"; None trains what the model
+    trains. quantize: nf4, int4 or int8, in which LoRA's frozen weights are kept. `train_run(folder, config, init=init)`
+    trains it. Raises ValueError for values that do not go together, and for a model that has LoRA already.
     """
     init = Path(init)
     if "model" in table or "preset" in table:
@@ -79,8 +79,8 @@ def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.Mod
         )
     if isinstance(body_of(sizes), DecoderConfig):
         raise ValueError(
-            f"objective is {objective} and transformers' code computes {body_of(sizes).architecture}: fzero puts a head "
-            "of scores on its own models; use --objective chat or dpo"
+            f"objective is {objective} and transformers' code computes {body_of(sizes).architecture}: fzero puts a "
+            "head of scores on its own models; use --objective chat or dpo"
         )
     model, pad = models.build(sizes), start_pad(init)
     if objective == "reward":

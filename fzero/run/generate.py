@@ -19,7 +19,6 @@ from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
 from fzero.train.parts import Part, parts_of
 
-
 FILL = 64  # positions: a module's code is traced anew for each number of them
 
 
@@ -95,7 +94,9 @@ def generate(
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     for position in range(length, length + n):
         if model.foreign:  # all positions again, of so many that their number seldom changes
-            logits = forward(model, plan, params, filled_up(tokens, model.config.max_len), [], 0)[:, position - 1, :vocab]
+            logits = forward(model, plan, params, filled_up(tokens, model.config.max_len), [], 0)[
+                :, position - 1, :vocab
+            ]
         else:
             logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position

@@ -31,7 +31,9 @@ def is_foreign(where: Path) -> bool:
     return kind not in {family.model_type for family in FAMILIES}
 
 
-def open_decoder(folder: Path, where: Path, *, dtype: torch.dtype | None = None) -> tuple[DecoderConfig, dict[str, Entry]]:
+def open_decoder(
+    folder: Path, where: Path, *, dtype: torch.dtype | None = None
+) -> tuple[DecoderConfig, dict[str, Entry]]:
     """(the config of the decoder in `folder`, its leaves, each read on request), by its config.json.
 
     Raises ValueError as `read_decoder` does, for a module that cannot be cut into layers, and naming a tensor that is

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fzero.models.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
@@ -18,6 +17,7 @@ from fzero.core.files import remove_entry
 from fzero.models.base import Model
 from fzero.models.batch import Batch
 from fzero.models.from_module import expect_trainable, held_by, model_of
+from fzero.models.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.sharding import Plan
 from fzero.train.state import TrainState
 from fzero.train.to_module import stacks_of, whole_values

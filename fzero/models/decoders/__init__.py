@@ -1,1 +1,1 @@
-"""Decoders of `transformers` for which fzero has no functions of its own: computed by the code of the installed package."""
+"""Decoders for which fzero has no functions of its own: the code of the installed transformers computes them."""

@@ -45,8 +45,8 @@ class DecoderConfig:
 def read_decoder(content: Mapping[str, Any], where: str) -> DecoderConfig:
     """The DecoderConfig of the content of a config.json.
 
-    where: its path, for messages. Raises ValueError, naming it, for what is no decoder of the installed transformers: an
-    encoder-decoder, code of the folder's own, weights in codes, another head or other inputs than tokens.
+    where: its path, for messages. Raises ValueError, naming it, for what is no decoder of the installed transformers:
+    an encoder-decoder, code of the folder's own, weights in codes, another head or other inputs than tokens.
     """
     refuse_entries(content, where)
     config = config_of_text(json.dumps(dict(content)), where)

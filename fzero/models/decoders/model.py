@@ -66,7 +66,7 @@ def decoder_of(config: DecoderConfig) -> Decoder:
     theirs = config_of_text(config.text, where)
     cls = class_of_decoder(theirs, {}, where)
     expect_sizes(config, theirs)
-    module = module_of_config(theirs, cls, attention=None, seed=None)
+    module = make_module(theirs, cls)
     module.train(has_dropout(theirs))
     expect_trainable(module)
     example = {"input_ids": torch.arange(16).reshape(2, 8) % config.vocab_size}
@@ -86,6 +86,17 @@ def decoder_of(config: DecoderConfig) -> Decoder:
     )
     linears = (f"{stack}/{slashed(name)}/weight" for stack, some in layered.linears.items() for name in some)
     return Decoder(module, model, sources, tuple(linears), tuple(str(one.message) for one in said))
+
+
+def make_module(theirs: Any, cls: type) -> nn.Module:
+    """The module of a config, whose parameters have no memory; raises ValueError where its code makes none of it."""
+    try:
+        return module_of_config(theirs, cls, attention=None, seed=None)
+    except Exception as error:  # of somebody else's code
+        text = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{cls.__name__}: transformers makes no module of this config.json: {type(error).__name__}: {text}"
+        ) from None
 
 
 def linear_targets(config: DecoderConfig, attention: bool) -> str:

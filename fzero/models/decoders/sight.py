@@ -1,7 +1,7 @@
 """What a token sees in a decoder of somebody's code: found by computing, as its config need not say it.
 
-The embedding and a layer of each kind, with random numbers for weights, take a short text with and without what no token
-of it may see: tokens after it and, where documents share rows, documents before it. Whatever differs has been seen.
+The embedding and a layer of each kind, with random numbers for weights, take a short text with and without what no
+token of it may see: tokens after it and, where documents share rows, documents before it. Whatever differs was seen.
 """
 
 from __future__ import annotations
