@@ -183,6 +183,6 @@ def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     hidden = experts._apply_gate(product(rows, "gate_up_proj")) if experts.has_gate else None
     hidden = experts.act_fn(product(rows, "up_proj")) if hidden is None else hidden
     y = product(hidden, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # of newer ones
         y = experts.post_expert_norm(y)
     return unpermute(y, weights.to(y.dtype), order, place)

@@ -28,7 +28,7 @@ def is_foreign(where: Path) -> bool:
     if not where.is_file():
         return False
     kind = read_json(where, wide=True).get("model_type")
-    return kind not in {family.model_type for family in FAMILIES}
+    return all(kind != family.model_type for family in FAMILIES)
 
 
 def open_decoder(
@@ -70,7 +70,9 @@ def notes_of(config: DecoderConfig) -> tuple[str, ...]:
         "computes it, layer by layer, with PyTorch's attention, without fused kernels, and with all logits of a "
         "micro-batch in memory; embedding and head are whole on every rank of tp"
     )
-    return (line, *decoder_of(config).notes)
+    has_code = "auto_map" in json.loads(config.text)
+    code = ("auto_map in its config.json names code of the folder's own, which is not run",) if has_code else ()
+    return (line, *code, *decoder_of(config).notes)
 
 
 def read_leaf(entries: list[Entry], dtype: torch.dtype, stacked: bool) -> Tensor:
@@ -119,7 +121,7 @@ def save_decoder(
             values[name] = keep_on_disk(leaves.read(leaf, index), folder.parent)
     dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
     content = {"architectures": [config.architecture], **json.loads(config.text)}
-    content = {name: one for name, one in content.items() if name not in ("torch_dtype", "dtype")}
+    content = {name: one for name, one in content.items() if name not in ("torch_dtype", "dtype", "auto_map")}
     partly = folder.with_name(f"{folder.name}.partial")
     remove_entry(partly)
     try:

@@ -97,7 +97,8 @@ def config_of_text(text: str, where: str) -> Any:
     try:
         return kinds[name].from_dict(content)
     except Exception as error:
-        raise ValueError(f"{where}: transformers takes no such {name}: {str(error).splitlines()[0]}") from None
+        text = " ".join(str(error).split())
+        raise ValueError(f"{where}: transformers takes no such {name}: {text}") from None
 
 
 def transformers_of(where: str, name: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fzero.core.graph_cut import Impure
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
@@ -124,6 +125,10 @@ def layered_model(module: nn.Module, example: Batch) -> tuple[Layered, Model]:
                 reason = error
     except CannotSplit as error:
         reason = error
+    except Impure as error:
+        raise ValueError(
+            f"{type(module).__name__}: transformers' code of this config.json is no pure function: {error}"
+        ) from None
     raise ValueError(
         f"{type(module).__name__} cannot be cut into layers, which a run gathers, keeps and recomputes one by one: "
         f"{reason}; fzero.from_huggingface trains it whole"
