@@ -258,6 +258,9 @@ def test_what_sees_later_tokens_or_has_no_layers_alike_is_refused(tmp_path):
     config = read_decoder(json.loads(bert.to_json_string()), "config.json")
     with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0 a token sees the ones after it"):
         models.build(config).prepare({"tokens": rows(0)}, Ctx())
+    phi = {**json.loads(DECODERS["Phi"]().to_json_string()), "is_causal": False}
+    with pytest.raises(ValueError, match=r"model\.layers\.0 a token sees the ones after it"):
+        models.build(read_decoder(phi, "config.json")).prepare({"tokens": rows(0)}, Ctx())
     config = read_decoder(json.loads(hf.RwkvConfig(**{**TRUNK, "num_attention_heads": None}).to_json_string()), "c")
     with pytest.raises(ValueError, match=r"cannot be cut into layers.*from_huggingface trains it whole"):
         models.build(config)
@@ -313,6 +316,8 @@ def test_lora_of_gpt_neox_resumes_merges_and_learns_preferences(tmp_path, fz):
     assert fz(*start, "--out", again, "--stop-at", 2)[::2] == (0, "")
     assert fz("finetune", "--resume", "--out", again)[::2] == (0, "")
     assert_close(chats.column(again, "loss"), chats.column(run, "loss"), rtol=1e-6)
+    code, said, err = fz("replay", run, "--step", 2)  # from the folder, as there is no checkpoint before
+    assert (code, err) == (0, "") and "from its start" in said
     config = run_folder.read_config(run)
     assert "attention/query_key_value" in config.model.targets and "dense_4h_to_h" in config.model.targets
     code, said, err = fz("sample", run, "--prompt", "1+1", "--max-new-tokens", 3, "--temperature", 0)
