@@ -19,7 +19,7 @@ import transformers
 
 import fzero
 from fzero import optim
-from fzero.checkpoint.convert.transformers_module import class_of, loss_of_task
+from fzero.models.transformers_module import class_of, loss_of_task
 
 slow = pytest.mark.slow
 STEPS, RATE = 5, 0.5

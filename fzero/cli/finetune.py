@@ -16,7 +16,6 @@ from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
 WORDS = ("dora", "vocabulary")
-ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}
 
 
 @click.command()
@@ -109,10 +108,10 @@ def finetune(
 
 
 def parse_lora(text: str) -> dict[str, Any]:
-    """The arguments of `models.lora` in a text such as rank=16,on=attn.
+    """The arguments of `tuned_config`'s lora in a text such as rank=16,on=attn.
 
     >>> parse_lora("rank=16,on=attn")
-    {'rank': 16, 'alpha': 32.0, 'targets': '/attn/w_[a-z_]+$', 'dora': False, 'vocabulary': False}
+    {'rank': 16, 'alpha': 32.0, 'targets': 'attn', 'dora': False, 'vocabulary': False}
     """
     found: dict[str, str] = {}
     parts = text.split(",")
@@ -130,8 +129,8 @@ def parse_lora(text: str) -> dict[str, Any]:
         rank, alpha = int(found.get("rank", "16")), float(found.get("alpha", "32"))
     except ValueError:
         raise ValueError(f"--lora {text}: rank is a whole number and alpha a number; write rank=16,alpha=32") from None
-    on = found.get("on", "all")
-    return {"rank": rank, "alpha": alpha, "targets": ON.get(on, on), **{word: word in parts for word in WORDS}}
+    words = {word: word in parts for word in WORDS}
+    return {"rank": rank, "alpha": alpha, "targets": found.get("on", "all"), **words}
 
 
 def config_of_flags(

@@ -148,6 +148,8 @@ class Model(NamedTuple):
     # multiplies it: for another head on the same stack (models.dpo, ...). None for a module
     features: Callable[[Tree, Any, Ctx], Tensor] | None = None
     unembed: str = "head/w"
+    # (params, x, batch, ctx) -> the cross-entropy of each target [B, T], of a model without `features`
+    token_losses: Callable[[Tree, Any, Batch, Ctx], Tensor] | None = None
     # Whether cp may split its sequences: positions from ctx, and a loss that adds up over ranks. A first step compares
     # functions of one's own, split, with those of whole sequences (train/user_split_check.py).
     splits: bool = False

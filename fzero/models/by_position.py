@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
-from fzero.kernels.linear_cross_entropy import token_losses
 from fzero.models.base import Batch, Ctx, Loss, Model
 from fzero.models.by_source import sums_by_source
-from fzero.models.layers import enter
-from fzero.models.preference import expect_own_head
+from fzero.models.preference import expect_losses, losses_by_token
 
 RANGES = 8
 
@@ -36,14 +33,11 @@ def by_position(model: Model) -> Model:
     >>> {name: int(value) for name, value in extra.items() if name.startswith("tokens")}
     {'tokens/1': 1, 'tokens/2': 1, 'tokens/4': 1}
     """
-    expect_own_head("by_position", model)
+    expect_losses("by_position", model)
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        assert model.features is not None  # expect_own_head
-        h, w = enter(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
         targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
-        cap = getattr(model.config, "logit_cap", 0.0)
-        losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets, mask, axis=ctx.mesh["tp"], cap=cap).double()
+        losses = losses_by_token(model, params, x, batch, ctx).reshape(-1).double()
         counts, place = counted_tokens(targets, mask), places(batch["targets"], ctx)
         ends = position_ranges(place.shape[-1])
         # Of sequences split over cp a rank has the losses of some positions.

@@ -27,6 +27,7 @@ from fzero.sharding import Mesh, Rules, Spec, fake_mesh, match_rules
 from fzero.sharding.shapes import shapes_of
 from fzero.sharding.slices import is_stacked
 
+ON = {"attn": r"/attn/w_[a-z_]+$", "all": r"/(attn|mlp)/w_[a-z_]+$"}  # weights of fzero's own models
 LORA = r"_lora_[abm]$"  # the leaves that are trained
 FROZEN = r"^(?!.*_lora_[abm]$|head/score$)"  # and those that are not, for zero_plan; a head of scores always is
 TABLES = ("embed/tokens", "head/w")  # the leaves with a row for each token of the vocabulary

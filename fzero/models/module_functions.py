@@ -181,8 +181,12 @@ class Layered:
 
     def head(self, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> Loss:
         """The loss after the last layer."""
+        return loss_of(self.result(params, x, batch, ctx))
+
+    def result(self, params: Tree, x: tuple[Tensor, ...], batch: Batch, ctx: Ctx) -> Any:
+        """What the loss function returned after the last layer."""
         one = self.splits[ctx.prepared.split]
-        return loss_of(one.result_of(one.after(self.inputs(params, batch, ctx), x)))
+        return one.result_of(one.after(self.inputs(params, batch, ctx), x))
 
     def block(self, kind: Kind, first: int, params: Tree, x: tuple[Tensor, ...], ctx: Ctx) -> tuple[Tensor, ...]:
         """x after a layer of a kind, and what it had beside. first: the number of its stack's first layer."""

@@ -7,6 +7,7 @@ with noisy preferences", for `smoothing`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ def dpo(model: Model, beta: float = 0.1, smoothing: float = 0.0) -> Model:
     >>> models.loss(model, params, batch | reference, models.Ctx()).total  # ln 2: the model is its own reference
     tensor(0.6931)
     """
-    expect_own_head("dpo", model)
+    expect_losses("dpo", model)
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < math.inf:
         raise ValueError(f"dpo: beta is {beta!r}; it must be a positive number, such as 0.1")
     if isinstance(smoothing, bool) or not isinstance(smoothing, (int, float)) or not 0 <= smoothing < 0.5:
@@ -109,6 +110,12 @@ def expect_own_head(what: str, model: Model) -> None:
         )
 
 
+def expect_losses(what: str, model: Model) -> None:
+    """Raise ValueError if nothing gives the losses of the model's tokens."""
+    if model.token_losses is None:
+        expect_own_head(what, model)
+
+
 def answers(model: Model) -> Model:
     """Return the model whose loss has `answer_sums` as extra["log_probs"], which add up over cp: for the frozen
     reference."""
@@ -149,14 +156,21 @@ def log_probs_of(batch: Batch, sums: Tensor) -> Tensor:
 
 def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
     """Return `answer_log_probs` from the activations after the last block; over cp the sums of this rank's tokens."""
-    assert model.features is not None  # expect_own_head
-    h = enter(model.features(params, x, ctx), ctx, "head")
-    w = pytree.named_leaves(params)[model.unembed]
-    mask = batch["mask"].reshape(-1) if "mask" in batch else None
+    losses = losses_by_token(model, params, x, batch, ctx)
+    return sum_by_document(-losses, batch, own_positions(ctx))
+
+
+def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Tensor:
+    """Return the cross-entropy of each target, times its weight, [B, T], from the activations after the last block;
+    over cp those of this rank's tokens."""
+    if model.token_losses is not None:
+        return model.token_losses(params, x, batch, ctx)
+    assert model.features is not None  # expect_losses
+    h, w = enter(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
+    targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
-    targets = batch["targets"]
     losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, axis=ctx.mesh["tp"], cap=cap)
-    return sum_by_document(-losses.reshape(targets.shape), batch, own_positions(ctx))
+    return losses.reshape(targets.shape)
 
 
 def own_positions(ctx: Ctx) -> Tensor | None:

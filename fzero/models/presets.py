@@ -10,6 +10,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import nearest
 from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Model
+from fzero.models.decoders.config import DecoderConfig
 from fzero.models.deepseek import DeepSeekConfig, deepseek
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.layer_kinds import parse_layers
@@ -22,7 +23,15 @@ from fzero.models.score import ScoreConfig, scored
 from fzero.models.weights import ConfigOver
 
 ModelConfig = (
-    GPT2Config | LlamaConfig | MoEConfig | DeepSeekConfig | MLPConfig | LoRAConfig | QuantizedConfig | ScoreConfig
+    GPT2Config
+    | LlamaConfig
+    | MoEConfig
+    | DeepSeekConfig
+    | MLPConfig
+    | DecoderConfig
+    | LoRAConfig
+    | QuantizedConfig
+    | ScoreConfig
 )
 
 
@@ -222,12 +231,20 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]()
 
 
+def build_decoder(config: DecoderConfig) -> Model:
+    """The Model of a decoder that transformers' code computes; what it needs is imported here."""
+    from fzero.models.decoders.model import decoder
+
+    return decoder(config)
+
+
 BUILDERS: dict[type, Callable[[Any], Model]] = {
     GPT2Config: gpt2,
     LlamaConfig: llama,
     MoEConfig: mixtral,
     DeepSeekConfig: deepseek,
     MLPConfig: mlp,
+    DecoderConfig: build_decoder,
     LoRAConfig: lambda c: lora(build(c.base), c.rank, c.alpha, c.targets, dora=c.dora),
     QuantizedConfig: lambda c: quantized(build(c.base), c.kind, c.block, c.targets),
     ScoreConfig: lambda c: scored(build(c.base), c),
@@ -293,6 +310,7 @@ FAMILIES: dict[str, type] = {
     "mixtral": MoEConfig,
     "deepseek": DeepSeekConfig,
     "mlp": MLPConfig,
+    "transformers": DecoderConfig,
 }
 
 

@@ -67,6 +67,8 @@ def quantized(model: Model, kind: str = "nf4", block: int = 64, targets: str = r
     """
     if isinstance(model.config, LoRAConfig):
         raise ValueError("quantized: the model has LoRA already; write lora(quantized(model))")
+    if model.foreign:
+        raise ValueError("quantized: weights in codes are for fzero's own models, whose code takes them; leave it out")
     shapes = leaf_shapes(model)
     names = _targets(targets, shapes)
     if kind not in WEIGHT_KINDS:

@@ -15,6 +15,8 @@ from fzero.core import tables
 from fzero.core.arguments import checked
 from fzero.core.compile import have_compiler
 from fzero.models import ModelConfig
+from fzero.models.decoders.config import DecoderConfig
+from fzero.models.presets import body_of
 from fzero.planner import devices, extrapolate, pipelined
 from fzero.planner.devices import Device
 from fzero.planner.experts import expect_room
@@ -81,6 +83,11 @@ def reports_of(
 
     resolved: with every "auto" decided for the device. The other arguments are those of `plan`.
     """
+    if isinstance(body := body_of(resolved.model), DecoderConfig):
+        raise ValueError(
+            f"model is {body.architecture}, which transformers' code computes, and fzero plan traces fzero's own "
+            "models; there is the first estimate alone"
+        )
     resolved, target = with_layout(resolved, sizes, device), device.target
     if device.loads != EVEN:
         expect_room(build(resolved, fake_mesh(sizes), nvme=fake_nvme(resolved)).plan, device.loads)

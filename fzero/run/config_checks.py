@@ -240,7 +240,7 @@ def validate(config: RunConfig) -> None:
 
 def validate_data(c: RunConfig) -> None:
     """Raise ValueError for ways of reading that the objective does not have, and for several corpora beside one."""
-    if c.objective != "text" and not c.data.within_documents:
+    if c.objective != "text" and not c.data.within_documents and c.data.packing != BUCKETS:
         raise ValueError(
             f"data.within_documents is false and objective is {c.objective}: conversations in a row do not see each "
             "other; leave it out"

@@ -52,20 +52,22 @@ def from_table(table: Table, model: ModelConfig | None = None) -> RunConfig:
 
 
 def first_sizes(sizes: Table, where: str = "model.") -> ModelConfig:
-    """The default sizes of the family that a table names; of adapters, those around the sizes of their `base`."""
+    """The default sizes of the family that a table names, and those that it must name; of adapters, those around the
+    sizes of their `base`."""
     family, known = sizes.get("family", ""), (*FAMILIES, *WRAPPERS)
     if family not in known:
         raise ValueError(
             f"{where}family is {family!r}{nearest(str(family), known)}; it must be one of {', '.join(known)}"
         )
-    if family in FAMILIES:
-        return FAMILIES[family]()
-    kind, inner = WRAPPERS[family], check_type(f"{where}base", sizes.get("base"), dict)
-    hints, rest = typing.get_type_hints(kind), {}
+    kind = FAMILIES.get(family) or WRAPPERS[family]
+    wraps, hints, rest = family in WRAPPERS, typing.get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
-        if field.name != "base" and (field.name in sizes or field.default is dataclasses.MISSING):
+        needed = field.default is dataclasses.MISSING
+        if field.name == "base":
+            rest["base"] = first_sizes(check_type(f"{where}base", sizes.get("base"), dict), f"{where}base.")
+        elif needed or (wraps and field.name in sizes):
             rest[field.name] = check_type(f"{where}{field.name}", sizes.get(field.name), hints[field.name])
-    return kind(first_sizes(inner, f"{where}base."), **rest)
+    return kind(**rest)
 
 
 def without_family(sizes: Table) -> Table:

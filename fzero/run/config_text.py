@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fzero.core.tables import Table, flat, put, to_toml
-from fzero.run.config import RunConfig
+from fzero.run.config import Data, RunConfig
 from fzero.run.config_checks import refuse_unused
 from fzero.run.config_table import first_sizes, to_table
 
@@ -26,7 +26,8 @@ def commented(config: RunConfig) -> str:
     """
     said, notes = {}, {}
     kinds = kinds_of(config)
-    usual = dict(flat(to_table(RunConfig(model=first_sizes(to_table(config)["model"])))))
+    model = first_sizes(to_table(config)["model"])
+    usual = dict(flat(to_table(RunConfig(model=model, data=Data(seq_len=min(Data.seq_len, model.max_len))))))
     for name, value in flat(to_table(config)):
         if value is None:
             continue

@@ -6,17 +6,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import huggingface, peft
+from fzero.checkpoint.convert.decoders import save_decoder
 from fzero.checkpoint.convert.upcycle import Upcycle, upcycled_config, upcycled_leaves
 from fzero.core import pytree
 from fzero.core.storage import write_text
 from fzero.data.chat import read_chat
-from fzero.models.presets import without_adapters
+from fzero.models.decoders.config import DecoderConfig
+from fzero.models.presets import body_of, without_adapters
 from fzero.models.score import head_of
 from fzero.run import run_folder, run_lock, text_ends, weights
 from fzero.run.config import RunConfig
@@ -67,7 +70,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
     if tokenizer and (more := tokenizer.vocab_size - source.config.vocab_size) > 0:
         text += f", {more:,} more than the model"
         then += f" --set model.vocab_size={tokenizer.vocab_size}"
-    return f"{out}: {count:,} parameters of a {source.kind}{made}, {text}; {then}"
+    return "\n".join([f"{out}: {count:,} parameters of a {source.kind}{made}, {text}; {then}", *source.notes])
 
 
 def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
@@ -84,7 +87,9 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     where = run / run_folder.TOKENIZER if (run / run_folder.TOKENIZER).is_file() else None
 
     def write(leaves: huggingface.Leaves) -> None:
-        huggingface.save_hf(out, without_adapters(value.model), leaves, tokenizer=where, eos=ids, files=files)
+        config = without_adapters(value.model)
+        save: Any = save_decoder if isinstance(config, DecoderConfig) else huggingface.save_hf
+        save(out, config, leaves, tokenizer=where, eos=ids, files=files)
 
     def read(opened: checkpoint.CheckpointReader) -> int:
         write(in_checkpoint(run, value, opened, ema=ema))
@@ -108,6 +113,8 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
     value = run_folder.read_config(run)
     if not isinstance(value.model, models.LoRAConfig):
         raise ValueError(f"--adapter: {run} has no adapters, as it trains all weights; leave it out")
+    if isinstance(body_of(value.model), DecoderConfig):
+        raise ValueError(f"--adapter: {run} has factors of transformers' own layers, which merge: leave it out")
     if head_of(value.model) is not None:
         raise ValueError(f"--adapter: {run} trains a head of scores too, which is no adapter; merge: leave it out")
     trained, base = weights.load(run, wide=True, ema=ema), base_folder(run)

@@ -9,6 +9,9 @@ from typing import Any
 from fzero import models
 from fzero.core.tables import Table
 from fzero.data.labels import labels_of
+from fzero.models.decoders.config import DecoderConfig
+from fzero.models.lora import ON
+from fzero.models.presets import body_of
 from fzero.models.score import head_of
 from fzero.run import config_table
 from fzero.run.config import RunConfig
@@ -24,10 +27,10 @@ def tuned_config(
     """The RunConfig of a new run that starts from the model in `init`: a run, a folder of transformers, an adapter.
 
     table: the values that differ from the preset, as in a config file; objective is chat unless it says another. lora:
-    arguments of `models.lora` ({} for its defaults); None trains what the model trains; with new tokens the embedding
-    and the head are trained too. quantize: nf4, int4 or int8, in
-    which LoRA's frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values
-    that do not go together, and for a model that has LoRA already.
+    arguments of `models.lora` ({} for its defaults), whose targets may be "attn" or "all"; None trains what the model
+    trains; with new tokens the embedding and the head are trained too. quantize: nf4, int4 or int8, in which LoRA's
+    frozen weights are kept. `train_run(folder, config, init=init)` trains it. Raises ValueError for values that do not
+    go together, and for a model that has LoRA already.
     """
     init = Path(init)
     if quantize is not None and lora is None:
@@ -41,6 +44,7 @@ def tuned_config(
                 f"fzero export {init} --out FOLDER"
             )
         model = models.build(sizes)
+        lora = {**lora, "targets": lora_targets(model, lora.get("targets", "all"))}
         if quantize is not None:
             of = {"targets": lora["targets"]} if "targets" in lora else {}
             model = models.quantized(model, quantize, **of)
@@ -50,6 +54,16 @@ def tuned_config(
     if value.objective == "text":
         raise ValueError("objective is text, which fzero pretrain learns: use that with --init")
     return value
+
+
+def lora_targets(model: models.Model, targets: str) -> str:
+    """The regex of the weights that get factors: targets, or what "attn" and "all" stand for in the model."""
+    body = body_of(model.config)
+    if targets in ON and isinstance(body, DecoderConfig):
+        from fzero.models.decoders.model import linear_targets
+
+        return linear_targets(body, targets == "attn")
+    return ON.get(targets, targets)
 
 
 def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.ModelConfig:
@@ -62,6 +76,11 @@ def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.Mod
         raise ValueError(
             f"objective is {objective} and {init} has LoRA without a head of scores; merge it first: fzero export "
             f"{init} --out FOLDER"
+        )
+    if isinstance(body_of(sizes), DecoderConfig):
+        raise ValueError(
+            f"objective is {objective} and transformers' code computes {body_of(sizes).architecture}: fzero puts a "
+            "head of scores on its own models; use --objective chat or dpo"
         )
     model, pad = models.build(sizes), start_pad(init)
     if objective == "reward":

@@ -13,10 +13,13 @@ from fzero.core import prng, pytree
 from fzero.core.copy_buckets import read_scalars
 from fzero.core.pytree import Tree
 from fzero.models import Cache, Ctx, Model
+from fzero.models.forward import prepare
 from fzero.models.score import head_of
 from fzero.sharding import Plan, one_process, zero_plan
 from fzero.sharding.prefetch import Group, ParamFetcher, Prefetcher
 from fzero.train.parts import Part, parts_of
+
+FILL = 64  # positions: a module's code is traced anew for each number of them
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ def generate(
     sampling: how a token is drawn from the logits. vocab_size: only ids below are drawn. The draw at a position depends
     on the key and the position only, so the same key gives the same text. Computes in the dtype of the
     parameters, on the device of the tokens.
+    A model of transformers' own code has no cache: it computes all positions for every token.
     Parameters on a disk (DiskTensor) are read part by part, each while the one before it computes, for every token
     anew. Raises ValueError for an empty prompt, T + n above the model's max_len, and an id outside the
     vocabulary."""
@@ -85,11 +89,16 @@ def generate(
         raise ValueError(
             f"the prompt has the token {least if least < 0 else most}; the model has the ids 0 to {vocab - 1}"
         )
-    caches = make_caches(model, params, batch, length + n, tokens.device)
+    caches = make_caches(model, params, batch, length + n, tokens.device) if not model.foreign else []
     seen, done = 0, torch.zeros(batch, dtype=torch.bool, device=tokens.device)
     ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     for position in range(length, length + n):
-        logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
+        if model.foreign:  # all positions again, of so many that their number seldom changes
+            logits = forward(model, plan, params, filled_up(tokens, model.config.max_len), [], 0)[
+                :, position - 1, :vocab
+            ]
+        else:
+            logits = forward(model, plan, params, tokens[:, seen:], caches, seen)[:, -1, :vocab]
         seen = position
         new = draw(logits, prng.fold_in(key, position), sampling)
         tokens = torch.cat((tokens, new[:, None]), 1)
@@ -99,6 +108,12 @@ def generate(
             if bool(done.all()):
                 break
     return tokens
+
+
+def filled_up(tokens: Tensor, max_len: int) -> Tensor:
+    """Tokens [B, T] with others after them, which they do not see, up to a multiple of FILL positions, or max_len."""
+    size = min(-(-tokens.shape[1] // FILL) * FILL, max_len)
+    return torch.nn.functional.pad(tokens, (0, size - tokens.shape[1]))
 
 
 def make_caches(model: Model, params: Tree, batch: int, length: int, device: torch.device) -> list[Cache | tuple[()]]:
@@ -115,12 +130,12 @@ def forward(
     model: Model, plan: Plan, params: Tree, tokens: Tensor, caches: list[Cache | tuple[()]], length: int
 ) -> Tensor:
     """The logits [B, T, V] of `tokens` that follow `length` positions, which the caches hold; writes the new ones into
-    them.
+    them. A model of somebody's code has no caches.
 
     plan: that of one process."""
-    ctx = Ctx(dtype=pytree.leaves(params)[0].dtype)
-    caches = [cache._replace(length=length) if cache else () for cache in caches]
     parts, batch = parts_of(model, plan), {"tokens": tokens}
+    ctx = prepare(model, batch, Ctx(dtype=pytree.leaves(params)[0].dtype))
+    caches = [cache._replace(length=length) if cache else () for cache in caches] or [()] * model.config.n_layers
     ahead = Prefetcher(ParamFetcher(params, plan, tokens.device), 1)
     ahead.expect([group for part in parts for group in part.groups], "sample")
 

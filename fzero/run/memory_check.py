@@ -91,7 +91,7 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
     kept = depth * layer if not remat.every else c.d_model * depth // remat.every + remat.every * layer
     tokens = t.micro_batch * job.config.data.seq_len // plan.sizes["cp"]
-    logits = 2 * 4 * min(tokens, 1024) * head_rows(job.config.model) // tp
+    logits = 2 * 4 * (tokens if job.model.foreign else min(tokens, 1024)) * head_rows(job.config.model) // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits
     buffers = job.nvme.pool_bytes if job.nvme is not None else 0
     return Memory(state, grads, gathered, acts, buffers)

@@ -214,7 +214,8 @@ def load_start(init: Path) -> TrainedWeights:
         params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
         return TrainedWeights(config_of(adapter.config), model, params, 0, [*below.warnings, *adapter.notes])
     source = convert.open_source(init)
-    return TrainedWeights(config_of(source.config), models.build(source.config), convert.load(source), 0, [])
+    model = models.build(source.config)
+    return TrainedWeights(config_of(source.config), model, convert.load(source), 0, list(source.notes))
 
 
 def config_of(model: ModelConfig) -> RunConfig:

@@ -151,6 +151,8 @@ def context_for(sequence: bool | Context, model: Any, sizes: Mapping[str, int], 
     one whose heads a form cannot.
     """
     context, cp, tp = sequence if isinstance(sequence, Context) else Context(over_tp=sequence), sizes["cp"], sizes["tp"]
+    if context.over_tp and getattr(model, "foreign", False):
+        raise ValueError("sequence parallelism: a model made from a module has none; leave sequence=True out")
     if cp == 1:
         return context
     if not getattr(model, "splits", False):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.checkpoint.convert.decoders import is_foreign, notes_of, open_decoder
 from fzero.checkpoint.convert.deepspeed import FP32, ZERO, find_universal, is_plain_deepspeed, open_universal
 from fzero.checkpoint.convert.huggingface_read import leaves_of, read_hf_config, tensors_of
 from fzero.checkpoint.convert.safetensors import Entry
@@ -29,10 +30,12 @@ class Source(NamedTuple):
     config: Any  # the sizes, as one of fzero.models
     leaves: dict[str, Entry]  # our leaves, each read on request
     hf_config: Path  # the config.json with the sizes
+    notes: tuple[str, ...] = ()  # lines about it
 
 
 def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: torch.dtype | None = None) -> Source:
-    """Open the model in `folder`, of an architecture in docs/huggingface.md; its weights are read later.
+    """Open the model in `folder`; its weights are read later. A decoder of an architecture that docs/huggingface.md
+    does not list is one that transformers' own code computes.
 
     config: the config.json of transformers with its sizes; None takes the one in the folder. dtype: of the leaves; None
     keeps the stored one. Raises ValueError of one line for an unknown folder, for a missing config, and naming a tensor
@@ -67,6 +70,9 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
             f"{folder}: a {kind} without a config.json with the model's sizes; name it: --hf-config HF_CONFIG.json"
         )
     place = universal if tensors is open_universal and universal is not None else folder
+    if tensors is tensors_of and is_foreign(where):
+        found, leaves = open_decoder(folder, where, dtype=dtype)
+        return Source(kind, found, leaves, where, notes_of(found))
     ours, family = read_hf_config(where, bare=not alone or tensors is open_universal)
     return Source(kind, ours, leaves_of(place, ours, family, tensors(place), dtype=dtype, alone=alone), where)
 

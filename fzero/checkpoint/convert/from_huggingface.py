@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fzero.checkpoint.convert.transformers_module import loss_of_task, make_module, tp_rules
-from fzero.checkpoint.convert.transformers_weights import weights_of
+from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.comm.tables import barrier
 from fzero.core.arguments import checked
-from fzero.core.files import make_folder, remove_entry
+from fzero.core.files import remove_entry
 from fzero.models.base import Model
 from fzero.models.batch import Batch
 from fzero.models.from_module import expect_trainable, held_by, model_of
+from fzero.models.transformers_module import loss_of_task, make_module, tp_rules
 from fzero.sharding import Plan
 from fzero.train.state import TrainState
 from fzero.train.to_module import stacks_of, whole_values
@@ -69,7 +67,7 @@ def from_huggingface(
     else:
         read = weights_of(module, folder)
         fill_buffers(module, read)
-        weights = read.__getitem__
+        weights = lambda name: read[name].give  # noqa: E731
     module.train(dropout)
     rules = tp_rules(module) if tp is None else tp
     expect_trainable(module)
@@ -116,7 +114,7 @@ def to_huggingface(
         if name not in parameters or value.shape != parameters[name].shape:
             raise ValueError(f"{name} {list(value.shape)} is no parameter of {type(module).__name__} by the source")
         if first:
-            values[name] = on_disk(value.detach(), target.parent)
+            values[name] = keep_on_disk(value.detach(), target.parent)
     if first:
         dtypes = {values[name].dtype for name in parameters}
         module.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
@@ -126,16 +124,6 @@ def to_huggingface(
     return target
 
 
-def on_disk(value: Tensor, folder: Path) -> Tensor:
-    """A copy of a tensor in a file without a name: the host's memory need not hold it, and nobody removes it."""
-    if not value.numel():
-        return value.cpu()
-    make_folder(folder)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
-    return held.copy_(value)
-
-
 def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     """Write a folder by transformers' own save_pretrained; it appears when it is complete."""
     if hasattr(module.config, "use_cache"):
@@ -143,7 +131,8 @@ def write_folder(module: Any, values: dict[str, Any], target: Path) -> None:
     partly = target.with_name(f"{target.name}.partial")
     remove_entry(partly)
     try:
-        module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
+        with without_bars():
+            module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
         partly.rename(target)
     except BaseException:
         shutil.rmtree(partly, ignore_errors=True)
@@ -160,4 +149,4 @@ def fill_buffers(module: Any, read: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name, leaf in module.named_buffers():
             if name in read:
-                leaf.copy_(read[name]())
+                leaf.copy_(read[name].give())

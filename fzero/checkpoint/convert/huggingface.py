@@ -104,10 +104,7 @@ def save_hf(
     make_folder(partial.parent, partial.name)
     try:
         write_text(partial, "config.json", json.dumps(hf, indent=2) + "\n")
-        if source:
-            write_text(partial, "tokenizer.json", source.read_text(encoding="utf-8"))
-            about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
-            write_text(partial, "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
+        write_tokenizer(partial, source, config.max_len)
         for name, content in files.items():
             write_text(partial, name, content)
         _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
@@ -116,6 +113,15 @@ def save_hf(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return folder
+
+
+def write_tokenizer(folder: Path, tokenizer: str | Path | None, max_len: int) -> None:
+    """Write a tokenizer.json, and what tells transformers of it, into a folder; nothing where there is none."""
+    source = _tokenizer_file(tokenizer)
+    if source:
+        write_text(folder, "tokenizer.json", source.read_text(encoding="utf-8"))
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_len}
+        write_text(folder, "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
 
 
 def in_memory(params: Tree) -> Leaves:

@@ -7,9 +7,11 @@ and again when a weight is read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from fzero.checkpoint.convert.huggingface_read import tensors_of
 from fzero.checkpoint.convert.safetensors import Entry
+from fzero.core.files import make_folder
 
 
 class Conversion(NamedTuple):
@@ -37,8 +40,8 @@ class Conversion(NamedTuple):
         return {name: some[0] if isinstance(some, list) else some for name, some in made.items()}
 
 
-def weights_of(module: Any, folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """{name of a parameter or of a buffer that a state_dict has: what reads it} of the module that `folder` is of.
+def weights_of(module: Any, folder: Path) -> dict[str, Entry]:
+    """The parameters, and the buffers that a state_dict has, by name, of the module that `folder` is of.
 
     Raises ValueError naming the tensor that is missing, unexpected, or of another shape.
     """
@@ -47,7 +50,7 @@ def weights_of(module: Any, folder: Path) -> dict[str, Callable[[], Tensor]]:
     own = {name: firsts.setdefault(id(leaf), name) for name, leaf in held.items()}
     passed_over = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
     passed_over += [f"{re.escape(name)}$" for name, _ in module.named_buffers() if name not in held]
-    found: dict[str, Callable[[], Tensor]] = {}
+    found: dict[str, Entry] = {}
     for conversion in conversions_of(module, tensors_of(folder), held):
         blank = conversion.run(module, lambda entry: torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         for name, leaf in blank.items():
@@ -59,7 +62,7 @@ def weights_of(module: Any, folder: Path) -> dict[str, Callable[[], Tensor]]:
                 shapes = list(leaf.shape), list(held[name].shape)
                 raise ValueError(f"{folder}: {name} has shape {shapes[0]}, and by the config {shapes[1]}")
             if own[name] not in found or own[name] == name:
-                found[own[name]] = partial(read_one, conversion, module, name)
+                found[own[name]] = Entry(leaf.dtype, tuple(leaf.shape), partial(read_one, conversion, module, name))
     missing = next((name for name in own.values() if name not in found), None)
     if missing is not None:
         raise ValueError(
@@ -93,3 +96,27 @@ def conversions_of(module: Any, tensors: dict[str, Entry], held: dict[str, Any])
         one = made.setdefault(target, Conversion(target, transform, []))
         one.tensors.append((name, pattern or name, tensors[name]))
     return list(made.values())
+
+
+def keep_on_disk(value: Tensor, folder: Path) -> Tensor:
+    """A copy of a tensor in a file without a name: the host's memory need not hold it, and nobody removes it."""
+    if not value.numel():
+        return value.cpu()
+    make_folder(folder)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        held = torch.from_file(file.name, shared=True, size=value.numel(), dtype=value.dtype).view(value.shape)
+    return held.copy_(value)
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers draws no progress bars within."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -273,7 +273,7 @@ def state_at(folder: Path, job: Job, path: checkpoint.Folder | None) -> TrainSta
     if path is not None:
         return restore(job, path)
     init = run_folder.read_environment(folder).get("init")
-    return first_state(job, weights.load(Path(init), wide=True).params if init else None)
+    return first_state(job, weights.load_start(Path(init)).params if init else None)
 
 
 def step_on_disk(job: Job, folder: Path, step: int, room: Path) -> dict[int, checkpoint.Folder]:

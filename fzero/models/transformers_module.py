@@ -98,6 +98,11 @@ def make_module(source: Any, task: str, attention: str | None, seed: int | None)
     """
     config = config_of(source)
     cls, task = class_of(config, task)
+    return module_of_config(config, cls, attention, seed), task
+
+
+def module_of_config(config: Any, cls: Any, attention: str | None, seed: int | None) -> nn.Module:
+    """The module of a config and its class in float32; see `make_module`."""
     register_experts()
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -108,8 +113,7 @@ def make_module(source: Any, task: str, attention: str | None, seed: int | None)
         else:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             torch.manual_seed(seed)
-        module = cls._from_config(config, **options)
-    return module, task
+        return cls._from_config(config, **options)
 
 
 @contextlib.contextmanager
@@ -179,6 +183,6 @@ def compute_experts(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Te
     hidden = experts._apply_gate(product(rows, "gate_up_proj")) if experts.has_gate else None
     hidden = experts.act_fn(product(rows, "up_proj")) if hidden is None else hidden
     y = product(hidden, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # of newer ones
         y = experts.post_expert_norm(y)
     return unpermute(y, weights.to(y.dtype), order, place)

@@ -1,0 +1,141 @@
+"""Folders of decoders that transformers' own code computes: their weights as leaves of ours, and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fzero.checkpoint.convert.huggingface import Leaves, write_tokenizer
+from fzero.checkpoint.convert.huggingface_families import FAMILIES
+from fzero.checkpoint.convert.huggingface_read import FLOATS
+from fzero.checkpoint.convert.safetensors import Entry
+from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
+from fzero.core.files import remove_entry
+from fzero.core.foreign import read_json
+from fzero.core.storage import write_text
+from fzero.models.decoders.config import DecoderConfig, read_decoder
+
+
+def is_foreign(where: Path) -> bool:
+    """Whether a config.json is of an architecture that fzero has no functions of."""
+    if not where.is_file():
+        return False
+    kind = read_json(where, wide=True).get("model_type")
+    return all(kind != family.model_type for family in FAMILIES)
+
+
+def open_decoder(
+    folder: Path, where: Path, *, dtype: torch.dtype | None = None
+) -> tuple[DecoderConfig, dict[str, Entry]]:
+    """(the config of the decoder in `folder`, its leaves, each read on request), by its config.json.
+
+    Raises ValueError as `read_decoder` does, for a module that cannot be cut into layers, and naming a tensor that is
+    missing, unexpected or of another shape, and a buffer whose values are not those that its code makes."""
+    config = read_decoder(read_json(where, wide=True), str(where))
+    decoder = decoder_of(config)
+    read = weights_of(decoder.module, folder)
+    expect_buffers(decoder.module, read, folder)
+    leaves = {}
+    for leaf, names in decoder.sources.items():
+        entries = [read[name] for name in names]
+        shape, stacked = entries[0].shape, leaf.startswith("blocks")
+        kind = dtype or max((entry.dtype for entry in entries), key=lambda one: one.itemsize)
+        if kind not in FLOATS:
+            raise ValueError(f"{folder}: {names[0]} is {kind}; fzero reads {', '.join(map(str, FLOATS))}")
+        whole = (len(names), *shape) if stacked else shape
+        leaves[leaf] = Entry(kind, whole, partial(read_leaf, entries, kind, stacked))
+    return config, leaves
+
+
+def decoder_of(config: DecoderConfig) -> Any:
+    """The decoder of a config."""
+    from fzero.models.decoders import model
+
+    return model.decoder_of(config)
+
+
+def notes_of(config: DecoderConfig) -> tuple[str, ...]:
+    """The lines that say what computes a decoder, and what that costs."""
+    import transformers
+
+    line = (
+        f"{config.architecture} has no functions of fzero's own: the code of transformers {transformers.__version__} "
+        "computes it, layer by layer, with PyTorch's attention, without fused kernels, and with all logits of a "
+        "micro-batch in memory; embedding and head are whole on every rank of tp"
+    )
+    has_code = "auto_map" in json.loads(config.text)
+    code = ("auto_map in its config.json names code of the folder's own, which is not run",) if has_code else ()
+    return (line, *code, *decoder_of(config).notes)
+
+
+def read_leaf(entries: list[Entry], dtype: torch.dtype, stacked: bool) -> Tensor:
+    """The values of a leaf: stacked, those of its layers."""
+    if not stacked:
+        return entries[0].give().to(dtype, copy=True)
+    out = torch.empty((len(entries), *entries[0].shape), dtype=dtype)
+    for i, entry in enumerate(entries):
+        out[i] = entry.give()
+    return out
+
+
+def expect_buffers(module: nn.Module, read: Mapping[str, Entry], folder: Path) -> None:
+    """Raise ValueError for a buffer in a folder with other values than the module makes: a run has none of its own."""
+    for name, leaf in module.named_buffers():
+        if name in read and not torch.equal(read[name].give().to(leaf.dtype), leaf):
+            raise ValueError(
+                f"{folder}: the buffer {name} has other values than the code of {type(module).__name__} makes of the "
+                "config.json"
+            )
+
+
+def save_decoder(
+    folder: str | Path,
+    config: DecoderConfig,
+    leaves: Leaves,
+    *,
+    tokenizer: str | Path | None = None,
+    eos: Mapping[str, Any] | None = None,
+    files: Mapping[str, str] = {},
+) -> Path:
+    """Write `folder` for transformers to load, with the config.json that the decoder came with; return its path.
+
+    leaves, tokenizer, files: see `save_hf`. eos: entries of config.json that replace its own. The weights are in a
+    nameless file beside the folder meanwhile. The folder appears when it is complete. Raises ValueError if it exists.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder}: already exists; name another folder or remove this one first")
+    decoder = decoder_of(config)
+    values = {name: leaf for name, leaf in decoder.module.state_dict().items() if not leaf.is_meta}
+    dtypes = {leaf.dtype for leaf in leaves.like.values()}
+    for leaf, names in decoder.sources.items():
+        for i, name in enumerate(names):
+            index = (i,) if leaf.startswith("blocks") else ()
+            values[name] = keep_on_disk(leaves.read(leaf, index), folder.parent)
+    dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
+    content = {"architectures": [config.architecture], **json.loads(config.text)}
+    content = {name: one for name, one in content.items() if name not in ("torch_dtype", "dtype", "auto_map")}
+    partly = folder.with_name(f"{folder.name}.partial")
+    remove_entry(partly)
+    try:
+        with without_bars():
+            decoder.module.save_pretrained(partly, state_dict=values, max_shard_size="5GB")
+        for made in partly.glob("*.json"):
+            if not made.name.startswith("model.safetensors"):
+                made.unlink()
+        write_text(partly, "config.json", json.dumps({**content, "torch_dtype": dtype, **(eos or {})}, indent=2) + "\n")
+        write_tokenizer(partly, tokenizer, config.max_len)
+        for name, text in files.items():
+            write_text(partly, name, text)
+        partly.rename(folder)
+    except BaseException:
+        shutil.rmtree(partly, ignore_errors=True)
+        raise
+    return folder

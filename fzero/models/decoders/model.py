@@ -1,0 +1,208 @@
+"""The Model of a decoder that transformers' own code computes: batches of tokens in, logits out.
+
+Differs from fzero's own models: the logits [B, T, V] are made, attention is PyTorch's, and nothing is fused.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fzero.core.graph_cut import Impure
+from fzero.core.pytree import Tree
+from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
+from fzero.models.base import Ctx, Loss, Model
+from fzero.models.batch import Batch
+from fzero.models.by_source import sums_by_source
+from fzero.models.decoders.config import DecoderConfig, class_of_decoder, config_of_text
+from fzero.models.decoders.sight import expect_sight
+from fzero.models.from_module import expect_trainable
+from fzero.models.layers import document_positions
+from fzero.models.module_functions import Layered, Prepared, slashed
+from fzero.models.module_layers import CannotSplit, choices
+from fzero.models.transformers_module import module_of_config, tp_rules
+
+
+class Decoder(NamedTuple):
+    """A decoder that transformers' own code computes."""
+
+    module: nn.Module  # its parameters have no memory
+    model: Model
+    sources: dict[str, tuple[str, ...]]  # of each leaf of the model: the parameters, one a layer, that it stacks
+    linears: tuple[str, ...]  # the leaves that linear layers within the layers have as weights
+    notes: tuple[str, ...]  # what there is to say of it
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What a leaf begins with where a run is given no weights: nothing."""
+
+    name: str  # of the parameter
+
+    def __call__(self) -> Tensor:
+        raise ValueError(
+            f"{self.name} has no first value: a model that transformers' code computes begins with the weights of a "
+            "folder: --init FOLDER"
+        )
+
+
+def decoder(config: DecoderConfig) -> Model:
+    """The Model of a decoder, which begins with weights that are given."""
+    return decoder_of(config).model
+
+
+@functools.lru_cache(maxsize=4)
+def decoder_of(config: DecoderConfig) -> Decoder:
+    """The decoder of a config. Raises ValueError for one that cannot be cut into layers, and for sizes that are not
+    those of its text."""
+    where = config.architecture
+    theirs = config_of_text(config.text, where)
+    cls = class_of_decoder(theirs, {}, where)
+    expect_sizes(config, theirs)
+    module = make_module(theirs, cls)
+    module.train(has_dropout(theirs))
+    expect_trainable(module)
+    example = {"input_ids": torch.arange(16).reshape(2, 8) % config.vocab_size}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        layered, model = layered_model(module, example)
+    functions = Functions(layered)
+    sources = {leaf: tuple(read.name for read in start.layers) for leaf, start in model.start.items()}
+    model = model._replace(
+        config=config,
+        prepare=functions.prepare,
+        embed=functions.embed,
+        join={stack: functools.partial(functions.join, stack) for stack in model.join},
+        head=functions.head,
+        logits=functions.logits,
+        token_losses=functions.token_losses,
+    )
+    linears = (f"{stack}/{slashed(name)}/weight" for stack, some in layered.linears.items() for name in some)
+    return Decoder(module, model, sources, tuple(linears), tuple(str(one.message) for one in said))
+
+
+def make_module(theirs: Any, cls: type) -> nn.Module:
+    """The module of a config, whose parameters have no memory; raises ValueError where its code makes none of it."""
+    try:
+        return module_of_config(theirs, cls, attention=None, seed=None)
+    except Exception as error:  # of somebody else's code
+        text = (str(error).splitlines() or [""])[0]
+        raise ValueError(
+            f"{cls.__name__}: transformers makes no module of this config.json: {type(error).__name__}: {text}"
+        ) from None
+
+
+def linear_targets(config: DecoderConfig, attention: bool) -> str:
+    """The regex of the weights of all linear layers of a decoder's layers, or of its attention alone.
+
+    Raises ValueError where no module of a layer has attention in its name.
+    """
+    names = [name for name in decoder_of(config).linears if not attention or re.search(r"att|/wqkv", name, re.I)]
+    if not names:
+        every = ", ".join(decoder_of(config).linears)
+        raise ValueError(f"on=attn: no linear layer of {config.architecture} is named so; write on=REGEX of {every}")
+    return f"^({'|'.join(map(re.escape, names))})$"
+
+
+def layered_model(module: nn.Module, example: Batch) -> tuple[Layered, Model]:
+    """The functions of a module's layers and the Model that they are; raises ValueError for a module that has no stack
+    of like layers."""
+    reason: CannotSplit | None = None
+    try:
+        for stacks in choices(module):
+            try:
+                layered = Layered(module, logits_of, stacks, tp_rules(module) or {"": "auto"}, True)
+                return layered, layered.model(Unread, example)
+            except CannotSplit as error:
+                reason = error
+    except CannotSplit as error:
+        reason = error
+    except Impure as error:
+        raise ValueError(
+            f"{type(module).__name__}: transformers' code of this config.json is no pure function: {error}"
+        ) from None
+    raise ValueError(
+        f"{type(module).__name__} cannot be cut into layers, which a run gathers, keeps and recomputes one by one: "
+        f"{reason}; fzero.from_huggingface trains it whole"
+    )
+
+
+def logits_of(call: Callable[..., Any], batch: Batch) -> Tensor:
+    """The logits [B, T, V] of a batch."""
+    return call(**batch, return_dict=True).logits
+
+
+def has_dropout(config: Any) -> bool:
+    """Whether a config of transformers has a rate of dropout above 0."""
+    rates = (value for name, value in config.to_dict().items() if "drop" in name)
+    return any(isinstance(value, float) and value > 0.0 for value in rates)
+
+
+def expect_sizes(config: DecoderConfig, theirs: Any) -> None:
+    """Raise ValueError where the sizes of a config differ from those in its text."""
+    sizes = {"vocab_size": "vocab_size", "d_model": "hidden_size", "n_layers": "num_hidden_layers"}
+    for ours, name in sizes.items():
+        if getattr(config, ours) != getattr(theirs, name):
+            raise ValueError(
+                f"model.{ours} is {getattr(config, ours)} and {name} of {config.architecture} "
+                f"{getattr(theirs, name)}; its sizes are those of its config.json"
+            )
+
+
+class Functions:
+    """The functions of a decoder, of batches of tokens, from those of its module, of its arguments."""
+
+    def __init__(self, layered: Layered) -> None:
+        self.layered = layered
+        self.seen: set[bool] = set()  # whether what a token sees is known: with documents, and without
+
+    def prepare(self, batch: Batch, ctx: Ctx) -> Prepared:
+        """What the layers need of a batch; the first of a kind checks what a token sees."""
+        packed = "documents" in batch
+        if packed not in self.seen:
+            expect_sight(self.layered, packed)
+            self.seen.add(packed)
+        return self.layered.prepare(arguments(batch), ctx)
+
+    def embed(self, params: Tree, batch: Batch, ctx: Ctx) -> Any:
+        """What the first layer is called with."""
+        return self.layered.embed(params, arguments(batch), ctx)
+
+    def join(self, stack: str, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Any:
+        """What the first layer of another stack is called with."""
+        return self.layered.join(stack, params, x, arguments(batch), ctx)
+
+    def head(self, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Loss:
+        """The cross-entropy of the targets that count, summed."""
+        losses, counts = self.token_losses(params, x, batch, ctx), counted_tokens(batch["targets"], batch.get("mask"))
+        extra = sums_by_source(batch, losses.detach().reshape(-1), counts.reshape(-1))
+        return Loss(losses.sum(), number_of(counts), extra)
+
+    def logits(self, params: Tree, x: Any, ctx: Ctx) -> Tensor:
+        """The logits [B, T, V]."""
+        return self.layered.result(params, x, {}, ctx)
+
+    def token_losses(self, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Tensor:
+        """The cross-entropy of each target [B, T], in nats and in float32 or wider, times its weight."""
+        logits, counts = self.logits(params, x, ctx), counted_tokens(batch["targets"], batch.get("mask"))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        targets = torch.where(counts.bool(), batch["targets"], 0).long()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
+        return weighed(nats, counts)
+
+
+def arguments(batch: Batch) -> Batch:
+    """The arguments of the module's forward pass: of documents that share rows, the positions begin at 0 in each, by
+    which transformers knows them."""
+    given = {"input_ids": batch["tokens"]}
+    if "documents" in batch:
+        given["position_ids"] = document_positions(batch["documents"])
+    return given
