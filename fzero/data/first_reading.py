@@ -20,7 +20,7 @@ import numpy as np
 
 from fzero.core.files import writing
 from fzero.data.preparing import Filter, Preparing, filtered
-from fzero.data.sources import Document, SourceFile, read_documents
+from fzero.data.sources import Document, SourceFile, blocks_of, read_documents
 from fzero.data.workers import results_of
 
 ROW = struct.Struct("<32sQQQB")
@@ -107,7 +107,7 @@ def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str], dict[s
             if sources.filters:
                 before = document.text
                 text, reason = filtered(before, sources.filters, lambda document=document: document.origin)
-                blocks, notes = [text], notes + OTHER * (text != before) + LEFT_OUT * bool(reason)
+                blocks, notes = blocks_of(text), notes + OTHER * (text != before) + LEFT_OUT * bool(reason)
             if reason:
                 skipped[reason] += 1
             rows += ROW.pack(*measured(blocks, sources.seed), notes)
@@ -194,7 +194,7 @@ def texts_of(corpus: Corpus, number: int) -> Iterator[tuple[Iterator[str], np.vo
             raise changed
         blocks = document.read()
         if rows[at]["notes"] & OTHER:
-            blocks = [filtered(document.text, sources.filters, lambda document=document: document.origin)[0]]
+            blocks = blocks_of(filtered(document.text, sources.filters, lambda document=document: document.origin)[0])
         checked = unchanged(blocks, rows[at]["sha256"].tobytes(), changed)
         if keep[at]:
             yield checked, rows[at], document

@@ -257,6 +257,11 @@ def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
     decoder.decode(b"", final=True)
 
 
+def blocks_of(text: str) -> Iterator[str]:
+    """A text in blocks, so that what is made of one block is small."""
+    return (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
+
+
 def problem_of(blocks: Iterable[bytes], name: str) -> str:
     """Why the text of these blocks is left out, "" if it is not; raises ValueError for too large a one."""
     size, binary, problem, checked = 0, False, "", codecs.getincrementaldecoder("utf-8-sig")()
@@ -289,7 +294,7 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
                     text = _json_text(line, "", text_key)
                 except ValueError:  # once more, with its place, for which lines are counted
                     text = _json_text(line, _line(file, number), text_key)
-                yield Document(file, number, (text,).__iter__, "" if text else "empty")
+                yield Document(file, number, partial(blocks_of, text), "" if text else "empty")
     if not records and file.end is None:
         if file.named:
             raise ValueError(f"{file.name}: is empty; wanted one JSON object a line")

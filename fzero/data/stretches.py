@@ -42,7 +42,7 @@ def stretches_of(
     ['one two']
     """
     left, context, wanted = "", "", STRETCH
-    for block in (text[at : at + STRETCH] for text in blocks for at in range(0, len(text), STRETCH)):
+    for block in blocks:
         left += block
         while len(left) > wanted + AROUND:
             begin = len(context)
