@@ -22,7 +22,7 @@ from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
 from fzero.data.near_duplicates import leave_out_near
 from fzero.data.preparing import PREPARING, Preparing
-from fzero.data.sources import ALLOWED, cut, find_files
+from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
 from fzero.data.stretches import stretches_of
 from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe, words_of_bpe
 from fzero.data.tokens import FORMAT, SPLITS, VERSION
@@ -182,7 +182,7 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> Tokenizer:
             for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, before=0)
         )
         train = lambda: train_bpe(texts, int(spec.removeprefix("bpe:")), eos).json  # noqa: E731
-        content = train() if len(numbers) == 1 else apart(train)
+        content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
         work_folder.keep_tokenizer(work, content)
     return json_tokenizer(content, spec, USUAL_EOS[0] if eos is None else eos)
 
