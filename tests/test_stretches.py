@@ -69,6 +69,7 @@ def libraries():
 def short(monkeypatch):
     """Stretches of some words."""
     monkeypatch.setattr(stretches, "STRETCH", 300)
+    monkeypatch.setattr(sys.modules["fzero.data.prepare"], "LEARNED", 300)
     monkeypatch.setattr(stretches, "LONGEST", 3000)
     monkeypatch.setattr(stretches, "AROUND", 100)
     monkeypatch.setattr(stretches, "TAIL", 200)

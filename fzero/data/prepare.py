@@ -109,6 +109,7 @@ def prepare(
     return meta
 
 
+LEARNED = 1 << 15  # characters of a stretch: the library takes 256 of them together
 MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
 
 
@@ -179,7 +180,7 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> Tokenizer:
             for n in numbers
             for split, blocks, document in parts_of(corpus, n)
             if split == "train"
-            for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, before=0)
+            for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, 0, LEARNED)
         )
         train = lambda: train_bpe(texts, int(spec.removeprefix("bpe:")), eos).json  # noqa: E731
         content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)

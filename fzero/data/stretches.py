@@ -31,17 +31,19 @@ class Stretch(NamedTuple):
 
 
 def stretches_of(
-    blocks: Iterable[str], pieces: Pieces | None, origin: Callable[[], str], before: int = BEFORE
+    blocks: Iterable[str], pieces: Pieces | None, origin: Callable[[], str], before: int = BEFORE, size: int = 0
 ) -> Iterator[Stretch]:
     """The stretches of the text that consists of these blocks; of a short one it is one.
 
     pieces: what a tokenizer makes of a text; None: it may be cut anywhere. origin: of the text, for messages. before:
-    the characters that go with a stretch. Raises ValueError for LONGEST characters without a place to cut.
+    the characters that go with a stretch. size: of a stretch in characters; 0: STRETCH. Raises ValueError for LONGEST
+    characters without a place to cut.
 
     >>> [stretch.text for stretch in stretches_of(["one ", "two"], str.split, lambda: "a.txt")]
     ['one two']
     """
-    left, context, wanted = "", "", STRETCH
+    size = size or STRETCH
+    left, context, wanted = "", "", size
     for block in blocks:
         left += block
         while len(left) > wanted + AROUND:
@@ -50,7 +52,7 @@ def stretches_of(
             if at:
                 yield Stretch(context, left[:at], last=False)
                 context = (context + left[:at])[-before:] if before else ""
-                left, wanted = left[at:], STRETCH
+                left, wanted = left[at:], size
             elif wanted < LONGEST:
                 wanted = min(2 * wanted, LONGEST)
             else:
