@@ -12,14 +12,19 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import sys, time
+import os, signal, sys, time
+
+def tell(what):
+    deaf = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    os.write(1, b"%b\\n" % (what if deaf else b"hears Ctrl-C"))
+
 if __name__ == "__mp_main__":
-    print("imports", flush=True)
+    tell(b"imports")
     time.sleep({imports})
 from fzero.core.pools import Pool
 
 def work(number):
-    print("works", flush=True)
+    tell(b"works")
     time.sleep(60)
 
 if __name__ == "__main__":
