@@ -134,6 +134,8 @@ def prepare(source, out, **more):
 
 
 def test_a_corpus_does_not_depend_on_stretches_and_blocks(tmp_path, monkeypatch, request):
+    for package in ("pyarrow", "zstandard", "datasketch"):
+        pytest.importorskip(package)
     text = some_text(0, 500)
     folder = write_all(tmp_path / "in", text)
     single = tmp_path / "in" / "a.txt"
