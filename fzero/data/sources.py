@@ -247,8 +247,9 @@ def _blocks(file: SourceFile) -> Iterator[bytes]:
 def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
     """The text of UTF-8 in blocks, without a byte order mark; raises UnicodeDecodeError.
 
-    >>> list(decoded([b"n\xc3", b"\xa9"]))
-    ['n', '\u00e9']
+    >>> raw = "né".encode()
+    >>> list(decoded([raw[:2], raw[2:]]))
+    ['n', 'é']
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     for block in blocks:
