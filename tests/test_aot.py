@@ -155,7 +155,7 @@ with FakeDevice(Target("cuda", 132, (9, 0), "H200"), lower=functools.partial(aot
 name, source = next(iter(sources))
 bad = source.replace("tl.store(", "tl.stor(")
 kinds = [aot_inductor.Generated("sm_90", "llama", i, name, text) for i, text in enumerate((source, bad))]
-command.ProcessPoolExecutor = Here
+command.Pool = Here
 aot_inductor.generate_kernels = lambda model, arch: kinds if model == "llama" else []
 print("exit code", command.main(["--part", "inductor", "--arch", "sm_90"]))
 """

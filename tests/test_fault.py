@@ -2,6 +2,7 @@
 curve."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -119,10 +120,27 @@ def test_a_process_that_ends_while_all_meet_is_replaced(store):
     assert first[0] == first[1] and "gone" not in first[0][1]
 
 
-def test_who_does_not_come_is_named(store):
+def test_who_does_not_come_is_named(store, monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "SAY_S", 0.1)
     found = meet_all(store, 4, ranks=(0, 2), timeout_s=0.5)
-    assert "rank 1, 3 did not come within 0.5 s" in str(found[0])
+    assert "rank 1, 3 did not come within 0.5 s (train.hang_s)" in str(found[0])
     assert "rank 1, 3 did not come" in str(found[2])
+    assert capsys.readouterr().err == "rank 0 waits for rank 1, 3 to start, at most 0.5 s (train.hang_s)\n"
+
+
+def test_who_came_and_is_gone_is_named(store, monkeypatch):
+    """Rank 1 gives signs of life while rank 0 waits, then none more; rank 2 has none yet and is waited for."""
+    monkeypatch.setattr(rendezvous, "BEAT_S", 0.02)
+    monkeypatch.setattr(rendezvous, "SILENT_S", 0.3)
+    other, found = store(), {}
+    other.set("hello/1", "a name")
+    thread = threading.Thread(target=lambda: found.update(meet_all(store, 3, ranks=(0,), timeout_s=60.0)))
+    thread.start()
+    for number in range(20):
+        other.set("meets/1", str(number))
+        time.sleep(0.02)
+    thread.join(20)
+    assert str(found[0]) == "rank 1 is gone: no sign of life for 0.3 s while the ranks start"
 
 
 def test_a_process_whose_place_is_taken_ends(store):
@@ -356,6 +374,84 @@ def test_the_verdict_names_who_keeps_the_others_waiting(what):
     assert all(part in text for part in parts) and bool(text) == bool(parts) and "\n" not in text, text
 
 
+def test_who_is_waited_for_before_the_first_step_is_told(capsys):
+    """By the first of the ranks that wait; one that computes, or that has given no sign, is named."""
+    state = {
+        0: at(0.5, step=-1),
+        1: at(9.0, "a message of rank 0", step=-1),
+        2: at(8.5, "a message of rank 0", step=-1),
+    }
+    shared = dist.HashStore()
+    for rank, s in state.items():
+        shared.set(f"beat/{rank}", json.dumps(s))
+    for rank in (2, 1):
+        watchdog.say_whom(Coordinator(rank, 4, 1, shared), 60.0)
+    said = capsys.readouterr().err
+    assert said == (
+        "rank 1, 2 wait in a message of rank 0, for rank 0, at a.py:1 f; rank 3, of which there is no sign of "
+        "life; train.hang_s ends all after 60 s without progress\n"
+    )
+    text = verdict({0: at(70.0, step=-1), **{n: s._replace(idle_s=69.0) for n, s in state.items() if n}}, {}, 60.0)
+    assert "rank 0 hangs: no progress for 70 s, in work before or after the steps at a.py:1 f" in text
+
+
+def test_work_outside_of_steps_is_progress():
+    ours, work, main = Coordinator(), watchdog.Work(), threading.main_thread()
+    sleeper, over = threading.Event(), threading.Event()
+
+    def wait():
+        sleeper.set()
+        over.wait(60)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    sleeper.wait()
+    time.sleep(0.05)
+    try:
+        looks = [work.look(ours, waits) for _ in range(3)]
+        assert looks == [1, 1, 1]  # it is new at the first look, and then stands
+        child = subprocess.Popen(["python3", "-c", "while True: pass"])
+        until(lambda: work.look(ours, waits) > 1)
+        child.kill()
+        child.wait()
+        before = work.look(ours, main)
+        assert work.look(ours, main) > before  # the stack of a thread that goes on
+        ours.waiting = "rank 1"
+        assert work.look(ours, main) == work.look(ours, main)
+    finally:
+        over.set()
+        waits.join()
+
+
+def sleep_before_the_steps(mesh, folder):
+    with open(folder / f"err{mesh.rank}", "w") as err:
+        os.dup2(err.fileno(), 2)
+    watchdog.BEAT_S, watchdog.SAY_S = 0.1, 0.5
+    ours = Coordinator(mesh.rank, 2, 1, dist.PrefixStore("run", mesh.store), hang_s=2.0)
+    with watchdog.watch(ours):
+        if mesh.rank == 1:
+            end = time.monotonic() + 4.0
+            while time.monotonic() < end:  # it works, longer than hang_s
+                sum(range(1000))
+            threading.Event().wait()
+        ours.gather(0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_before_the_steps_is_named(tmp_path):
+    begin = time.monotonic()
+    ours, theirs = ranks.run(2, sleep_before_the_steps, tmp_path, fresh=True, timeout_s=60.0)
+    assert (ours.code, theirs.code) == (2, 2) and time.monotonic() - begin > 4.0
+    text = "".join((tmp_path / f"err{rank}").read_text() for rank in range(2))
+    assert re.search(
+        r"rank 0 waits in a message of rank 1, for rank 1, at \S+:\d+ .*; train.hang_s ends all after 2 s", text
+    )
+    assert re.search(
+        r"error: rank 1 hangs: no progress for \d s, in work before or after the steps at threading", text
+    ), text
+    assert "rank 0 waits in a message of rank 1" in text and text.count("fzero: error") == 1
+
+
 NAP = """
 import os, sys, time
 from fzero.cli.main import main
@@ -385,7 +481,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_what_the_others_wait_for(fol
     code, _, said, codes = ended(folder, process, log="-nap")
     assert time.monotonic() - begin < 60
     assert code == 1 and len(said) == 1 and codes == [2, 2], said
-    hung = r"rank 1 hangs: no progress for \d s, in step 3 at nap.py:11 nap, after all_gather over dp .*"
+    hung = r"rank 1 hangs: no progress for \d s, in step 3 at nap.py:1\d nap, after all_gather over dp .*"
     hung += r" of blocks/\S+ and 8 more in forward \(#\d+\)"
     waits = r"rank 0 waits in all_gather over dp \(2 ranks\) of head/norm/scale and 1 more in forward \(#\d+\), step 3"
     assert re.search(f"error: {hung}; {waits};", said[0]), said
@@ -617,6 +713,23 @@ def test_a_lost_node_is_done_without_and_a_spare_takes_its_place(folder):
 
 
 @pytest.mark.exhaustive
+def test_a_node_that_is_lost_while_ranks_start_is_done_without(folder):
+    """Its worker ends before it has joined, of which nobody is told: the other one says for whom it waits, and ends
+    after train.hang_s; then torchrun goes on without the node."""
+    name = "early"
+    with on_nodes(folder, name, 1, 2, 2, *KEEP, *STEPS, "--set", "train.hang_s=15") as (agents, _):
+        until(lambda: all(ranks_of(agent) for agent in agents))
+        lost = node_of(agents, 1)
+        kill_node(lost)
+        left = next(agent for agent in agents if agent is not lost)
+        assert left.wait(200) == 0
+    err = texts(folder, name, agents, "err")
+    assert "rank 0 waits for rank 1 to start, at most 15 s (train.hang_s)" in err
+    assert "rank 1 did not come within 15 s (train.hang_s)" in err
+    assert rows(folder / name)[-1]["step"] == 12
+
+
+@pytest.mark.exhaustive
 def test_a_spare_hears_of_the_end_and_hands_a_signal_on(folder):
     """12 micro-batches canonically on three processes: dp=2 and a spare. SIGTERM to the spare alone stops the run."""
     process = started(folder, "spare", 3, "--reduce", "canonical", "--auto-resume", log="-spare")
@@ -747,7 +860,7 @@ def lose_a_rank_before_the_first_step(mesh, folder):
             os.kill(os.getpid(), signal.SIGKILL)
         Endless().wait()
 
-    ours.mesh, from_python.join, pretrain.first_state = mesh_of_run, lambda: ours, first_state
+    ours.mesh, from_python.join, pretrain.first_state = mesh_of_run, lambda **_: ours, first_state
     table = {"preset": "mlp-tiny", "data": {"path": str(folder / "text.txt"), "seq_len": 16}, "mesh": {"dp": 2}}
     table |= {"precision": {"policy": "fp32", "fp32_matmul": "default"}, "device": "cpu"}
     table["train"] = {"steps": 2, "batch": 4, "micro_batch": 2, "compiled": False}

@@ -88,8 +88,22 @@ def test_groups_are_those_of_all_pairs_that_share_a_band():
     assert near_duplicates.firsts(iter(bands), 30).tolist() == expected and 1 < sum(expected) < 25
 
 
+def all_runs(blocks):
+    return np.unique(np.concatenate(list(near_duplicates.runs_of(blocks))))
+
+
+@pytest.mark.parametrize(
+    "text", [" one  two\tthree\u2003four five six one two three four five. ", "one two three four ", "a" * 9]
+)
+def test_runs_do_not_depend_on_blocks(text):
+    words = [near_duplicates.crc32c(word.encode()) for word in text.split()]
+    assert len(all_runs([text])) == max(1, len(words) - 4)
+    for size in range(1, len(text)):
+        assert np.array_equal(all_runs([text[at : at + size] for at in range(0, len(text), size)]), all_runs([text]))
+
+
 def test_the_share_of_equal_numbers_is_the_share_of_runs():
-    (_, one), (_, other) = ((text, near_duplicates.runs_of(text)) for text in (ONES[0], changed(ONES[0], 5, 6)))
+    (_, one), (_, other) = ((text, all_runs([text])) for text in (ONES[0], changed(ONES[0], 5, 6)))
     made = []
     for runs in (one, other):
         made.append(near_duplicates.library().MinHash(num_perm=4096, seed=1, scheme="affine32", hashfunc=int))

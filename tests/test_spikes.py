@@ -46,7 +46,7 @@ def judged(spike, losses):
 
 def test_the_statistics_are_the_plain_ones_at_first_and_forget_then():
     losses = torch.randn(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    spike = Spike(sigmas=100.0, window=16, warmup=1000)
+    spike = Spike(sigmas=100.0, window=128, warmup=1000)
     for n in (1, 2, 7, 16):
         _, stats = judged(spike, losses[:n])
         assert_close(stats.mean, losses[:n].mean(), rtol=1e-12)
@@ -83,10 +83,51 @@ def test_a_spike_enters_as_the_bound_and_what_is_not_finite_does_not():
     assert not judged(spike, [math.nan])[0][-1]  # nothing is judged before the warmup
 
 
+def fallen(steps, start=5.5, end=0.65, over=15.0):
+    return end + (start - end) * torch.exp(-torch.arange(steps, dtype=torch.float64) / over)
+
+
+# The losses of a run without noise, the first step at which a spike is looked for, and the spikes that a change of the
+# data may be taken for.
+CURVES = {
+    "the start of training": (fallen(400), 100, 0),
+    "slow training": (3.0 + 8.0 * torch.arange(1, 401, dtype=torch.float64) ** -0.4, 150, 0),
+    "finetuning": (fallen(400, 1.2, 0.9, 200.0), 60, 0),
+    "a stage with longer sequences": (
+        torch.cat([fallen(200), 0.95 - 0.2 * (1 - fallen(200, 1.0, 0.0, 60.0))]),
+        320,
+        20,
+    ),
+    "after a rollback": (torch.cat([fallen(150), fallen(150)[120:], fallen(370)[150:]]), 160, 0),
+    "--init": (torch.cat([torch.full((3,), 1.4, dtype=torch.float64), fallen(397, 0.9, 0.8, 100.0)]), 60, 0),
+}
+
+
+@pytest.mark.parametrize("window", [100, 30])
+@pytest.mark.parametrize("curve", CURVES)
+def test_what_lies_before_the_window_hides_no_spike(curve, window):
+    """A spike of 32 deviations of the noise would be seen at each step, and noise is none."""
+    plain, first, may_be = CURVES[curve]
+    noise = torch.randn(len(plain), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spike, stats, spikes = Spike(8.0 if window == 30 else 6.0, window, 50), init_stats(), 0
+    for step, loss in enumerate(plain + 0.046 * noise):
+        bound = stats.mean + spike.sigmas * stats.var.sqrt()
+        assert step < first or plain[step] + 32 * 0.046 > bound, step
+        bad, stats = judge(spike, stats, loss)
+        spikes += int(bad)
+    assert spikes <= may_be
+
+
+def test_the_loss_of_step_109():
+    losses = torch.cat([fallen(79), 0.653 + 0.046 * torch.tensor([1.0, -1.0] * 15, dtype=torch.float64)])
+    for spike in (Spike(), Spike(window=30, warmup=30)):
+        assert judged(spike, [*losses, 2.116])[0] == [False] * 109 + [True]
+
+
 def test_losses_that_have_risen_for_good_are_taken_within_tens_of_steps():
     noise = torch.rand(300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     bad, _ = judged(Spike(), [*(noise[:200]), *(1000.0 + noise[200:])])
-    assert not any(bad[:200]) and all(bad[200:210]) and sum(bad) < 50 and not any(bad[250:])
+    assert not any(bad[:200]) and all(bad[200:206]) and sum(bad) < 20 and not any(bad[220:])
 
 
 def test_judging_maps_over_losses():

@@ -6,11 +6,11 @@ compiled blocks.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 
+from fzero.core.pools import Pool
 from fzero.kernels import aot
 from fzero.kernels.optional_triton import INSTALLED, MISSING, triton
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--part inductor: what it generates for {args.arch} is not known here; choose {known}")
     used = dict.fromkeys(([] if args.part == "inductor" else [own]) + ([] if args.part == "kernels" else planned))
     lines: list[tuple[str, Future[aot.Result]]] = []
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with Pool() as pool:
         if args.part != "inductor":
             for file, build in aot.builds(aot.ARCHS[own], args.pattern):
                 lines.append((build.label, pool.submit(aot.compile_build, aot.ARCHS[own], file, build)))
@@ -79,4 +79,6 @@ def _say(label: str, width: int, r: aot.Result) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from fzero.cli.process import run
+
+    sys.exit(run(main, traceback=False))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from fzero.cli.flags import FOLDER, add_flags, is_written, table_of, tuning_flags
-from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, prepare, refuse_flags
+from fzero.cli.pretrain import RUN_FLAGS, Begin, bar_or_lines, finish, hang_s_of, prepare, refuse_flags
 from fzero.cli.process import coordinated
 from fzero.core.foreign import nearest
 from fzero.core.importing import without_collection
@@ -95,7 +95,7 @@ def finetune(
         raise ValueError("--quantize needs --lora: frozen weights are in codes, and LoRA's factors are trained")
     warm_up.begin()
 
-    with coordinated() as coordinator, bar_or_lines() as (bar, line):
+    with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
             from fzero.run import loop
             from fzero.run.ranks.watchdog import watch

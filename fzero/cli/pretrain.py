@@ -106,7 +106,7 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
     table = table_of(config_file, settings, mesh, flags)
     warm_up.begin()
 
-    with coordinated() as coordinator, bar_or_lines() as (bar, line):
+    with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):
         with without_collection():
             from fzero.run import loop
             from fzero.run.ranks.watchdog import watch
@@ -119,6 +119,17 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
             folder, ready = prepare(coordinator, begin, table, make, (bar, line), **options)
             stopped = loop.train(*ready) if ready is not None else 0
         return finish(coordinator, folder, stopped, line)
+
+
+def hang_s_of(table: dict[str, Any], folder: Path | None) -> float | None:
+    """`train.hang_s` before the ranks have met: as given, or of the run in the folder; None if neither has it."""
+    from fzero.core.foreign import read_json
+
+    found = table.get("train", {}).get("hang_s")
+    if found is None and folder is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # which `prepare` tells, or there is none
+            found = read_json(folder / "config.json").get("train", {}).get("hang_s")
+    return float(found) if isinstance(found, int | float) and found >= 0 else None
 
 
 def prepare(

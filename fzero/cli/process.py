@@ -69,17 +69,19 @@ def versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def coordinated() -> Iterator[Any]:
+def coordinated(hang_s: float | None = None) -> Iterator[Any]:
     """A context of this process's Coordinator (fzero/run/ranks/coordinator.py), in which SIGTERM raises Stopped.
 
+    hang_s: how long it waits for the others; None: the default of train.hang_s.
     An exception that ends the context has the coordinator as its attribute, so that `exit_code` tells the other ranks.
     """
     with signals.raise_on_sigterm():
         with without_collection():
-            from fzero.run import run_lock
-            from fzero.run.ranks.coordinator import join
+            # Before this process joins, as it gives no sign of life while it imports.
+            from fzero.run import loop, run_lock  # noqa: F401
+            from fzero.run.ranks.coordinator import TIMEOUT_S, join
 
-        coordinator = join()
+        coordinator = join(hang_s=TIMEOUT_S if hang_s is None else hang_s)
         try:
             yield coordinator
         except BaseException as error:

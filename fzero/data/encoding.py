@@ -17,9 +17,10 @@ import numpy as np
 
 from fzero.data.checksums import SummedFile, write_sums
 from fzero.data.first_reading import Corpus, parts_of
-from fzero.data.piece_file import read_piece, write_piece
+from fzero.data.piece_file import sound_bytes, write_piece
 from fzero.data.preparing import Preparing
 from fzero.data.sources import Document
+from fzero.data.stretches import Stretch, stretches_of
 from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import SPLITS, token_dtype
 from fzero.data.workers import results_of
@@ -29,13 +30,19 @@ TOGETHER = 1 << 18  # characters that are encoded by one call
 COPIED = 1 << 22  # tokens that are copied together
 
 
-Part = tuple[str, str, Document]  # split, text, and what it is of
+class Part(NamedTuple):
+    """A stretch of a part, and what that is of."""
+
+    split: str
+    stretch: Stretch
+    document: Document
 
 
 class Piece(NamedTuple):
-    """A piece that was encoded, memory-mapped."""
+    """A piece that was encoded; its tokens, each part with its end-of-document token, begin its file."""
 
-    tokens: np.ndarray  # [N], each part with its end-of-document token
+    path: Path
+    count: int  # of tokens
     lengths: np.ndarray  # int64 [parts]
     splits: np.ndarray  # uint8 [parts]: which of SPLITS
 
@@ -61,15 +68,28 @@ def encode_piece(corpus: Corpus, tokenizer: Tokenizer, number: int, folder: Path
     """Write the file of a piece."""
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.eos], dtype).tobytes()
-    lengths, splits, count = [], bytearray(), 0
+    lengths, splits, total, length = [], bytearray(), 0, 0
     with write_piece(folder / f"{number}.tokens", number) as write:
-        for parts in together(parts_of(corpus, number)):
-            found = ids_of(parts, tokenizer)
-            write(b"".join(piece for ids in found for piece in (ids.astype(dtype, copy=False).tobytes(), end)))
-            lengths += [len(ids) + 1 for ids in found]
-            splits += bytes(SPLITS.index(split) for split, _, _ in parts)
-            count += sum(lengths[-len(found) :])
-        write(np.array(lengths, "<i8").tobytes() + splits + COUNTS.pack(count, len(splits)))
+        for parts in together(stretches_of_parts(corpus, tokenizer, number)):
+            tokens = []
+            for part, ids in zip(parts, ids_of(parts, tokenizer)):
+                tokens.append(ids.astype(dtype, copy=False).tobytes())
+                length += len(ids)
+                if part.stretch.last:
+                    tokens.append(end)
+                    lengths.append(length + 1)
+                    splits.append(SPLITS.index(part.split))
+                    total, length = total + length + 1, 0
+            write(b"".join(tokens))
+        write(np.array(lengths, "<i8").tobytes() + splits + COUNTS.pack(total, len(splits)))
+
+
+def stretches_of_parts(corpus: Corpus, tokenizer: Tokenizer, number: int) -> Iterator[Part]:
+    """All parts of a piece, long ones in stretches."""
+    pieces = None if tokenizer.json == "" else lambda text: tokenizer.encode(text).tolist()
+    for split, blocks, document in parts_of(corpus, number):
+        for stretch in stretches_of(blocks, pieces, lambda document=document: document.origin):
+            yield Part(split, stretch, document)
 
 
 def together(parts: Iterator[Part]) -> Iterator[list[Part]]:
@@ -77,7 +97,7 @@ def together(parts: Iterator[Part]) -> Iterator[list[Part]]:
     some, room = [], TOGETHER
     for part in parts:
         some.append(part)
-        room -= len(part[1])
+        room -= len(part.stretch.text)
         if room <= 0:
             yield some
             some, room = [], TOGETHER
@@ -86,26 +106,31 @@ def together(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 
 def ids_of(parts: Sequence[Part], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The ids of each text; raises ValueError naming the one that cannot be encoded."""
+    """The ids of each stretch; raises ValueError naming the document of one that cannot be encoded."""
     try:
-        return tokenizer.encode_all([text for _, text, _ in parts])
+        found = tokenizer.encode_all([part.stretch.before + part.stretch.text for part in parts])
+        before = [part.stretch.before and tokenizer.encode(part.stretch.before) for part in parts]
+        return [ids[len(known) :] for ids, known in zip(found, before)]
     except ValueError:
-        for _, text, document in parts:
+        for part in parts:
             try:
-                tokenizer.encode(text)
+                tokenizer.encode(part.stretch.text)
             except ValueError as error:
-                raise ValueError(f"{document.origin}: {error}") from None
+                raise ValueError(f"{part.document.origin}: {error}") from None
         raise
 
 
 def read_encoded(folder: Path, number: int, dtype: np.dtype) -> Piece | None:
     """The piece of this number; None if it is not there, or damaged."""
-    raw = read_piece(folder / f"{number}.tokens", number)
-    if raw is None:
+    path = folder / f"{number}.tokens"
+    size = sound_bytes(path, number)
+    if size is None:
         return None
-    tokens, parts = COUNTS.unpack(raw[-COUNTS.size :].tobytes())
-    ends = np.cumsum([tokens * dtype.itemsize, 8 * parts])
-    return Piece(raw[: ends[0]].view(dtype), raw[ends[0] : ends[1]].view("<i8"), raw[ends[1] : -COUNTS.size])
+    with path.open("rb") as file:
+        file.seek(size - COUNTS.size)
+        tokens, parts = COUNTS.unpack(file.read(COUNTS.size))
+        file.seek(tokens * dtype.itemsize)
+        return Piece(path, tokens, np.frombuffer(file.read(8 * parts), "<i8"), np.frombuffer(file.read(parts), "u1"))
 
 
 def join(pieces: Path, number: int, folder: Path, tokenizer: Tokenizer) -> tuple[dict, dict[str, str]]:
@@ -130,11 +155,12 @@ def join(pieces: Path, number: int, folder: Path, tokenizer: Tokenizer) -> tuple
                 count["documents"] += len(lengths)
             # Runs of parts of one split are copied at once.
             firsts = np.flatnonzero(np.diff(piece.splits, prepend=255 if len(piece.splits) else []))
-            ends = np.append(begins[firsts][1:], len(piece.tokens))
-            for first, begin, end in zip(firsts.tolist(), begins[firsts].tolist(), ends.tolist()):
-                split = SPLITS[piece.splits[first]]
-                for at in range(begin, end, COPIED):
-                    bins[split].write(piece.tokens[at : min(at + COPIED, end)].tobytes())
+            ends = np.append(begins[firsts][1:], piece.count)
+            with piece.path.open("rb") as file:
+                for first, begin, end in zip(firsts.tolist(), begins[firsts].tolist(), ends.tolist()):
+                    split = SPLITS[piece.splits[first]]
+                    for at in range(begin, end, COPIED):
+                        bins[split].write(file.read(min(COPIED, end - at) * dtype.itemsize))
         for split in SPLITS:
             docs[split].write(struct.pack("<Q", counts[split]["tokens"]))
     return counts, {split: write_sums(folder / f"{split}.sums", [bins[split], docs[split]]) for split in SPLITS}

@@ -8,9 +8,10 @@ the corpus. The readings that follow compare each document with its row.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 
 from fzero.core.files import writing
 from fzero.data.preparing import Filter, Preparing, filtered
-from fzero.data.sources import Document, SourceFile, read_documents
+from fzero.data.sources import Document, SourceFile, blocks_of, read_documents
 from fzero.data.workers import results_of
 
 ROW = struct.Struct("<32sQQQB")
@@ -102,13 +103,14 @@ def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str], dict[s
                 if len(names) < NAMED and document.file.name not in names:
                     names.append(document.file.name)
                 continue
-            text, reason = filtered(document.text, sources.filters, lambda document=document: document.origin)
+            blocks, notes, reason = document.read(), UNIQUE * document.file.unique, ""
+            if sources.filters:
+                before = document.text
+                text, reason = filtered(before, sources.filters, lambda document=document: document.origin)
+                blocks, notes = blocks_of(text), notes + OTHER * (text != before) + LEFT_OUT * bool(reason)
             if reason:
                 skipped[reason] += 1
-            data = text.encode("utf-8")
-            digest, draw = hashlib.sha256(data).digest(), draw_of(data, sources.seed)
-            notes = UNIQUE * document.file.unique + OTHER * (text != document.text) + LEFT_OUT * bool(reason)
-            rows += ROW.pack(digest, draw, len(data), len(text), notes)
+            rows += ROW.pack(*measured(blocks, sources.seed), notes)
             count += 1
             if len(rows) > AT_A_TIME * ROW.size:
                 file.write(rows)
@@ -117,11 +119,15 @@ def read_piece(sources: Sources, number: int) -> tuple[int, Counter[str], dict[s
     return count, skipped, files
 
 
-def draw_of(data: bytes, seed: int) -> int:
-    """Hash a document to a number in [0, 2^64)."""
-    digest = hashlib.sha256(f"{seed}:".encode())
-    digest.update(data)
-    return int.from_bytes(digest.digest()[:8], "big")
+def measured(blocks: Iterable[str], seed: int) -> tuple[bytes, int, int, int]:
+    """(SHA-256, draw, bytes, characters) of a text; the draw is SHA-256(seed, text) as a number in [0, 2^64)."""
+    digest, draw, size, characters = hashlib.sha256(), hashlib.sha256(f"{seed}:".encode()), 0, 0
+    for block in blocks:
+        data = block.encode("utf-8")
+        digest.update(data)
+        draw.update(data)
+        size, characters = size + len(data), characters + len(block)
+    return digest.digest(), int.from_bytes(draw.digest()[:8], "big"), size, characters
 
 
 def put_together(sources: Sources, kept: list[np.ndarray], val_fraction: float, skipped: Mapping[str, int]) -> Corpus:
@@ -174,37 +180,61 @@ def later_copies(digests: np.ndarray) -> np.ndarray:
     return copies
 
 
-def texts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, int, Document]]:
-    """Yield (text, draw, document) of every document of a piece that is kept; raises ValueError if the content has
-    changed since the first reading."""
+def texts_of(corpus: Corpus, number: int) -> Iterator[tuple[Iterator[str], np.void, Document]]:
+    """Yield (text in blocks, row, document) of every document of a piece that is kept; raises ValueError, at the end of
+    a text at the latest, if the content has changed since the first reading."""
     sources, keep = corpus.sources, corpus.kept[number]
     rows, at = sources.rows(number), -1
     changed = ValueError(f"{sources.pieces[number][0].name}: {CHANGED}")
-    draws, notes = rows["draw"].tolist(), rows["notes"].tolist()
     for document in read_documents(sources.pieces[number], sources.text_key):
         if document.problem:
             continue
         at += 1
         if at >= len(rows):
             raise changed
-        text = document.text
-        if notes[at] & OTHER:
-            text, _ = filtered(text, sources.filters, lambda document=document: document.origin)
-        if hashlib.sha256(text.encode()).digest() != rows["sha256"][at].tobytes():
-            raise changed
+        blocks = document.read()
+        if rows[at]["notes"] & OTHER:
+            blocks = blocks_of(filtered(document.text, sources.filters, lambda document=document: document.origin)[0])
+        checked = unchanged(blocks, rows[at]["sha256"].tobytes(), changed)
         if keep[at]:
-            yield text, draws[at], document
+            yield checked, rows[at], document
+        for _ in checked:  # what was not asked for
+            pass
     if at + 1 != len(rows):
         raise changed
 
 
-def parts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, str, Document]]:
-    """Yield (split, text, document it is of) of every part of a piece of the corpus; raises ValueError if the content
-    has changed since the first reading."""
-    for text, draw, document in texts_of(corpus, number):
+def unchanged(blocks: Iterable[str], sha256: bytes, changed: ValueError) -> Iterator[str]:
+    """The blocks of a text; raises the error at their end unless they have this digest."""
+    digest = hashlib.sha256()
+    try:
+        for block in blocks:
+            digest.update(block.encode())
+            yield block
+    except UnicodeDecodeError:  # there was none in the first reading
+        raise changed from None
+    if digest.digest() != sha256:
+        raise changed
+
+
+def parts_of(corpus: Corpus, number: int) -> Iterator[tuple[str, Iterator[str], Document]]:
+    """Yield (split, text in blocks, document it is of) of every part of a piece of the corpus; raises ValueError as
+    `texts_of` does."""
+    for blocks, row, document in texts_of(corpus, number):
         if corpus.lowest == corpus.highest:
-            cut = min(max(1, round(len(text) * (1 - corpus.val_fraction))), len(text) - 1)
-            yield "train", text[:cut], document
-            yield "val", text[cut:], document
+            characters, over = int(row["characters"]), []
+            cut = min(max(1, round(characters * (1 - corpus.val_fraction))), characters - 1)
+            yield "train", up_to(cut, blocks, over), document
+            yield "val", itertools.chain(over, blocks), document
         else:
-            yield corpus.split_of(draw), text, document
+            yield corpus.split_of(int(row["draw"])), blocks, document
+
+
+def up_to(count: int, blocks: Iterator[str], over: list[str]) -> Iterator[str]:
+    """The first characters of a text in blocks; what the last one has beyond them is added to `over`."""
+    for block in blocks:
+        yield block[:count]
+        count -= len(block)
+        if count <= 0:
+            over.append(block[len(block) + count :])
+            return

@@ -12,7 +12,7 @@ Ref: Broder 1997, "On the resemblance and containment of documents", section 3; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -67,27 +67,50 @@ def sign(corpus: Corpus, number: int, folder: Path) -> None:
     """Write the signatures of the documents of a piece that are kept, uint32 [documents, SIZE]."""
     empty = library().MinHash(num_perm=SIZE, seed=1, scheme="affine32", hashfunc=int)
     with write_piece(folder / f"{number}.signatures", number) as write:
-        for text, _, _ in texts_of(corpus, number):
+        for blocks, _, _ in texts_of(corpus, number):
             made = empty.copy()
-            runs = runs_of(text)
-            for begin in range(0, len(runs), TOGETHER):
-                made.update_batch(runs[begin : begin + TOGETHER].tolist())
+            for runs in runs_of(blocks):
+                for begin in range(0, len(runs), TOGETHER):
+                    made.update_batch(runs[begin : begin + TOGETHER].tolist())
             write(made.hashvalues.astype("<u4").tobytes())
 
 
-def runs_of(text: str) -> np.ndarray:
-    """A number for each different run of WORDS words, uint32; of a text with fewer words one for all of it.
+def runs_of(blocks: Iterable[str]) -> Iterator[np.ndarray]:
+    """A number for each run of WORDS words of a text in blocks, uint32 arrays, in each of which it is once; of a text
+    with fewer words one for all of it.
 
-    >>> len(runs_of("one two three four five six")), len(runs_of("one two"))
+    >>> sum(map(len, runs_of(["one two thr", "ee four five six"]))), sum(map(len, runs_of(["one two"])))
     (2, 1)
     """
-    words = np.array([crc32c(word.encode()) for word in text.split()], np.uint32)
-    if len(words) < WORDS:
-        return np.array([crc32c(text.encode())], np.uint32)
-    runs = np.zeros(len(words) - WORDS + 1, np.uint32)
-    for i in range(WORDS):
-        runs = runs * np.uint32(0x9E3779B1) + words[i : len(runs) + i]  # modulo 2^32
-    return np.unique(runs)
+    whole, count, last = 0, 0, np.zeros(0, np.uint32)
+    for hashes in words_of(blocks):
+        whole, count = hashes[0], count + len(hashes[1])
+        words = np.concatenate([last, hashes[1]])
+        last = words[-(WORDS - 1) :]
+        if len(words) >= WORDS:
+            runs = np.zeros(len(words) - WORDS + 1, np.uint32)
+            for i in range(WORDS):
+                runs = runs * np.uint32(0x9E3779B1) + words[i : len(runs) + i]  # modulo 2^32
+            yield np.unique(runs)
+    if count < WORDS:
+        yield np.array([whole], np.uint32)
+
+
+def words_of(blocks: Iterable[str]) -> Iterator[tuple[int, np.ndarray]]:
+    """(the checksum of the text so far, those of the words that end in a block, uint32), of each block and the end."""
+    whole, word, begun = 0, 0, False
+    for block in blocks:
+        whole, words = crc32c(block.encode(), whole), block.split()
+        found = []
+        if begun and (block[0].isspace() or not words):
+            found, word, begun = [word], 0, False
+        for i, text in enumerate(words):
+            word, begun = crc32c(text.encode(), word), True
+            if i + 1 < len(words) or block[-1].isspace():
+                found.append(word)
+                word, begun = 0, False
+        yield whole, np.array(found, np.uint32)
+    yield whole, np.array([word] * begun, np.uint32)
 
 
 def signatures_of(folder: Path, number: int) -> np.ndarray | None:

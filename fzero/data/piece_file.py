@@ -47,11 +47,20 @@ def read_piece(path: Path, number: int) -> np.ndarray | None:
     >>> read_piece(path, 3).tobytes(), read_piece(path, 4)
     (b'something', None)
     """
+    size = sound_bytes(path, number)
+    if not size:
+        return None if size is None else np.zeros(0, np.uint8)
+    return np.asarray(np.memmap(path, np.uint8, "r", shape=(size,)))
+
+
+def sound_bytes(path: Path, number: int) -> int | None:
+    """The bytes of the content of the file of a piece, which are read once, a few in memory at a time; None as for
+    `read_piece`."""
     if not path.is_file() or path.stat().st_size < TAIL.size:
         return None
-    raw = np.asarray(np.memmap(path, np.uint8, "r"))
-    own, wanted = TAIL.unpack(raw[-TAIL.size :].tobytes())
-    content, crc = raw[: -TAIL.size], 0
-    for begin in range(0, len(content), READ):
-        crc = crc32c(memoryview(content[begin : begin + READ]), crc)
-    return content if own == number and crc32c(struct.pack("<Q", number), crc) == wanted else None
+    size, crc = path.stat().st_size - TAIL.size, 0
+    with path.open("rb") as file:
+        for begin in range(0, size, READ):
+            crc = crc32c(file.read(min(READ, size - begin)), crc)
+        own, wanted = TAIL.unpack(file.read(TAIL.size))
+    return size if own == number and crc32c(struct.pack("<Q", number), crc) == wanted else None

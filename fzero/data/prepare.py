@@ -22,8 +22,9 @@ from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
 from fzero.data.near_duplicates import leave_out_near
 from fzero.data.preparing import PREPARING, Preparing
-from fzero.data.sources import ALLOWED, cut, find_files
-from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe
+from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
+from fzero.data.stretches import stretches_of
+from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe, words_of_bpe
 from fzero.data.tokens import FORMAT, SPLITS, VERSION
 from fzero.data.workers import apart
 
@@ -55,8 +56,8 @@ def prepare(
     A document is for validation when its draw, SHA-256(seed, content) as a number in [0, 1), is below val_fraction:
     reading order and other documents do not matter, and copies of a document are on one side. The document with the
     lowest draw is always for validation and the one with the highest for training. When all documents are the same
-    one, its first 1 - val_fraction of characters are for training and the rest for validation. Each process holds one
-    large document in memory at a time, or some small ones (a .txt file is one document).
+    one, its first 1 - val_fraction of characters are for training and the rest for validation. A long
+    document (a .txt file is one) is in memory in stretches, which have the ids of the whole (stretches.py).
 
     The work is in the folder OUT.partial, and stays there after an interrupt, a kill or an OSError: the same call then
     encodes what is missing. The corpus is the same, byte for byte, whatever happened on the way. Where a kill came when
@@ -108,6 +109,7 @@ def prepare(
     return meta
 
 
+LEARNED = 1 << 15  # characters of a stretch: the library takes 256 of them together
 MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
 
 
@@ -173,9 +175,15 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> Tokenizer:
     if content is None:
         # Apart where there is much text, as the counts of its words stay in the memory of the process.
         numbers = range(len(corpus.sources.pieces))
-        texts = (text for n in numbers for split, text, _ in parts_of(corpus, n) if split == "train")
+        texts = (
+            stretch.text
+            for n in numbers
+            for split, blocks, document in parts_of(corpus, n)
+            if split == "train"
+            for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, 0, LEARNED)
+        )
         train = lambda: train_bpe(texts, int(spec.removeprefix("bpe:")), eos).json  # noqa: E731
-        content = train() if len(numbers) == 1 else apart(train)
+        content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
         work_folder.keep_tokenizer(work, content)
     return json_tokenizer(content, spec, USUAL_EOS[0] if eos is None else eos)
 

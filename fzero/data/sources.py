@@ -14,7 +14,7 @@ import shutil
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from fzero.data import tables
 from fzero.data.zstd_file import ZstdFile
 
 LARGEST_DOCUMENT = 1 << 32  # bytes, decompressed: a small .gz may hold petabytes
+BLOCK = 1 << 20  # bytes of a document that are in memory together
 PIECES, SMALLEST, LARGEST_PIECE = 256, 1 << 20, 1 << 25  # how many pieces, and the least and most bytes of one
 TEXTS, PACKED = (".txt", ".jsonl", ".py"), (".gz", ".zst")
 SUFFIXES = (*TEXTS, *tables.SUFFIXES)
@@ -55,8 +56,13 @@ class Document(NamedTuple):
 
     file: SourceFile
     number: int  # of its line in the part of the file, from 1 on, or of its row in the file, from 0 on
-    text: str
+    read: Callable[[], Iterable[str]]  # its text in blocks, of a large one read anew
     problem: str = ""  # why it is left out: "empty", "binary", "not UTF-8"; "" when it is good
+
+    @property
+    def text(self) -> str:
+        """The whole text, in memory."""
+        return "".join(self.read())
 
     @property
     def origin(self) -> str:
@@ -152,7 +158,7 @@ def _divided(file: SourceFile, size: int) -> Iterator[SourceFile]:
 
 
 def read_documents(files: Sequence[SourceFile], text_key: str) -> Iterator[Document]:
-    """All documents of `files` in order, one in memory at a time; those to leave out carry their problem.
+    """All documents of `files` in order, a block in memory at a time; those to leave out carry their problem.
 
     Raises ValueError naming a file named by the user that is empty or not UTF-8 text, and any damaged .gz, .zst,
     .parquet or .arrow; naming file and line for a .jsonl line that is not an object with a string at `text_key`.
@@ -214,16 +220,10 @@ def _open(file: SourceFile) -> Iterator[io.BufferedIOBase]:
 
 def _whole_file(file: SourceFile) -> Iterator[Document]:
     with _open(file) as stream:
-        data = stream.read(LARGEST_DOCUMENT + 1)
-    if len(data) > LARGEST_DOCUMENT:
-        raise ValueError(f"{file.name}: a document of more than {LARGEST_DOCUMENT:,} bytes; split it into files")
-    text, problem = "", "empty" if not data else "binary" if b"\0" in data else ""
-    if not problem:
-        try:
-            text = data.decode("utf-8-sig")  # without a byte order mark
-            problem = "" if text else "empty"
-        except UnicodeDecodeError:
-            problem = "not UTF-8"
+        first = stream.read(BLOCK)
+        # A large one is read to its end first, as a byte there may make it no text, and then block by block.
+        read = [first] if len(first) < BLOCK else _blocks(file)
+        problem = problem_of(read, file.name)
     if problem and file.named:
         what = {
             "empty": "is empty",
@@ -231,7 +231,58 @@ def _whole_file(file: SourceFile) -> Iterator[Document]:
             "not UTF-8": "is not UTF-8 text",
         }
         raise ValueError(f"{file.name}: {what[problem]}; convert it to UTF-8 text or leave it out")
-    yield Document(file, 0, text, problem)
+    if isinstance(read, list) or problem:
+        yield Document(file, 0, partial(decoded, [] if problem else [first]), problem)
+    else:
+        yield Document(file, 0, lambda: decoded(_blocks(file)))
+
+
+def _blocks(file: SourceFile) -> Iterator[bytes]:
+    """The bytes of a file, decompressed."""
+    with _open(file) as stream:
+        while block := stream.read(BLOCK):
+            yield block
+
+
+def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
+    """The text of UTF-8 in blocks, without a byte order mark; raises UnicodeDecodeError.
+
+    >>> raw = "né".encode()
+    >>> list(decoded([raw[:2], raw[2:]]))
+    ['n', 'é']
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    for block in blocks:
+        if text := decoder.decode(block):
+            yield text
+    decoder.decode(b"", final=True)
+
+
+def blocks_of(text: str) -> Iterator[str]:
+    """A text in blocks, so that what is made of one block is small."""
+    return (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
+
+
+def problem_of(blocks: Iterable[bytes], name: str) -> str:
+    """Why the text of these blocks is left out, "" if it is not; raises ValueError for too large a one."""
+    size, binary, problem, checked = 0, False, "", codecs.getincrementaldecoder("utf-8-sig")()
+    characters = 0
+    for block in blocks:
+        size, binary = size + len(block), binary or b"\0" in block
+        if size > LARGEST_DOCUMENT:
+            raise ValueError(f"{name}: a document of more than {LARGEST_DOCUMENT:,} bytes; split it into files")
+        if not problem:
+            try:
+                characters += len(checked.decode(block))
+            except UnicodeDecodeError:
+                problem = "not UTF-8"
+    if binary:
+        return "binary"
+    try:
+        checked.decode(b"", final=not problem)
+    except UnicodeDecodeError:
+        problem = "not UTF-8"
+    return problem or ("" if characters else "empty")
 
 
 def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
@@ -244,11 +295,11 @@ def _json_lines(file: SourceFile, text_key: str) -> Iterator[Document]:
                     text = _json_text(line, "", text_key)
                 except ValueError:  # once more, with its place, for which lines are counted
                     text = _json_text(line, _line(file, number), text_key)
-                yield Document(file, number, text, "" if text else "empty")
+                yield Document(file, number, partial(blocks_of, text), "" if text else "empty")
     if not records and file.end is None:
         if file.named:
             raise ValueError(f"{file.name}: is empty; wanted one JSON object a line")
-        yield Document(file, 1, "", "empty")
+        yield Document(file, 1, ().__iter__, "empty")
 
 
 def _lines(stream: io.BufferedIOBase, file: SourceFile) -> Iterator[bytes]:
@@ -278,16 +329,17 @@ def _line(file: SourceFile, number: int) -> str:
 
 def _rows(file: SourceFile, text_key: str) -> Iterator[Document]:
     rows = 0
-    for row, text in tables.column_of(file.path, file.name, text_key, file.begin, file.end):
-        document = Document(file, row, text or "", "" if text else "empty")
-        if text:
+    for row, value in tables.column_of(file.path, file.name, text_key, file.begin, file.end):
+        read = partial(decoded, value) if value else ().__iter__
+        document = Document(file, row, read, "" if value else "empty")
+        for text in read():
             expect_text(text, document.origin, text_key)
         rows += 1
         yield document
     if not rows and file.end is None:
         if file.named:
             raise ValueError(f"{file.name}: is empty; wanted a text a row")
-        yield Document(file, 0, "", "empty")
+        yield Document(file, 0, ().__iter__, "empty")
 
 
 def _json_text(line: bytes, origin: str, text_key: str) -> str:

@@ -4,25 +4,29 @@ saved. It needs pyarrow."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fzero.core import packages
-from fzero.core.foreign import read_json
+from fzero.core.foreign import LARGEST, read_json
 
 SUFFIXES = (".parquet", ".arrow")
-ROWS = 256  # read at a time
+ROWS = 256  # read at a time, or fewer of
+BATCH = 1 << 23  # bytes
+BLOCK = 1 << 20  # bytes of a text that are copied together
 END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow
 
 
 def column_of(
     path: Path, name: str, key: str, begin: int = 0, end: int | None = None
-) -> Iterator[tuple[int, str | None]]:
-    """(the number of a row, from 0 on, and its text at `key` or None) of a file, a few rows in memory at a time.
+) -> Iterator[tuple[int, Sequence[bytes] | None]]:
+    """(the number of a row, from 0 on, and its text at `key` in blocks of UTF-8, or None) of a file, a few rows in
+    memory at a time.
 
     name: of the file, for messages. begin, end: the row groups of a .parquet to read; None: to the last. Raises
-    ValueError if pyarrow is not installed, the file is damaged or truncated, or has no column of texts of this name.
+    ValueError if pyarrow is not installed, the file is damaged or truncated, has no column of texts of this name, or,
+    of a .parquet, a text of more than 64 MB, which pyarrow reads whole.
     """
     with _sound(path, name):
         if path.suffix == ".parquet":
@@ -30,9 +34,30 @@ def column_of(
         else:
             row, batches = 0, _arrow(path, name, key)
         for batch in batches:
-            for text in batch.to_pylist():
-                yield row, text
+            for scalar in batch:
+                found = scalar.as_buffer() if scalar.is_valid else None
+                if found is not None and path.suffix == ".parquet" and found.size > LARGEST:
+                    raise ValueError(
+                        f"{name}, row {row}: a text of {found.size:,} bytes; at most {LARGEST:,} are read of a row of "
+                        ".parquet: split it, or save it as .arrow or .txt"
+                    )
+                yield row, Blocks(found) if found is not None and found.size else None
                 row += 1
+
+
+class Blocks(Sequence[bytes]):
+    """The bytes of a text in blocks, each copied when it is asked for."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.view = memoryview(buffer)
+
+    def __len__(self) -> int:
+        return -(-len(self.view) // BLOCK)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return bytes(self.view[index * BLOCK : (index + 1) * BLOCK])
 
 
 def group_bytes(path: Path, name: str) -> list[int]:
@@ -60,13 +85,27 @@ def _parquet(path: Path, name: str, key: str, begin: int, end: int | None) -> tu
     """The number of the first row of these row groups, and their column by batches."""
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
+    file = pyarrow.parquet.ParquetFile(path, buffer_size=BLOCK, pre_buffer=False)  # no column whole in memory
     expect_texts(file.schema_arrow, name, key)
     groups = range(begin, file.metadata.num_row_groups if end is None else end)
     first = sum(file.metadata.row_group(group).num_rows for group in range(begin))
     # Without threads of its own: its pool would not come along into a process that is forked.
-    batches = file.iter_batches(batch_size=ROWS, row_groups=list(groups), columns=[key], use_threads=False)
-    return first, (batch.column(0) for batch in batches)
+    batches = (
+        batch.column(0)
+        for group in groups
+        for batch in file.iter_batches(
+            batch_size=rows_at_once(file.metadata.row_group(group)),
+            row_groups=[group],
+            columns=[key],
+            use_threads=False,
+        )
+    )
+    return first, batches
+
+
+def rows_at_once(group: Any) -> int:
+    """How many rows of a group are read together, by what they have in the mean."""
+    return max(1, min(ROWS, BATCH * group.num_rows // max(1, group.total_byte_size)))
 
 
 def _arrow(path: Path, name: str, key: str) -> Iterator[Any]:

@@ -145,16 +145,16 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
     Ref: Sennrich et al. 2016, arXiv:1508.07909, section 3.2; over bytes: Radford et al. 2019 (GPT-2), section 2.2.
     """
     from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, trainers
 
     name = f"bpe:{vocab_size}"
     if vocab_size < 257:
         raise ValueError(f"{name}: a byte-level BPE needs at least 257 tokens (256 bytes and the end of a document)")
     eos = USUAL_EOS[0] if eos is None else eos
     library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.pre_tokenizer = _splitter()
     library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = library.pre_tokenizer.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[eos], initial_alphabet=alphabet, show_progress=False
     )
@@ -162,6 +162,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int, eos: str | None = None) -> 
     if (found := library.get_vocab_size()) != vocab_size:
         raise ValueError(f"{name}: this corpus yields only {found} tokens; use bpe:{found} or smaller, or more text")
     return json_tokenizer(library.to_str(), name, eos)
+
+
+def words_of_bpe(text: str) -> list[str]:
+    """The words of a text within which `train_bpe` merges bytes.
+
+    >>> words_of_bpe("a text")
+    ['a', 'Ġtext']
+    """
+    return [word for word, _ in _splitter().pre_tokenize_str(text)]
+
+
+def _splitter() -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
 @checked()

@@ -19,6 +19,8 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
+from fzero.core.pools import deaf_to_interrupts
+
 R = TypeVar("R")
 END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 SERIAL = "TOKENIZERS_PARALLELISM"  # the threads of the tokenizers library, which a forked process does not have
@@ -100,7 +102,7 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             ours, theirs = context.Pipe()
             others = [ours, *(connection for _, connection in started)]
             process = context.Process(target=_serve, args=(work, theirs, others, os.getpid()), daemon=True)
-            with _uncollected(), warnings.catch_warnings():
+            with _uncollected(), deaf_to_interrupts(), warnings.catch_warnings():
                 # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
                 # of theirs, nor of torch's and of loggers.
                 warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
@@ -133,7 +135,6 @@ def _serve(work: Callable[[int], Any], connection: Any, others: list[Any], paren
     """Answer numbers with (result, error), until there are no more."""
     gc.freeze()  # garbage of the parent is not ended here: that may take threads, which a forked process does not have
     gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)

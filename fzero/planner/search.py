@@ -9,10 +9,9 @@ would run too many layers. Every number of the result comes from an exact trace 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from fzero import models
 from fzero.core import tables
 from fzero.core.arguments import checked
+from fzero.core.pools import Pool
 from fzero.core.storage import write_text
 from fzero.models import ModelConfig
 from fzero.planner import experts, extrapolate, pipelined
@@ -148,7 +148,7 @@ class InProcess(Executor):
 
 def tracers(workers: int) -> Executor:
     """The Executor that traces: `workers` processes, or this one."""
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) if workers > 1 else InProcess()
+    return Pool(workers) if workers > 1 else InProcess()
 
 
 def trace_candidate(config: RunConfig, c: Candidate, device: Device) -> PlanReport:

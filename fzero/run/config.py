@@ -212,7 +212,7 @@ class Guard:
     spike: str = "off"  # a loss far above those before it: off, skip or rollback
     sigmas: float = 6.0  # how far above their mean is a spike, in their standard deviations
     window: int = 100  # steps that the mean and the deviation remember
-    warmup: int = 100  # losses seen before one is judged
+    warmup: int = 50  # losses seen before one is judged
     rollback_steps: int = 0  # a rollback goes back at least this many steps
     max_rollbacks: int = 10  # without a new checkpoint after the step that went wrong, at which the run ends
     check_every: int = 0  # steps between two comparisons of the ranks' results and replicas; 0: none

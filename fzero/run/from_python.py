@@ -37,7 +37,7 @@ def train_run(
     2
     0
     """
-    options, coordinator = options or Options(), join()
+    options, coordinator = options or Options(), join(**{"hang_s": config.train.hang_s} if config is not None else {})
     if not coordinator.first:
         options = options._replace(say=lambda line: None)
     try:

@@ -157,7 +157,7 @@ def train_steps(attempt: Attempt, state: TrainState, stop: list[int]) -> tuple[T
         meter, recorded, make_step = stack.enter_context(measure_steps(attempt, first))
         rows = stack.enter_context(Rows(attempt, meter, record, tried))
         while step < until and not (signal := any_rank(stop[0] if stop else 0, mesh)):
-            coordinator.step = step
+            coordinator.step, coordinator.made = step, step > first
             batch = meter.fetch(batches)
             with observe() as used:
                 state, metrics = make_step(state, batch, step + 1)

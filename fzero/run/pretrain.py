@@ -326,6 +326,7 @@ def place(config: RunConfig, coordinator: Coordinator) -> tuple[RunConfig, Mesh,
         lines.append(f"mesh: dp={coordinator.size}, all {coordinator.size} processes (--mesh says otherwise)")
     if config.host_memory_gb:
         lines.append(f"host memory: {gigabytes(machine.host_memory(config))}, as host_memory_gb says")
+    coordinator.hang_s = config.train.hang_s
     # Longer than the watchdog, whose report of a late rank is better.
     mesh = coordinator.mesh(config.mesh, max(TIMEOUT_S, config.train.hang_s + 60.0), device)
     if coordinator.size > 1 or device != gpu.HOST:

@@ -1,14 +1,16 @@
 """Loss spikes: a running mean and variance of the loss, as part of the state, and losses far above them.
 
-With the losses x_1, x_2, ... and the rate r_t = max(1/t, 1/window), as in Finch 2009, "Incremental calculation of
-weighted mean and variance", section 9:
+With the losses x_1, x_2, ... and the rate r_t = max(1/t, r), as in Finch 2009, "Incremental calculation of weighted
+mean and variance", section 9:
 
-    d = x_t - mean;  mean += r_t d;  var = (1 - r_t) (var + r_t d^2)
+    d = x_t - mean;  mean += r_t d;  var = (1 - r_t) (var + r_t d^2);  r = min(8 / window, 1/3), or 1 / window if larger
 
-So they are the plain mean and variance of the first `window` losses, and from then on forget with 1 - 1/window a step.
-A loss above mean + sigmas sqrt(var) of those before it is a spike. To leave out the update of such a step, and the 6
-sigmas, are `SkipStepOptimizer` of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128 losses
-themselves."""
+So they are the plain mean and variance of the first losses, and from then on forget so fast that the last `window`
+losses have all of the weight but exp(-8): what fell by 5 before them adds less than 0.1 to the deviation. With
+r = 1 / window a third of the weight would be older, and the first losses of a run would hide spikes for hundreds of
+steps. A loss above mean + sigmas sqrt(var) of those before it is a spike. To leave out the update of such a step, and
+the 6 sigmas, are `SkipStepOptimizer` of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128
+losses themselves."""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ LOSS = "loss"  # the name of the statistics in `state.extra`
 class Spike:
     """The rule by which a loss is a spike: it exceeds the mean of the losses before it by `sigmas` standard deviations.
 
-    window: the number of losses that mean and deviation remember. warmup: the number of losses that are seen before the
-    first one is judged, at least 1.
+    window: the number of losses that mean and deviation remember; older ones have 0.03% of the weight, with a window
+    below 24 more. warmup: the number of losses that are seen before the first one is judged, at least 1.
     Raises ValueError unless sigmas > 0, window >= 1 and warmup >= 1.
 
     >>> from fzero.train.spike import init_stats, judge
@@ -41,12 +43,21 @@ class Spike:
 
     sigmas: float = 6.0
     window: int = 100
-    warmup: int = 100
+    warmup: int = 50
 
     def __post_init__(self) -> None:
         expect_fields(self)
         if not (self.sigmas > 0 and self.window >= 1 and self.warmup >= 1):
             raise ValueError(f"spike: {self} needs sigmas above 0, and window and warmup of at least 1")
+
+    @property
+    def rate(self) -> float:
+        """The least weight of a loss that enters the statistics.
+
+        >>> Spike(window=100).rate, Spike(window=2).rate
+        (0.08, 0.5)
+        """
+        return max(1.0 / self.window, min(8.0 / self.window, 1.0 / 3.0))
 
 
 @dataclass(frozen=True)
@@ -86,14 +97,14 @@ def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossSta
     """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
 
     A spike enters the statistics as the largest loss that is none: one of them moves them little, and if all losses
-    have risen for good, the bound follows within tens of steps. A loss that is not finite is a spike, and does not
+    have risen for good, the bound follows within some fifteen steps. A loss that is not finite is a spike, and does not
     enter."""
     x = loss.detach().to(torch.float64)
     bound = stats.mean + spike.sigmas * stats.var.sqrt()
     judged = stats.count >= spike.warmup
     bad = judged & ~(x <= bound)
     clipped = torch.where(bad, bound, x)
-    rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=1.0 / spike.window)
+    rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=spike.rate)
     d = clipped - stats.mean
     new = LossStats(stats.mean + rate * d, (1.0 - rate) * (stats.var + rate * d * d), stats.count + 1)
     enters = torch.isfinite(x)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fzero.comm.communicator import Communicator
 from fzero.core import gpu
+from fzero.core.pools import begin_spawning, deaf_to_interrupts
 from fzero.planner.calibrate.timed import Figure, warm_heap
 from fzero.sharding.mesh import Mesh, make_mesh
 
@@ -45,11 +46,13 @@ def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", tim
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
+    begin_spawning()
     try:
         for rank in range(n):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(rank, n, store.port, device, there, f, args), daemon=True)
-            process.start()
+            with deaf_to_interrupts():
+                process.start()
             there.close()
             pipes.append(here)
             processes.append(process)
@@ -69,10 +72,11 @@ def on_ranks(n: int, f: Callable[..., Any], *args: Any, device: str = "cpu", tim
                     problem = f"it ended with exit code {processes[waiting[pipe]].exitcode}"
                 if problem:
                     raise ValueError(f"process {waiting[pipe]} of {n} of the measurement failed: {problem}")
+        for process in processes:
+            process.join(5.0)
         return [results[rank] for rank in range(n)]
     finally:
         for process in processes:
-            process.join(5.0)
             process.kill()
 
 

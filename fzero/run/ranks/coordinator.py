@@ -56,6 +56,7 @@ class Coordinator:
         store: dist.Store | None = None,
         lasting: dist.Store | None = None,
         names: list[str] | None = None,
+        hang_s: float = TIMEOUT_S,
     ) -> None:
         self.rank, self.size, self.local_size = rank, size, local_size
         self.store, self.lasting, self.names = store, lasting, names or []
@@ -64,8 +65,10 @@ class Coordinator:
         self.signalled = False  # whether this process itself received a signal while training
         # Read by the watchdog from another thread.
         self.step, self.waiting = 0, ""
+        self.watched = False  # whether there is a watchdog, which ends what waits too long
         self.trains = False  # whether it makes the steps of a run
-        self.hang_s = 0.0  # then: seconds without progress of a rank after which all ranks end; 0: never
+        self.made = False  # whether it has made one
+        self.hang_s = hang_s  # seconds without progress of a rank after which all ranks end; 0: never
         self.stops: list[int] = []  # where it puts the number of a signal to a spare
         self.at: Mesh | None = None
         self.notices = True  # whether a wait for a rank that is gone fails: gloo's does, NCCL's does not
@@ -106,8 +109,9 @@ class Coordinator:
         self.asked += 1
         key = str(self.asked)
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
+        limit = None if self.watched else self.hang_s or None
         return self.share(
-            lambda: [json.loads(self._hear(f"{key}/{rank}", f"rank {rank}", TIMEOUT_S)) for rank in range(self.size)]
+            lambda: [json.loads(self._hear(f"{key}/{rank}", f"rank {rank}", limit)) for rank in range(self.size)]
         )
 
     def compare(self, values: dict[str, Any], fix: str) -> None:
@@ -137,7 +141,9 @@ class Coordinator:
                 # PyTorch would end this process by SIGABRT and many lines; the watchdog says one, and names the rank.
                 os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             store = dist.PrefixStore("group", self.store)
+            self.waiting = "all ranks, to connect"
             start_processes(device, timeout_s, store=store, rank=self.rank, world_size=self.size)
+            self.waiting = ""
         if self.size == 1 and self.spares and math.prod(sizes.values()) == 1:
             self.at = one_process()
         else:
@@ -235,10 +241,11 @@ class Coordinator:
             ) from None
 
 
-def join(timeout_s: float = 60.0) -> Coordinator:
+def join(timeout_s: float = 60.0, hang_s: float = TIMEOUT_S) -> Coordinator:
     """The coordinator of this process, once all processes that torchrun started have joined.
 
-    timeout_s: for the store.
+    timeout_s: for the store. hang_s: for the other processes, and what the coordinator has until a config says more; 0:
+    without end.
     Raises ValueError if the environment is not torchrun's, or its store does not answer; TimeoutError if a rank
     does not come."""
     if not under_torchrun():
@@ -246,8 +253,8 @@ def join(timeout_s: float = 60.0) -> Coordinator:
     expect_environment()
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     lasting = torchrun_store(timeout_s)
-    number, names = meet(lasting, rank, size, TIMEOUT_S)
-    return Coordinator(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names)
+    number, names = meet(lasting, rank, size, hang_s)
+    return Coordinator(rank, size, local, dist.PrefixStore(str(number), lasting), lasting, names, hang_s)
 
 
 def rank_0_keeps_store() -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fzero.comm.mesh_text import mesh_text
 from fzero.run.batch_ramp import shared_batch
 from fzero.run.config import RunConfig
-from fzero.run.ranks.coordinator import OVER, STOP, TIMEOUT_S, Coordinator, Ended
+from fzero.run.ranks.coordinator import OVER, STOP, Coordinator, Ended
 from fzero.run.ranks.signals import stop_signals
 from fzero.run.ranks.watchdog import BEAT_S, SILENT_S, read_beats
 
@@ -69,9 +69,9 @@ def stand_by(coordinator: Coordinator) -> int:
                 store.set(STOP, str(received[0]))
             if signalled_at and now - heard > SILENT_S:
                 return received[0]  # torchrun ends the others too, and did not wait for them
-            if now - heard > TIMEOUT_S:
+            if 0 < coordinator.hang_s < now - heard:
                 raise TimeoutError(
-                    f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {TIMEOUT_S:g} s"
+                    f"rank {coordinator.rank}, a spare: no other rank gives a sign of life for {coordinator.hang_s:g} s"
                 )
             time.sleep(0.1)
         stopped = int(store.get(OVER))

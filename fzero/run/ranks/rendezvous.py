@@ -9,21 +9,28 @@ another one when a name changes, until all have accepted."""
 from __future__ import annotations
 
 import json
+import sys
 import time
 import uuid
 
 import torch.distributed as dist
+
+SAY_S = 10.0  # a wait of so long is told
+BEAT_S = 1.0  # between two signs of life
+SILENT_S = 8.0  # without a sign of life, a process that has given some is gone
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int, list[str]]:
     """(the number of this coordinator in `store`, from 1; the names of its processes by rank), the same on all of its
     processes.
 
-    Raises TimeoutError naming the ranks that do not come, ValueError if another process has taken this one's rank
-    meanwhile."""
+    timeout_s: how long to wait for the others; 0: without end. The first rank that is there says after SAY_S whom it
+    waits for. Raises TimeoutError naming the ranks that do not come, or have come and are gone, ValueError if another
+    process has taken this one's rank meanwhile."""
     mine = uuid.uuid4().hex
     store.set(f"hello/{rank}", mine)
-    number, names, end, pause = 0, [""] * size, time.monotonic() + timeout_s, 0.002
+    number, names, begin, pause = 0, [""] * size, time.monotonic(), 0.002
+    signs = Signs(store, rank, size)
     while True:
         found = read_hellos(store, size)
         if found[rank] != mine:
@@ -47,14 +54,51 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float) -> tuple[int
         if rank == 0 and number and not missing:
             store.set(f"{number}/complete", "")
             return number, names
-        if time.monotonic() > end:
-            late = [str(r) for r in range(size) if not found[r]] or [str(r) for r in missing] or ["0"]
+        late = [r for r in range(size) if not found[r]] or missing or [0]
+        gone, waited = signs.silent(), time.monotonic() - begin
+        if gone or 0 < timeout_s < waited:
             raise TimeoutError(
-                f"rank {', '.join(late)} did not come within {timeout_s:g} s; look what it is doing, and "
-                "start all ranks again"
+                f"rank {', '.join(map(str, gone))} is gone: no sign of life for {SILENT_S:g} s while the ranks start"
+                if gone
+                else f"rank {', '.join(map(str, late))} did not come within {timeout_s:g} s (train.hang_s); look what "
+                "it is doing, and start all ranks again"
+            )
+        heard = late == [0] and signs.quiet.get(0) == 0  # it waits too, and says for whom
+        if waited > SAY_S and not (signs.told or heard) and rank == min({*range(size)} - {*late}, default=rank):
+            signs.told = True
+            until = f", at most {timeout_s:g} s (train.hang_s)" if timeout_s else ""
+            print(
+                f"rank {rank} waits for rank {', '.join(map(str, late))} to start{until}", file=sys.stderr, flush=True
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
+
+
+class Signs:
+    """The signs of life of the processes that meet: each gives one every BEAT_S, and looks at the others'."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.next, self.told = 0.0, False
+        self.last: dict[int, bytes] = {}
+        self.quiet: dict[int, int] = {}  # looks since the last sign of those that have given one meanwhile
+
+    def silent(self) -> list[int]:
+        """The ranks that have given a sign while this one waits, and none for SILENT_S."""
+        now = time.monotonic()
+        if now < self.next:
+            return []
+        self.next = now + BEAT_S
+        self.store.set(f"meets/{self.rank}", uuid.uuid4().hex)
+        for rank in {*range(self.size)} - {self.rank}:
+            key = f"meets/{rank}"
+            sign = self.store.get(key) if self.store.check([key]) else b""
+            if rank in self.last and sign != self.last[rank]:
+                self.quiet[rank] = 0
+            elif rank in self.quiet:
+                self.quiet[rank] += 1
+            self.last[rank] = sign
+        return [rank for rank, looks in self.quiet.items() if looks * BEAT_S > SILENT_S]
 
 
 def read_hellos(store: dist.Store, size: int) -> list[str]:

@@ -5,7 +5,8 @@ top of its stack. The main thread pays for that with three attributes a collecti
 NCCL does not notice that a rank is gone, and its waits do not even return: so a rank whose main thread makes no
 progress on GPUs looks for the signs of its neighbour.
 A rank whose own main thread makes no progress reads the others', and after `hang_s` reports which of them hangs
-and what the rest wait for."""
+and what the rest wait for. Outside of steps, where ranks import, read a corpus or compile, a rank makes progress too if
+its stack changes, or it and the processes that it started compute; and one that waits says after SAY_S for whom."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ from typing import NamedTuple
 
 from fzero.comm.agreement import Call
 from fzero.run.ranks.coordinator import AGAIN, LOST_S, STOP, Coordinator, end_as_orphan
+from fzero.run.ranks.rendezvous import SAY_S
 from fzero.sharding import Mesh
 
 BEAT_S = 1.0  # between two signs of life
 SILENT_S = 8.0  # without a sign of life after a SIGTERM, a rank counts as gone
+LONG_S = 30.0  # without one where the next rank waits for a message: a long call may keep Python from its threads
 CLEAR_S = 20.0  # after a failure before the first step, to remove what a rank has written; torchrun kills after 30
+WORK_S = 0.01  # processor time between two looks, of what works
 ABORT_S = 5.0  # for NCCL to end what is under way
 STALE_S = 3.0  # without one at a hang, a process counts as stopped
 DONE = b"done"  # in place of a sign of life: the rank's training is over
@@ -39,7 +43,7 @@ class Beat(NamedTuple):
 
     number: int  # of the sign, from 1
     idle_s: float  # without progress
-    step: int  # steps made
+    step: int  # steps made; -1 outside of the steps of a run
     calls: int  # collectives begun
     last: str  # the last of them
     waits: str  # what it waits in for others; "" if it waits for nobody
@@ -64,12 +68,14 @@ def watch(coordinator: Coordinator) -> Iterator[None]:
     before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(coordinator, ours, over), name="fzero-watch")
+    coordinator.watched = True
     thread.start()
     try:
         yield
         coordinator.store.set(f"beat/{coordinator.rank}", DONE.decode())
     finally:
         over.set()
+        coordinator.watched = False
         signal.set_wakeup_fd(before)
         with contextlib.suppress(OSError):
             theirs.send(b"\0")
@@ -88,7 +94,7 @@ def _heed(coordinator: Coordinator, received: bytes) -> bool:
 
 @contextlib.contextmanager
 def watch_steps(coordinator: Coordinator, hang_s: float, stops: list[int]) -> Iterator[None]:
-    """A context of the steps of a run: where `watch` looks for ranks that hang, and hands signals to `stops`."""
+    """A context of the steps of a run: where `watch` counts them as progress, and hands signals to `stops`."""
     coordinator.trains, coordinator.hang_s, coordinator.stops = True, hang_s, stops
     try:
         yield
@@ -105,28 +111,28 @@ def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Even
     number, before, term, reason, seen = 0, None, 0.0, 0.0, {}
     quiet, sign = 0, b""  # looks since the neighbour's last sign, and that sign: for transports that do not notice
     heard: dict[int, tuple[bytes, float]] = {}  # at a hang: the last sign of each rank, and when it came
+    work, told = Work(), None
     # Without a store there is little to look at.
     with contextlib.suppress(RuntimeError):
         store.set(f"process/{coordinator.rank}", str(os.getpid()))
         while not over.is_set() and main.is_alive():
-            number, now, place = number + 1, time.monotonic(), progress_of(coordinator)
-            mine.size, hang_s = coordinator.size, coordinator.hang_s if coordinator.trains else 0.0
+            number, now, place = number + 1, time.monotonic(), (*progress_of(coordinator), work.look(coordinator, main))
+            mine.size = coordinator.size
             if place != before:
                 before, moved = place, now
-            store.set(f"beat/{coordinator.rank}", json.dumps(beat_of(coordinator, number, now - moved, main.ident)))
+            beat = beat_of(coordinator, number, now - moved, main.ident)
+            store.set(f"beat/{coordinator.rank}", json.dumps(beat))
             if coordinator.spares and coordinator.first and not coordinator.stops and store.check([STOP]):
                 coordinator.stops.append(int(store.get(STOP)))
             if select.select([wakeup], [], [], BEAT_S)[0] and _heed(coordinator, wakeup.recv(64)) and not term:
                 term, seen = now, read_beats(mine)
-            if not coordinator.notices and not term and coordinator.size > 1:
+            # A wait for a message in the store notices the end of torchrun or of rank 0's store, and no other.
+            if (not coordinator.notices or coordinator.waiting) and not term and coordinator.size > 1:
                 # Looks, not seconds: a job that was suspended as a whole finds all signs old.
-                # A wait for a message in the store notices the end of torchrun or of rank 0 itself, and may be for
-                # long work of rank 0, such as a corpus that it prepares.
                 found = read_beat(mine, (coordinator.rank - 1) % coordinator.size)
-                still = now - moved >= 2 * BEAT_S and not coordinator.waiting
-                quiet = quiet + 1 if found and found == sign and still else 0
+                quiet = quiet + 1 if found not in (b"", DONE) and found == sign and now - moved >= 2 * BEAT_S else 0
                 sign = found
-                if quiet * BEAT_S >= SILENT_S:
+                if quiet * BEAT_S >= (LONG_S if coordinator.waiting else SILENT_S):
                     # A rank that has not given its first sign is not gone: it may still begin.
                     term, seen = now, dict.fromkeys(range(coordinator.size), b"") | read_beats(mine)
             if mine.reason() and not reason:
@@ -137,37 +143,107 @@ def _watch(coordinator: Coordinator, wakeup: socket.socket, over: threading.Even
                 end_process(coordinator)
             end_as_orphan()
             if term and now - term > SILENT_S:
-                found = read_beats(mine)
-                gone = [
-                    str(rank)
-                    for rank in range(coordinator.size)
-                    if found.get(rank) != DONE and found.get(rank) == seen.get(rank)
-                ]
-                term, seen = now, found
-                if gone:
-                    say_and_end(
-                        coordinator,
-                        mine,
-                        f"rank {coordinator.rank}: rank {', '.join(gone)} is gone: no sign of life for {SILENT_S:g} "
-                        f"s; {AGAIN}",
-                    )
-            # Start at half of the time, to have signs to compare with at its end.
-            if not hang_s or coordinator.size == 1 or now - moved < hang_s / 2:
-                heard = {}
-                continue
-            for rank, sign in read_beats(mine).items():
-                if rank not in heard or heard[rank][0] != sign:
-                    heard[rank] = sign, now
-            if now - moved >= hang_s:
-                states = {rank: Beat(*json.loads(sign)) for rank, (sign, _) in heard.items() if sign != DONE}
-                stale = {rank: now - at for rank, (sign, at) in heard.items() if sign != DONE and now - at >= STALE_S}
-                text = verdict(states, stale, hang_s)
-                if text:
-                    for rank in stale:
-                        kill_sibling(int(store.get(f"process/{rank}")))
-                    say_and_end(coordinator, mine, text)
+                term, seen = now, say_who_is_gone(coordinator, mine, seen)
+            if now - moved >= SAY_S and not coordinator.made and told != before and beat.waits:
+                told = before
+                say_whom(mine, coordinator.hang_s)
+            heard = look_for_hang(coordinator, mine, now - moved, heard)
     while not over.wait(BEAT_S) and main.is_alive():  # without a store
         end_as_orphan()
+
+
+def say_who_is_gone(coordinator: Coordinator, mine: Coordinator, seen: Mapping[int, bytes]) -> dict[int, bytes]:
+    """End this process if a rank has given no sign since those that were `seen`; returns the signs."""
+    found = read_beats(mine)
+    gone = [
+        str(rank) for rank in range(coordinator.size) if found.get(rank) != DONE and found.get(rank) == seen.get(rank)
+    ]
+    if gone:
+        who = f"rank {coordinator.rank}: rank {', '.join(gone)} is gone"
+        say_and_end(coordinator, mine, f"{who}: no sign of life for {SILENT_S:g} s; {AGAIN}")
+    return found
+
+
+def look_for_hang(
+    coordinator: Coordinator, mine: Coordinator, idle_s: float, heard: dict[int, tuple[bytes, float]]
+) -> dict[int, tuple[bytes, float]]:
+    """End all ranks if one hangs; returns the last sign of each rank and when it came, where this one is idle."""
+    hang_s, now = coordinator.hang_s, time.monotonic()
+    # Start at half of the time, to have signs to compare with at its end.
+    if not hang_s or coordinator.size == 1 or idle_s < hang_s / 2:
+        return {}
+    for rank, sign in read_beats(mine).items():
+        if rank not in heard or heard[rank][0] != sign:
+            heard[rank] = sign, now
+    if idle_s >= hang_s:
+        states = states_of({rank: sign for rank, (sign, _) in heard.items()})
+        stale = {rank: now - at for rank, (_, at) in heard.items() if rank in states and now - at >= STALE_S}
+        text = verdict(states, stale, hang_s)
+        if text:
+            for rank in stale:
+                kill_sibling(int(mine.store.get(f"process/{rank}")))  # pyright: ignore[reportOptionalMemberAccess]
+            say_and_end(coordinator, mine, text)
+    return heard
+
+
+def say_whom(mine: Coordinator, hang_s: float) -> None:
+    """Say for whom ranks wait before the first step is made, if this is the first of those that wait."""
+    states = states_of(read_beats(mine))
+    waiting = [rank for rank, s in sorted(states.items()) if s.waits and s.idle_s >= SAY_S - 2 * BEAT_S]
+    if waiting[:1] != [mine.rank]:
+        return
+    others = [
+        f"rank {rank}, {f'at {states[rank].at}' if rank in states else 'of which there is no sign of life'}"
+        for rank in range(mine.size)
+        if rank not in waiting
+    ]
+    limit = f"; train.hang_s ends all after {hang_s:g} s without progress" if hang_s else ""
+    who = f"rank {', '.join(map(str, waiting))} wait{'s' * (len(waiting) == 1)} in {states[mine.rank].waits}"
+    print(f"{who}, for {'; '.join(others) or 'one another'}{limit}", file=sys.stderr, flush=True)
+
+
+def states_of(signs: Mapping[int, bytes]) -> dict[int, Beat]:
+    """The states in the last signs of ranks, without those that are done or spare."""
+    return {rank: Beat(*json.loads(sign)) for rank, sign in signs.items() if sign.startswith(b"[")}
+
+
+class Work:
+    """Whether a main thread works outside of steps, where no collective says so."""
+
+    def __init__(self) -> None:
+        self.number, self.cpu, self.stack = 0, 0.0, ()
+
+    def look(self, coordinator: Coordinator, main: threading.Thread) -> int:
+        """A number that has changed since the last look if it works."""
+        if (coordinator.trains and coordinator.made) or waits_of(coordinator):
+            return self.number
+        cpu, stack = cpu_seconds(), stack_of(main.ident)
+        self.number += stack != self.stack or cpu - self.cpu > WORK_S
+        self.cpu, self.stack = cpu, stack
+        return self.number
+
+
+def cpu_seconds() -> float:
+    """The processor time of this process but its calling thread, and of the processes below it."""
+    times, tick = os.times(), os.sysconf("SC_CLK_TCK")
+    total = time.process_time() - time.thread_time() + times.children_user + times.children_system
+    below = list(Path("/proc/self/task").glob("*/children"))
+    while below:
+        with contextlib.suppress(OSError, ValueError):  # one that has ended, or a system without these files
+            for process in below.pop().read_text().split():
+                fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / tick
+                below += Path(f"/proc/{process}/task").glob("*/children")
+    return total
+
+
+def stack_of(thread: int | None) -> tuple[tuple[int, int], ...]:
+    """The Python stack of a thread, as a value that changes when it goes on."""
+    found, frame = [], None if thread is None else sys._current_frames().get(thread)
+    while frame is not None:
+        found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def read_beat(coordinator: Coordinator, rank: int) -> bytes:
@@ -228,26 +304,32 @@ def progress_of(coordinator: Coordinator) -> tuple[object, ...]:
     )
 
 
+def waits_of(coordinator: Coordinator) -> str:
+    """What the main thread waits in for others; "" if it waits for nobody."""
+    agreement = coordinator.at.agreement if coordinator.at is not None else None
+    call = agreement.waiting if agreement is not None else None
+    if call is not None:
+        return f"{brief(call)} (#{call.number})"
+    return f"a message of {coordinator.waiting}" if coordinator.waiting else ""
+
+
 def beat_of(coordinator: Coordinator, number: int, idle_s: float, main: int | None) -> Beat:
     """The current Beat of this rank."""
     agreement = coordinator.at.agreement if coordinator.at is not None else None
-    last, call = (brief(agreement.last), agreement.waiting) if agreement is not None else ("", None)
-    waits = (
-        f"{brief(call)} (#{call.number})"
-        if call is not None
-        else f"a message of {coordinator.waiting}"
-        if coordinator.waiting
-        else ""
-    )
     return Beat(
         number,
         round(idle_s, 1),
-        coordinator.step,
+        coordinator.step if coordinator.trains else -1,
         agreement.number if agreement is not None else 0,
-        last,
-        waits,
+        brief(agreement.last) if agreement is not None else "",
+        waits_of(coordinator),
         stack_top(main),
     )
+
+
+def step_text(s: Beat) -> str:
+    """Where in a run a rank is."""
+    return f"step {s.step + 1}" if s.step >= 0 else "work before or after the steps"
 
 
 def brief(call: Call | None) -> str:
@@ -291,11 +373,11 @@ def verdict(states: Mapping[int, Beat], stale: Mapping[int, float], hang_s: floa
             how = f"no progress for {s.idle_s:.0f} s, in"
         waits = f" waiting in {s.waits}" if s.waits else ""
         passed = "" if s.waits else f", after {s.last} (#{s.calls})" if s.last else ", before any collective"
-        hangs.append(f"rank {rank} hangs: {how} step {s.step + 1}{waits} at {s.at or 'an unknown place'}{passed}")
+        hangs.append(f"rank {rank} hangs: {how} {step_text(s)}{waits} at {s.at or 'an unknown place'}{passed}")
     waiting: dict[str, list[int]] = {}
     for rank, s in sorted(states.items()):
         if rank not in hung and s.waits:
-            waiting.setdefault(f"{s.waits}, step {s.step + 1}", []).append(rank)
+            waiting.setdefault(f"{s.waits}, {step_text(s)}", []).append(rank)
     others = [
         f"rank {', '.join(map(str, ranks))} wait{'s' * (len(ranks) == 1)} in {what}" for what, ranks in waiting.items()
     ]
