@@ -10,7 +10,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model
+from fzero.models.base import Batch, Ctx, Loss, Model, leaf_shapes
 from fzero.models.by_source import sums_by_source
 from fzero.models.layers import enter
 from fzero.models.preference import expect_own_head
@@ -43,7 +43,8 @@ def by_position(model: Model) -> Model:
         h, w = enter(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
         targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
         cap = getattr(model.config, "logit_cap", 0.0)
-        losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets, mask, axis=ctx.mesh["tp"], cap=cap).double()
+        options = {"axis": ctx.mesh["tp"], "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
+        losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets, mask, **options).double()
         counts, place = counted_tokens(targets, mask), places(batch["targets"], ctx)
         ends = position_ranges(place.shape[-1])
         # Of sequences split over cp a rank has the losses of some positions.

@@ -18,7 +18,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model, with_still_leaves
+from fzero.models.base import Batch, Ctx, Loss, Model, leaf_shapes, with_still_leaves
 from fzero.models.forward import loss
 from fzero.models.layers import enter
 
@@ -155,7 +155,8 @@ def answer_sums(model: Model, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -
     mask = batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
     targets = batch["targets"]
-    losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, axis=ctx.mesh["tp"], cap=cap)
+    options = {"axis": ctx.mesh["tp"], "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
+    losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, **options)
     return sum_by_document(-losses.reshape(targets.shape), batch, own_positions(ctx))
 
 
