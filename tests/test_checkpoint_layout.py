@@ -26,7 +26,7 @@ from fzero.checkpoint.layout import (
 from fzero.checkpoint.reader import overlapping_parts
 from fzero.core.storage import PAGE
 from fzero.sharding import Spec, fake_mesh
-from fzero.sharding.slices import local_slice
+from fzero.sharding.slices import local_slice, parts_as_chunks
 
 MESHES = [
     {},
@@ -61,7 +61,13 @@ def case(seed):
     shape = [draw.choice([1, 2, 3, 4, 5, 6, 7, 8, 12]) * math.prod(sizes[axis] for axis in named) for named in spec]
     if dims and draw.random() < 0.05:
         shape[draw.randrange(dims)] = 0
-    return sizes, tuple(shape), draw.choice(DTYPES), Spec(tuple(tuple(named) for named in spec))
+    parts = ()
+    if ["tp"] in spec and draw.random() < 0.5:  # tp does not divide the dim
+        shape[dim := spec.index(["tp"])] += draw.randint(1, sizes["tp"] - 1)
+        while not (parts := parts_as_chunks(shape[dim], sizes["tp"]))[-1]:
+            shape[dim] += 1
+    parts = parts if len(set(parts)) > 1 else ()
+    return sizes, tuple(shape), draw.choice(DTYPES), Spec(tuple(tuple(named) for named in spec), parts=parts)
 
 
 def laid_out(sizes, shape, dtype, spec, number=0, **options):
@@ -75,7 +81,8 @@ def laid_out(sizes, shape, dtype, spec, number=0, **options):
         assert mine[-1].start == start
         for part in mine[-1].parts:
             first = [p * n for p, n in zip(part, mine[-1].layout.part)]
-            assert all(s <= f and f + n <= s + k for s, k, f, n in zip(start, size, first, mine[-1].layout.part))
+            last = [min(f + n, whole) for f, n, whole in zip(first, mine[-1].layout.part, shape)]
+            assert all(s <= f < end <= s + k for s, k, f, end in zip(start, size, first, last))
     assert len({m.layout for m in mine}) == 1 and mine[0].layout.shape == shape
     return mine[0].layout, [m.parts for m in mine]
 
@@ -87,7 +94,7 @@ def box_of(layout, part, place):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_element_is_in_one_chunk_of_one_part_of_one_rank(fine, seed):
-    several, shared = 0, 0
+    several, shared, uneven = 0, 0, 0
     for i in range(60):
         sizes, shape, dtype, spec = case(f"{seed}/{i}")
         layout, by_rank = laid_out(sizes, shape, dtype, spec, number=i)
@@ -108,7 +115,8 @@ def test_every_element_is_in_one_chunk_of_one_part_of_one_rank(fine, seed):
         assert (seen == 1).all()
         several += layout.chunks > 1
         shared += sum(map(bool, by_rank)) > math.prod(sizes[axis] for axis in spec.axes)
-    assert several > 8 and shared > 5
+        uneven += bool(spec.parts)
+    assert several > 8 and shared > 5 and uneven > 2
 
 
 @pytest.mark.parametrize("most", [1, 4, 9])

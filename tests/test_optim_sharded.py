@@ -94,9 +94,9 @@ def train(tx, params, gradient, form, steps=5):
     return params, state
 
 
-def compare_steps(mesh, name, plant=lambda layout: layout, steps=5, rows=()):
+def compare_steps(mesh, name, plant=lambda layout: layout, steps=5, rows=(), specs=SPECS):
     """On one rank: steps on shards are the own part of those on whole leaves, in each form; so is the state."""
-    specs = with_rows(SPECS, rows) if rows else SPECS
+    specs = with_rows(specs, rows) if rows else specs
     layout = plant(optim.sharded(specs, mesh, like=whole_params()))
     on_shards, on_whole = make(name, 0.1, layout), make(name, 0.1)
     assert on_shards.needs == "elementwise"
@@ -155,6 +155,33 @@ def test_no_sum_over_ranks_is_of_what_they_share(name):
     ranks.run(4, checked_steps, name, mesh={"dp": 2, "tp": 2})
 
 
+# Dims that tp=3 does not divide: rows and columns of matrices, layer by layer, and of a vector.
+UNEVEN = {
+    "embed/tokens": "[V/tp, D] %3,3,2",
+    "blocks/ln/scale": "[L/pp, D/tp] %3,3,2",
+    "blocks/mlp/w_in": "[L/pp, D/tp, F] %3,3,2",
+    "blocks/moe/w_up": "[L/pp, E, D, F/tp] %3,3,2",
+    "blocks/moe/router": "[L/pp, D/tp, E] %2,2,1",
+    "head/norm/scale": "[D/tp] %3,3,2",
+}
+UNEVEN_SPECS = pytree.map_named(lambda name, spec: Spec.parse(UNEVEN[name]) if name in UNEVEN else spec, SPECS)
+
+
+def compare_uneven(mesh, names):
+    """Steps as in `compare_steps`, and both norms, on parts of unlike sizes."""
+    for name in names:
+        compare_steps(mesh, name, steps=3, specs=UNEVEN_SPECS)
+    grads = tree(3, SHAPES)
+    layouts_ = [optim.sharded(UNEVEN_SPECS, mesh, like=grads, ordered=ordered) for ordered in (False, True)]
+    return [float(layout.norm(own(mesh, UNEVEN_SPECS, grads))) for layout in layouts_], float(optim.global_norm(grads))
+
+
+@pytest.mark.slow
+def test_steps_and_norms_on_parts_of_unlike_sizes():
+    for norms, expected in ranks.run(3, compare_uneven, list(NEEDY), mesh={"tp": 3}):
+        assert norms == pytest.approx([expected] * 2, rel=1e-14)
+
+
 # ---- planted mistakes -----------------------------------------------------------------------------------------------
 
 # mistake -> (the optimizer that shows it, layout -> the layout with the mistake)
@@ -172,7 +199,7 @@ PLANTS = {
         "adafactor",
         lambda layout: layout._replace(psum=lambda name, x, dims: layout.psum("blocks/mlp/w_in", x, (1, 2))),
     ),
-    "local sizes": ("adafactor", lambda layout: layout._replace(parts=lambda name, dims: 1)),
+    "local sizes": ("adafactor", lambda layout: layout._replace(shape=lambda name, shape: shape)),
     "local matrices": ("muon by label", lambda layout: layout._replace(on_matrices=lambda name, x, f: f(x))),
 }
 

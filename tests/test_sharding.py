@@ -11,11 +11,14 @@ from fzero.core.precision import bf16
 from fzero.sharding import AXES, ZERO, Axis, Mesh, Spec, fake_mesh, make_mesh, match_rules, one_process, zero_plan
 from fzero.sharding.slices import (
     check_dims,
+    largest_shard,
     local_numel,
     local_shape,
     local_windows,
     narrow_box,
     narrow_to,
+    parts_as_chunks,
+    shard_of_rank,
     whole_shape,
 )
 
@@ -321,9 +324,36 @@ def test_parts_of_experts_that_ep_does_not_divide():
     assert spec.layer == Spec.parse("[E/ep, D] %2,2,1")
     x = torch.arange(20).reshape(4, 5, 1)
     assert torch.equal(torch.cat([narrow_to(x, spec, one) for one in mesh], 1), x)
-    with pytest.raises(ValueError, match=r"does not share 6 experts among ep=3 ranks"):
+    with pytest.raises(ValueError, match=r"%2,2,1 do not share 6 among ep=3 ranks"):
         check_dims("w", (4, 6, 7), spec, {"ep": 3})
-    with pytest.raises(ValueError, match="parts are those of ep, which must shard a dim, alone"):
+    with pytest.raises(ValueError, match="parts are those of ep or tp, which must shard a dim, before other axes"):
         Spec(("dp",), parts=(1, 2))
     with pytest.raises(ValueError, match="a DTensor has no placement for parts of these sizes"):
         spec.placements(mesh[0])
+
+
+def test_parts_of_a_dim_that_tp_does_not_divide():
+    spec, meshes = Spec.parse("[V/tp, D] %2,2,1"), [fake_mesh({"tp": 3}, rank=rank) for rank in range(3)]
+    assert spec == Spec.parse(str(spec)) and parts_as_chunks(5, 3) == spec.parts and spec.part_axis == "tp"
+    x = torch.arange(10).reshape(5, 2)
+    for rank, mesh in enumerate(meshes):
+        shard = narrow_to(x, spec, mesh)
+        assert torch.equal(shard, x.chunk(3)[rank]) and whole_shape(shard.shape, spec, mesh) == (5, 2)
+        assert largest_shard(tuple(shard.shape), spec) == (2, 2) and shard_of_rank((2, 2), spec, mesh) == shard.shape
+    assert local_numel((5, 2), spec, {"tp": 3}) == 4
+    assert [spec.with_dims(dims).parts for dims in ((("tp",),), ((),))] == [(2, 2, 1), ()]
+    # Behind tp another axis may divide each part, as where terms of a sum count as parts of a leaf.
+    twice, mesh = Spec.parse("[V/tp+dp, D] %4,4,2"), fake_mesh({"dp": 2, "tp": 3}, rank=5)
+    assert (
+        local_windows((10, 2), twice, mesh) == [((9, 0), (1, 2), 0)]
+        and local_numel((10, 2), twice, {"dp": 2, "tp": 3}) == 4
+    )
+    for text, said in (
+        ("[V/tp, D] %1,2,2", "%1,2,2 are not those of torch.chunk, of 1 or more; they must be %2,2,1"),
+        ("[V/tp, D] %2,2", "%2,2 do not share 5 among tp=3 ranks"),
+        ("[V/tp+dp, D] %2,2,1", "do not share 5 among tp=3 ranks"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_dims("w", (5, 2), Spec.parse(text), {"tp": 3, "dp": 2})
+    with pytest.raises(ValueError, match=r"%2,2,1,0 are not those of torch\.chunk, of 1 or more; use a smaller tp"):
+        check_dims("w", (5, 2), Spec.parse("[V/tp, D] %2,2,1,0"), {"tp": 4})

@@ -23,6 +23,7 @@ from fzero.sharding import Mesh, Spec, fake_mesh, match_rules, one_process
 gpt2, llama, mlp, mixtral = (sys.modules[f"fzero.models.{name}"] for name in ("gpt2", "llama", "mlp", "mixtral"))
 F64 = torch.float64
 B, T, V, D, L, H, F = 3, 8, 16, 8, 2, 4, 12
+ODD = 19
 SIZES = {"vocab_size": V, "max_len": 16, "d_model": D, "n_layers": L, "d_ff": F, "init_std": 0.5}
 HEADS = {**SIZES, "n_heads": H, "dropout": 0.1}
 GQA = {**HEADS, "n_kv_heads": 2, "head_dim": 4}  # at tp=4 two ranks share a key/value head
@@ -40,16 +41,19 @@ CONFIGS = {
     "moe capacity": models.MoEConfig(**MOE, capacity_factor=1.0),
     "gpt-oss": models.MoEConfig(**MOE, **GPT_OSS),
     "mlp": models.MLPConfig(**SIZES),
+    # Vocabularies that tp does not divide: the last of 4 ranks has 4 words, of 2 ranks 9.
+    "gpt2 odd": models.GPT2Config(**{**HEADS, "vocab_size": ODD}),
+    "llama odd": models.LlamaConfig(**{**GQA, "vocab_size": ODD}),
 }
 
 
-VARIATIONS = ("gemma", "olmo2", "gpt-oss")
+VARIATIONS = ("gemma", "olmo2", "gpt-oss", "gpt2 odd", "llama odd")
 
 
-def batch_of(*, documents=True, mask=True, t=T):
+def batch_of(*, documents=True, mask=True, t=T, words=V):
     """Packed sequences with an uneven mask; the last row counts no token."""
     g = torch.Generator().manual_seed(2)
-    tokens, targets = (torch.randint(0, V, (B, t), generator=g) for _ in range(2))
+    tokens, targets = (torch.randint(0, words, (B, t), generator=g) for _ in range(2))
     counts = torch.rand(B, t, generator=g) < 0.6
     counts[-1] = False
     starts = torch.rand(B, t, generator=g) < 0.3
@@ -170,6 +174,14 @@ def test_a_bias_after_a_product_that_ranks_sum_is_added_once():
     compare("gpt-oss", 2, batch_of(), True, checked=True)
 
 
+@pytest.mark.parametrize("name, n, sequence", [("gpt2 odd", 2, False), ("llama odd", 4, True)])
+def test_of_words_that_tp_does_not_divide(name, n, sequence):
+    batch = batch_of(words=ODD)
+    batch["tokens"][0, :2] = batch["targets"][0, :2] = torch.tensor([ODD - 1, -(-ODD // n)])  # the last rank's
+    batch["mask"][0, :2] = True
+    compare(name, n, batch, sequence, checked=n == 2)
+
+
 @pytest.mark.parametrize("sequence", (False, True), ids=("", "sequence"))
 @pytest.mark.parametrize("name", ("gpt2 tied", "moe capacity"))
 def test_without_documents_and_mask(name, sequence):
@@ -237,7 +249,7 @@ def all_logits(mesh, name, batch, sequence=False):
 
     def f(p):
         logits = forward.logits(model, fetch(p, specs, tp, sequence), batch, ctx)
-        return (logits * torch.arange(V, dtype=F64)).sum(), logits
+        return (logits * torch.arange(logits.shape[-1], dtype=F64)).sum(), logits
 
     return torch.func.grad(f, has_aux=True)(params)
 
@@ -250,6 +262,7 @@ def all_logits(mesh, name, batch, sequence=False):
         ("qwen", 4, True),
         ("mlp", 4, False),
         ("moe dropless", 2, False),
+        ("gpt2 odd", 4, False),
     ],
 )
 def test_logits(name, n, sequence):
@@ -438,7 +451,7 @@ def test_a_mistake_shows(what):
             models.LlamaConfig(**{**GQA, "n_heads": 12, "n_kv_heads": 3}),
             2,
             (
-                "blocks/attn/w_k: dim 2 has 3 heads (n_kv_heads), not divisible by tp=2; use tp in {1} or change "
+                "blocks/attn/w_k: dim 2 has 3 heads (n_kv_heads), not divisible by tp=2; use tp in {1, 3, 6} or change "
                 "n_kv_heads to 4"
             ),
         ),
@@ -458,9 +471,12 @@ def test_a_mistake_shows(what):
             "blocks/w_in: dim 2 has size 14, not divisible by tp=4; use tp in {1, 2} or pad d_ff to 16",
         ),
         (
-            models.LlamaConfig(**{**GQA, "vocab_size": 18}),
+            models.LlamaConfig(**{**GQA, "vocab_size": 5}),
             4,
-            "embed/tokens: dim 0 has size 18, not divisible by tp=4; use tp in {1, 2} or pad vocab_size to 20",
+            (
+                "embed/tokens: dim 0 has size 5, too small to give each rank of tp=4 its words; use tp in {1, 2} or "
+                "pad vocab_size to 8"
+            ),
         ),
     ],
     ids=("heads", "few heads", "key/value heads", "d_ff", "experts", "mlp", "vocabulary"),

@@ -8,6 +8,7 @@ grid. If it holds one chunk of ours, its file is that chunk followed by its crc3
     sums        the crc32c of every chunk, uint32, ignored by zarr; the manifest has the crc32c of index and sums
     chunks      each begins at a page and is followed by its crc32c; zeros fill the page
 
+The last part along a dim may reach beyond the leaf, as the last chunk of a grid may in zarr: there it holds zeros.
 So any zarr library can read and check it, direct transfers can write and read it, and a slice of the leaf is a few
 chunks of a few files.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 from fzero.core.digest import digest_at
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.sharding import Mesh, Spec
+from fzero.sharding.slices import narrow_box, whole_shape
 
 TARGET = 1 << 20  # bytes of a chunk: chunks of twice this size or more are cut
 LEAST = 1 << 18  # smaller chunks are never cut
@@ -63,8 +65,8 @@ class ChunkLayout(NamedTuple):
 
     @property
     def part(self) -> tuple[int, ...]:
-        """The shape of a part."""
-        return tuple(n // g for n, g in zip(self.shape, self.grid))
+        """The shape of a part; the last one along a dim may reach beyond the leaf."""
+        return tuple(-(-n // g) for n, g in zip(self.shape, self.grid))
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -164,6 +166,33 @@ class RankParts(NamedTuple):
         return (part[0] - self.rows.index(part[0]), *self.start[1:]) if self.rows else self.start
 
 
+Grid = tuple[list[int], list[int], list[int], list[Sequence[int]]]
+
+
+def grid_by_ranks(local: Sequence[int], spec: Spec, mesh: Mesh) -> Grid:
+    """(the shape of a part, the parts along each dim, where this rank's shard begins, its parts along each dim) of a
+    grid in which each shard is a part. Each layer, and each expert, that ranks share unevenly is one."""
+    part, grid, start = list(local), [1] * len(local), [0] * len(local)
+    own: list[Sequence[int]] = [range(1)] * len(local)
+    for dim, axes in enumerate(spec.dims):
+        if spec.rows and dim == 0:
+            part[0], grid[0], own[0] = 1, sum(map(len, spec.rows)), spec.rows[mesh["pp"].rank]
+            continue
+        if spec.part_axis == "ep" and axes == ("ep",):
+            start[dim] = sum(spec.parts[: mesh["ep"].rank])
+            own[dim] = range(start[dim], start[dim] + part[dim])
+            part[dim], grid[dim] = 1, sum(spec.parts)
+            continue
+        if spec.part_axis == "tp" and axes == ("tp",):
+            part[dim] = spec.parts[0]  # the last rank's too, which reaches beyond the leaf
+        for name in axes:
+            grid[dim] *= mesh[name].size
+            start[dim] = start[dim] * mesh[name].size + mesh[name].rank
+        own[dim] = range(start[dim], start[dim] + 1)
+        start[dim] *= part[dim]
+    return part, grid, start, own
+
+
 def lay_out(
     local: Sequence[int],
     dtype: torch.dtype,
@@ -181,30 +210,10 @@ def lay_out(
     the leaf.
     most: the largest bytes of a part, if it can be cut.
     """
-    part, grid, start = list(local), [1] * len(local), [0] * len(local)
-    own: list[Sequence[int]] = [range(1)] * len(local)
-    used, rows = set(), spec.rows[mesh["pp"].rank] if spec.rows else ()
-    for dim, axes in enumerate(spec.dims):
-        if spec.rows and dim == 0:
-            used.update(axes)
-            part[0], grid[0], own[0] = 1, sum(map(len, spec.rows)), rows
-            continue
-        if spec.parts and axes == ("ep",):  # each expert is a part or more, as ranks have other numbers of them
-            used.add("ep")
-            start[dim] = sum(spec.parts[: mesh["ep"].rank])
-            own[dim] = range(start[dim], start[dim] + part[dim])
-            part[dim], grid[dim] = 1, sum(spec.parts)
-            continue
-        for name in axes:
-            used.add(name)
-            grid[dim] *= mesh[name].size
-            start[dim] = start[dim] * mesh[name].size + mesh[name].rank
-        own[dim] = range(start[dim], start[dim] + 1)
-        start[dim] *= part[dim]
-    shape = tuple(n * g for n, g in zip(part, grid))
+    whole, (part, grid, start, own) = whole_shape(local, spec, mesh), grid_by_ranks(local, spec, mesh)
     copies, copy = 1, 0
     for axis in mesh.axes:
-        if axis.name not in used:
+        if axis.name not in spec.axes:
             copies, copy = copies * axis.size, copy * axis.size + axis.rank
 
     def cut(dim: int, by: int) -> None:
@@ -212,21 +221,25 @@ def lay_out(
         grid[dim] *= by
         own[dim] = range(own[dim][0] * by, (own[dim][-1] + 1) * by)
 
+    def has_all_parts(dim: int, by: int) -> bool:
+        return not part[dim] % by and (grid[dim] * by - 1) * (part[dim] // by) < whole[dim]
+
     def size() -> int:
         return math.prod(part) * dtype.itemsize
 
     mine = True
     if copies > 1:
-        dim = next((d for d, n in enumerate(part) if n % copies == 0 and n), None)
+        dim = next((d for d in range(len(part)) if has_all_parts(d, copies)), None)
         if dim is None or size() < copies * SHARE:
             mine = number % copies == copy
         else:
             cut(dim, copies)
             own[dim] = range(own[dim][0] + copy, own[dim][0] + copy + 1)
     for dim in range(len(part)):
-        while most is not None and size() > most and part[dim] > 1:
+        while most is not None and size() > most and part[dim] > 1 and has_all_parts(dim, smallest_factor(part[dim])):
             cut(dim, smallest_factor(part[dim]))
-    layout = ChunkLayout(shape, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
+    layout = ChunkLayout(whole, dtype, tuple(grid), chunk_shape(part, dtype.itemsize, spec, grid), compress)
+    rows = spec.rows[mesh["pp"].rank] if spec.rows else ()
     return RankParts(layout, list(itertools.product(*own)) if mine and layout.nbytes else [], tuple(start), rows)
 
 
@@ -299,12 +312,37 @@ def slab_start(layout: ChunkLayout, part: Index, slab: Slab) -> Index:
     return tuple(p * n + at * c for p, n, at, c in zip(part, layout.part, slab.at, layout.chunk))
 
 
+def slab_size(layout: ChunkLayout, part: Index, slab: Slab) -> Index:
+    """The shape of the box of a leaf that a slab has, without what reaches beyond the leaf."""
+    ends = zip(slab_start(layout, part, slab), slab.counts, layout.chunk, layout.shape)
+    return tuple(max(0, min(at + k * c, n) - at) for at, k, c, n in ends)
+
+
+def inner_chunks(layout: ChunkLayout, part: Index, slab: Slab) -> Iterator[tuple[Index, Index, Index]]:
+    """(the position of a chunk in its slab, the start and the size of its elements in the slab's box) of each chunk
+    that does not lie beyond the leaf."""
+    inside = slab_size(layout, part, slab)
+    for place in grid_positions(slab.counts):
+        start = tuple(i * c for i, c in zip(place, layout.chunk))
+        size = tuple(min(c, n - at) for c, n, at in zip(layout.chunk, inside, start))
+        if all(n > 0 for n in size):
+            yield place, start, size
+
+
 def slab_digest(raw: Tensor, layout: ChunkLayout, part: Index, slab: Slab) -> int:
     """The digest of the elements of a slab, from its bytes."""
     steps = [math.prod(layout.shape[dim + 1 :]) for dim in range(len(layout.shape))]
-    first = sum(at * step for at, step in zip(slab_start(layout, part, slab), steps))
-    return digest_at(
-        view_file(raw, layout, slab.counts), [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first
+    found = view_file(raw, layout, slab.counts)
+
+    def first(start: Index) -> int:
+        return sum((a + b) * step for a, b, step in zip(slab_start(layout, part, slab), start, steps))
+
+    if slab_size(layout, part, slab) == tuple(k * c for k, c in zip(slab.counts, layout.chunk)):
+        return digest_at(found, [*(c * step for c, step in zip(layout.chunk, steps)), *steps], first((0,) * len(steps)))
+    pieces = inner_chunks(layout, part, slab)
+    return sum(
+        digest_at(narrow_box(found[place], (0,) * len(size), size), steps, first(start))
+        for place, start, size in pieces
     )
 
 

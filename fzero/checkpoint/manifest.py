@@ -86,9 +86,7 @@ def parse_leaf(table: dict[str, Any]) -> Leaf:
         raise ValueError(f"its sizes are {short([shape, grid, chunk])}")
     if not all(type(n) is int and 0 <= n < 1 << 32 for n in table["sums"]):
         raise ValueError("its sums are not checksums")
-    divided = len(shape) == len(grid) == len(chunk) <= MOST_DIMS and all(
-        g > 0 and n % g == 0 and (n // g % c == 0 if c else n == 0) for n, g, c in zip(shape, grid, chunk)
-    )
+    divided = len(shape) == len(grid) == len(chunk) <= MOST_DIMS and all(map(are_cuts, shape, grid, chunk))
     if not divided or math.prod(shape) * dtype.itemsize >= 1 << 60:
         raise ValueError(f"grid {short(grid)} and chunk {short(chunk)} do not divide the shape {short(shape)}")
     parts = math.prod(grid) if math.prod(shape) else 0
@@ -96,6 +94,13 @@ def parse_leaf(table: dict[str, Any]) -> Leaf:
         raise ValueError(f"it has {len(table['sums'])} sums of {parts} parts, and compress={short(table['compress'])}")
     where = ChunkLayout(tuple(table["shape"]), dtype, tuple(table["grid"]), tuple(table["chunk"]), table["compress"])
     return Leaf(where, table["spec"], table["digest"], table["sums"])
+
+
+def are_cuts(size: int, parts: int, chunk: int) -> bool:
+    """Whether a dim is cut into so many parts, of which the last may be smaller, and these into chunks."""
+    part = -(-size // parts) if parts else 0
+    whole = parts > 0 and (size % parts == 0 or (parts - 1) * part < size)
+    return whole and (part % chunk == 0 if chunk else size == 0)
 
 
 def write_manifest(

@@ -21,9 +21,9 @@ from fzero.offload import DiskTensor, LeafFiles, Nvme
 from fzero.offload.buffer_pool import round_to_pages
 from fzero.offload.chunk_files import read_chunk
 from fzero.offload.store_manifest import StepManifest, read_store, read_sums
-from fzero.sharding import Plan, fake_mesh, one_process
+from fzero.sharding import Plan, Spec, fake_mesh, one_process
 from fzero.sharding.pipelines import Pipeline
-from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
+from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim, shard_of_rank
 
 
 class StoreSnapshot(NamedTuple):
@@ -35,9 +35,8 @@ class StoreSnapshot(NamedTuple):
     sizes: dict[str, int]  # sizes of its mesh axes
     stage: int | None  # its plan's ZeRO stage
     pipeline: Pipeline | None  # its plan's, None without pp
-    leaves: dict[str, Any]  # name -> shape, dtype and stacked, of one rank
+    leaves: dict[str, Any]  # name -> shape of the largest shard, dtype, stacked, and how it is cut if unevenly
     slots: int
-    layers: dict[str, int]  # of all leaves of the store
     verify: bool  # whether its chunks have checksums
 
     def holds(self, prefix: str) -> bool:
@@ -57,7 +56,7 @@ class StoreSnapshot(NamedTuple):
 
         Raises Damaged naming a chunk that does not match its checksum.
         """
-        kept = files_of(self.leaves[name])
+        kept = self.files(name, 0)
         start, size = start if start is not None else (0,) * len(shape), size if size is not None else shape
         out, done = torch.empty(size, dtype=kept.dtype), set()
         windows = ((n, w) for n in range(self.ranks) for w in local_windows(shape, spec, fake_mesh(self.sizes, n)))
@@ -66,7 +65,7 @@ class StoreSnapshot(NamedTuple):
             if at in done or any(low >= high for low, high in spans):
                 continue  # a copy of another rank's shard, or outside of the box
             done.add(at)
-            sums = self.sums(rank)
+            kept, sums = self.files(name, rank), self.sums(rank)
             lows, sizes = [low for low, _ in spans], [high - low for low, high in spans]
             target = narrow_box(out, [low - s for low, s in zip(lows, start)], sizes)
             inner, lead = [low - a for low, a in zip(lows, at)], int(kept.stacked)
@@ -77,9 +76,18 @@ class StoreSnapshot(NamedTuple):
 
     def sums(self, rank: int, slot: int | None = None) -> dict[str, list[int]]:
         """The checksums of a rank's chunks, of the last complete step or in a slot; {} if the run kept none."""
-        return (
-            read_sums(self.folder, self.record.slot if slot is None else slot, rank, self.layers) if self.verify else {}
-        )
+        if not self.verify:
+            return {}
+        layers = {name: self.files(name, rank).layers for name in self.leaves}
+        return read_sums(self.folder, self.record.slot if slot is None else slot, rank, layers)
+
+    def files(self, name: str, rank: int) -> LeafFiles:
+        """The files of a rank's shard of a leaf."""
+        entry = self.leaves[name]
+        shape, cut = tuple(entry["shape"]), Spec.parse(entry["cut"]) if "cut" in entry else None
+        if cut is not None:
+            shape = shard_of_rank(shape, cut, fake_mesh(self.sizes, rank))
+        return LeafFiles(shape, getattr(torch, entry["dtype"]), entry["stacked"], cut=cut)
 
     def chunk(
         self, name: str, kept: LeafFiles, layer: int, rank: int, sums: list[int] | None, slot: int | None = None
@@ -127,14 +135,8 @@ def find_snapshot(folder: Path) -> StoreSnapshot | None:
         Pipeline(**owner["pipeline"]) if "pipeline" in owner else None,
         leaves,
         description["slots"],
-        {name: files_of(leaf).layers for name, leaf in leaves.items()},
         description["verify"],
     )
-
-
-def files_of(entry: dict[str, Any]) -> LeafFiles:
-    """The files of a leaf by its entry in store.json."""
-    return LeafFiles(tuple(entry["shape"]), getattr(torch, entry["dtype"]), entry["stacked"])
 
 
 def verify_store(folder: Path) -> list[str]:
@@ -154,10 +156,11 @@ def verify_store(folder: Path) -> list[str]:
             except Damaged as error:
                 damage.append(str(error))
                 continue
-            for name, entry in snapshot.leaves.items():
-                for layer in range(snapshot.layers[name]):
+            for name in snapshot.leaves:
+                kept = snapshot.files(name, rank)
+                for layer in range(kept.layers):
                     try:
-                        snapshot.chunk(name, files_of(entry), layer, rank, sums.get(name), slot)
+                        snapshot.chunk(name, kept, layer, rank, sums.get(name), slot)
                     except (ValueError, OSError) as error:
                         damage.append(str(error).splitlines()[0])
     return damage

@@ -16,7 +16,9 @@ from fzero.checkpoint.layout import (
     ChunkLayout,
     Index,
     Slab,
+    inner_chunks,
     slab_digest,
+    slab_size,
     slab_start,
     view_chunks,
     view_file,
@@ -29,6 +31,7 @@ from fzero.core.gpu_copies import Copied, Reading
 from fzero.core.object_store import Objects
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import round_to_pages
+from fzero.sharding.slices import narrow_box
 
 Box = Callable[[tuple[int, ...], tuple[int, ...]], Tensor]  # (start, size) -> elements of this rank's shard
 
@@ -59,14 +62,20 @@ class PartFile:
         """
         layout = self.layout
         start = tuple(at - begin for at, begin in zip(slab_start(layout, self.index, slab), begins))
-        size = tuple(k * c for k, c in zip(slab.counts, layout.chunk))
-        chunks = view_chunks(give(start, size), slab.counts, layout.chunk)
+        size = slab_size(layout, self.index, slab)
+        box, whole = give(start, size), size == tuple(k * c for k, c in zip(slab.counts, layout.chunk))
 
         def put(memory: Tensor) -> None:
-            view_file(memory, layout, slab.counts).copy_(chunks)
+            chunks = view_file(memory, layout, slab.counts)
+            if whole:
+                chunks.copy_(view_chunks(box, slab.counts, layout.chunk))
+                return
+            chunks.zero_()
+            for place, at, extent in inner_chunks(layout, self.index, slab):
+                narrow_box(chunks[place], (0,) * len(extent), extent).copy_(narrow_box(box, at, extent))
 
         if reading is not None:
-            return reading.copy(chunks, raw, put)
+            return reading.copy(box, raw, put)
         put(raw)
         return Copied(raw)
 

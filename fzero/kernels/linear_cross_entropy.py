@@ -11,10 +11,11 @@ language models", arXiv:2411.09009, section 3; the chunks by tokens.
 Shapes: x [N, D], w [V, D], targets int64 [N], mask [N], bool or the tokens' weights; the loss is a float32 (or float64)
 scalar.
 
-Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary and the rest is the same on all ranks: so is
-the loss, dw is of the own rows, and dx is this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM",
-arXiv:1909.08053, section 3). The ranks exchange each token's statistics (cross_entropy_rows): one all_gather of float32
-[n, 2] for a chunk of n tokens, or [n, 3] with smoothing; nothing on an axis of size 1.
+Under tensor parallelism w is a rank's own rows [V/tp, D] of the vocabulary, as torch.chunk cuts it: the last ranks may
+have fewer (`columns` is V then). The rest is the same on all ranks: so is the loss, dw is of the own rows, and dx is
+this rank's part of a sum (Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3). The ranks exchange each
+token's statistics (cross_entropy_rows): one all_gather of float32 [n, 2] for a chunk of n tokens, or [n, 3] with
+smoothing; nothing on an axis of size 1.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def reference(
     mask: Tensor | None = None,
     *,
     axis: Axis = WHOLE,
+    columns: int = 0,
     compiled: bool = True,
     ignore_index: int = IGNORE,
     z_loss: float = 0.0,
@@ -67,7 +69,8 @@ def reference(
     """The definition, with all logits; the softmax in float32 or wider.
 
     axis: the axis that shards the vocabulary; `targets` and `x` are the same on all its ranks, w is this rank's rows,
-    and the gradient of x is this rank's part of a sum. compiled: whether the chunked form runs its softmax compiled.
+    and the gradient of x is this rank's part of a sum. columns: the words of the whole vocabulary; 0: each rank has as
+    many as w has here. compiled: whether the chunked form runs its softmax compiled.
     each: return (the loss, the cross entropy of each token by itself [N], without a gradient: see `token_losses`).
     The rest is cross_entropy's. Communicates: an all_gather of float32 [N], and a psum of float32 [3, N]; nothing on an
     axis of size 1.
@@ -76,17 +79,36 @@ def reference(
     if each:
         options = {"ignore_index": ignore_index, "z_loss": z_loss, "smoothing": smoothing, "cap": cap}
         with torch.no_grad():
-            found = token_losses(x, w, targets, mask, axis=axis, cap=cap, ignore_index=ignore_index)
-        return reference(x, w, targets, mask, axis=axis, **options), found
+            found = token_losses(x, w, targets, mask, axis=axis, columns=columns, cap=cap, ignore_index=ignore_index)
+        return reference(x, w, targets, mask, axis=axis, columns=columns, **options), found
     if axis.size == 1:
         return cross_entropy_reference(
             logits, targets, mask, ignore_index=ignore_index, z_loss=z_loss, smoothing=smoothing, cap=cap
         )
     y = cap_logits(widen(logits), cap)
-    here = y.shape[-1]
-    terms = Terms(z_loss, smoothing, cap, axis.rank * here, axis.size * here)
+    terms = Terms(z_loss, smoothing, cap, *columns_here(y.shape[-1], axis, columns))
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     return total_loss(_statistics(y, targets, terms, axis), targets, terms, weights_of(mask))
+
+
+def columns_here(number: int, axis: Axis, whole: int = 0) -> tuple[int, int]:
+    """(the first of the `number` columns of a rank, those of the whole vocabulary), which torch.chunk cuts.
+
+    whole: the latter; 0: each rank has `number`. Raises ValueError for another number than torch.chunk's.
+
+    >>> columns_here(128, Axis("tp", 2, 1), 257)
+    (129, 257)
+    """
+    if not whole:
+        return axis.rank * number, axis.size * number
+    most = -(-whole // axis.size)
+    first = min(whole, axis.rank * most)
+    if number != min(whole - first, most):
+        raise ValueError(
+            f"rank {axis.rank} of {axis.name}={axis.size} has {number} of {whole} columns, and torch.chunk gives it "
+            f"{min(whole - first, most)}; shard the leaf by the parts of fzero.models.layers.split_words"
+        )
+    return first, whole
 
 
 def _statistics(y: Tensor, targets: Tensor, terms: Terms, axis: Axis) -> Tensor:
@@ -111,6 +133,7 @@ def token_losses(
     mask: Tensor | None = None,
     *,
     axis: Axis = WHOLE,
+    columns: int = 0,
     cap: float = 0.0,
     ignore_index: int = IGNORE,
 ) -> Tensor:
@@ -123,7 +146,7 @@ def token_losses(
     >>> token_losses(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100]))
     tensor([1.3863, 0.0000])
     """
-    terms = Terms(0.0, 0.0, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
+    terms = Terms(0.0, 0.0, cap, *columns_here(w.shape[0], axis, columns))
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
 
     def losses_of(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -270,6 +293,7 @@ def _chunked(
     mask: Tensor | None = None,
     *,
     axis: Axis = WHOLE,
+    columns: int = 0,
     compiled: bool = True,
     ignore_index: int = IGNORE,
     z_loss: float = 0.0,
@@ -277,7 +301,7 @@ def _chunked(
     cap: float = 0.0,
     each: bool = False,
 ) -> Any:
-    terms = Terms(z_loss, smoothing, cap, axis.rank * w.shape[0], axis.size * w.shape[0])
+    terms = Terms(z_loss, smoothing, cap, *columns_here(w.shape[0], axis, columns))
     targets = mark_targets(targets, mask, ignore_index, terms.columns)
     wants = needs_grad(x), needs_grad(w)
     make = functools.partial(

@@ -37,6 +37,7 @@ from fzero.models.layers import (
     linear,
     norm,
     positions_of,
+    split_words,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
 from fzero.models.routing import ENTROPY, LOAD, Counts, balance_by_bias, count, no_counts, tables
@@ -304,7 +305,9 @@ def deepseek(config: DeepSeekConfig) -> Model:
         return {**state, "x": x, "balance": state["balance"] + balance, **counts}
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens, by_source = token_loss(*head_inputs(c, params, main(state), ctx), batch, ctx)
+        total, num_tokens, by_source = token_loss(
+            *head_inputs(c, params, main(state), ctx), batch, ctx, words=c.vocab_size
+        )
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(state["balance"].dtype)
         balance = (state["balance"] * weight).sum()
         extra = {"cross_entropy": total, "balance": balance, **by_source}
@@ -354,13 +357,9 @@ def _rules(c: DeepSeekConfig, mesh: Mesh) -> Rules[str]:
         Split("blocks_experts/attn/w_kv_b", 2, c.n_heads, "n_heads", "heads"),
         Split("blocks_dense/mlp/w_gate", 2, c.d_ff, "d_ff"),
         Split("blocks_experts/moe/w_gate", 3, c.d_expert, "d_expert"),
-        Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
+        Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
     )
     flagged = (*(MLP_RULES if c.n_dense else ()), *(SHARED_RULES if c.n_shared else ()))
-    return (
-        *flagged,
-        *(mtp.RULES if c.n_mtp else ()),
-        *MOE_RULES,
-        *RULES,
-        *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)),
-    )
+    of_head = () if c.tied else ((r"^head/w$", "[V/tp, D]"),)
+    found = (*flagged, *(mtp.RULES if c.n_mtp else ()), *MOE_RULES, *RULES, *of_head)
+    return split_words(found, mesh, c.vocab_size)

@@ -169,11 +169,11 @@ def logits(model: Model, params: Tree, batch: Batch, ctx: Ctx = Ctx()) -> Tensor
 
 
 def token_loss(
-    x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0
+    x: Tensor, w: Tensor, batch: Batch, ctx: Ctx, *, cap: float = 0.0, words: int = 0
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return (cross entropy summed over the tokens that count, times their weights if the mask has some, their number
     or the sum of their weights, further sums to report) for normalised activations x [B, T, D] and w [V, D]; cap: of
-    the logits, 0 for none.
+    the logits, 0 for none; words: V, 0 where tp divides it.
 
     The further sums are those of `sums_by_source`, for a batch that has sources.
 
@@ -182,7 +182,7 @@ def token_loss(
     """
     targets, mask = batch["targets"].reshape(-1), batch["mask"].reshape(-1) if "mask" in batch else None
     options = {"axis": ctx.mesh["tp"], "compiled": ctx.compiled, "impl": ctx.kernels["linear_cross_entropy"]}
-    options |= {"cap": cap} if cap else {}
+    options |= {name: value for name, value in (("cap", cap), ("columns", words)) if value}
     flat = x.reshape(-1, x.shape[-1])
     if SOURCES not in batch:
         num_tokens = number_of(counted_tokens(targets, mask))  # which ones count is not kept beside the products

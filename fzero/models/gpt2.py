@@ -33,6 +33,7 @@ from fzero.models.layers import (
     own_tokens,
     self_attention,
     sequence_axis,
+    split_words,
     vocabulary_logits,
 )
 from fzero.models.sizes import check_sizes
@@ -139,7 +140,7 @@ def gpt2(config: GPT2Config) -> Model:
     c, how = config, Attention(config.n_heads, config.n_heads, Pattern.parse(config.pattern))
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
-        x = embed_tokens(params["embed"]["tokens"], batch, ctx)
+        x = embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size)
         table, axis = params["embed"]["positions"].to(ctx.dtype), sequence_axis(ctx)
         if not isinstance(ctx.documents, tuple):
             x = x + look_up(table, own_tokens(document_positions(ctx.documents), ctx))
@@ -173,19 +174,19 @@ def gpt2(config: GPT2Config) -> Model:
         return enter(features(params, x, ctx), ctx, "head"), w
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(*normed(params, x, ctx), batch, ctx))
+        return Loss(*token_loss(*normed(params, x, ctx), batch, ctx, words=c.vocab_size))
 
     def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return vocabulary_logits(*normed(params, x, ctx), ctx)
+        return vocabulary_logits(*normed(params, x, ctx), ctx, c.vocab_size)
 
     def rules(mesh: Mesh) -> Rules[str]:
         expect_divisible(
             mesh,
             Split("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
             Split("blocks/mlp/w_in", 2, c.d_ff, "d_ff"),
-            Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
+            Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
         )
-        return RULES
+        return split_words(RULES, mesh, c.vocab_size)
 
     return Model(
         config,

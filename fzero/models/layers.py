@@ -26,6 +26,7 @@ from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.dropout import dropout_add
 from fzero.kernels.embedding import look_up
 from fzero.kernels.float8 import float8_linear
+from fzero.kernels.linear_cross_entropy import columns_here
 from fzero.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fzero.kernels.rope import RopeScaling, rope_frequencies, rope_qk
 from fzero.models.attend import attend
@@ -33,27 +34,31 @@ from fzero.models.base import Ctx
 from fzero.models.batch import Batch
 from fzero.models.tiled_linear import tiled_mlp
 from fzero.models.weights import WeightInParts
-from fzero.sharding import Mesh
+from fzero.sharding import Mesh, Rules
 from fzero.sharding.balance import blocks_of
-from fzero.sharding.slices import narrow_part
+from fzero.sharding.slices import narrow_part, parts_as_chunks
 
 
 class Split(NamedTuple):
-    """A dim of a leaf that tp must divide: `size` units of what the model's config calls `name`."""
+    """A dim of a leaf that tp cuts: `size` units of what the model's config calls `name`.
+
+    kind: "size" or "heads", which tp must divide; "kv heads", which may be fewer than tp, and then each serves the same
+    number of ranks; "words", of which the last rank may have fewer than the others, but not none.
+    """
 
     leaf: str
     dim: int
     size: int
     name: str
-    kind: str = (
-        "size"  # or "heads", "kv heads": kv heads may be fewer than tp; then each serves the same number of ranks
-    )
+    kind: str = "size"
 
 
 def expect_divisible(mesh: Mesh, *splits: Split) -> None:
-    """Raise ValueError naming the first dim that tp does not divide, and the values of tp that divide all of them."""
+    """Raise ValueError naming the first dim that tp cannot cut, and the values of tp that can cut all of them."""
 
     def fits(split: Split, tp: int) -> bool:
+        if split.kind == "words":
+            return parts_as_chunks(split.size, tp)[-1] > 0
         return split.size % tp == 0 or (split.kind == "kv heads" and tp % split.size == 0)
 
     tp = mesh["tp"].size
@@ -61,13 +66,30 @@ def expect_divisible(mesh: Mesh, *splits: Split) -> None:
         if not fits(split, tp):
             largest = max(s.size for s in splits if s.kind != "kv heads")
             allowed = [str(n) for n in range(1, largest + 1) if all(fits(s, n) for s in splits)]
-            has = f"size {split.size}" if split.kind == "size" else f"{split.size} heads ({split.name})"
-            fix = f"{'pad' if split.kind == 'size' else 'change'} {split.name} to {-(-split.size // tp) * tp}"
+            has = f"{split.size} heads ({split.name})" if "heads" in split.kind else f"size {split.size}"
+            fix = f"{'change' if 'heads' in split.kind else 'pad'} {split.name} to {-(-split.size // tp) * tp}"
+            of = "too small to give each rank of" if split.kind == "words" else "not divisible by"
             raise ValueError(
-                f"{split.leaf}: dim {split.dim} has {has}, not divisible by "
-                f"tp={tp}; use tp in {{{', '.join(allowed)}}} "
-                f"or {fix}"
+                f"{split.leaf}: dim {split.dim} has {has}, {of} tp={tp}{' its words' * (split.kind == 'words')}; "
+                f"use tp in {{{', '.join(allowed)}}} or {fix}"
             )
+
+
+def split_words(rules: Rules[str], mesh: Mesh, words: int) -> Rules[str]:
+    """The rules with `%` and the sizes of the ranks' parts behind those for leaves [V/tp, D] of a vocabulary of so many
+    words that tp does not divide.
+
+    >>> from fzero.sharding import fake_mesh
+    >>> split_words([("^head/w$", "[V/tp, D]")], fake_mesh({"tp": 2}), 257)
+    [('^head/w$', '[V/tp, D] %129,128')]
+    """
+    if words % mesh["tp"].size == 0:
+        return rules
+    parts = ",".join(map(str, parts_as_chunks(words, mesh["tp"].size)))
+    return [(name, f"{text} %{parts}" if text == WORDS else text) for name, text in rules]
+
+
+WORDS = "[V/tp, D]"  # the text of the Spec of a leaf with a row for each word
 
 
 def sequence_axis(ctx: Ctx) -> Axis:
@@ -342,23 +364,23 @@ def expect_plain(ctx: Ctx, tiles: int, tokens: int = 0) -> None:
         )
 
 
-def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
+def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
     """Return the rows of w [V, D] for batch["tokens"] in ctx.dtype: [B, T, D], or this rank's range of T.
 
-    Under tp w is this rank's rows [V/tp, D]. Communicates: see `leave`.
+    Under tp w is this rank's rows [V/tp, D]. words: V; 0: tp divides it. Communicates: see `leave`.
     """
     tp = ctx.mesh["tp"]
     if tp.size == 1:
         return look_up(w, batch["tokens"]).to(ctx.dtype)
-    row = batch["tokens"] - tp.rank * w.shape[0]
+    row = batch["tokens"] - columns_here(w.shape[0], tp, words)[0]
     own = (row >= 0) & (row < w.shape[0])
     x = look_up(w, torch.where(own, row, 0)).to(ctx.dtype)
     return leave(torch.where(own[..., None], x, 0.0), ctx, "embed/tokens")
 
 
-def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx) -> Tensor:
+def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx, words: int = 0) -> Tensor:
     """Return all logits [B, T, V] of x [B, T, D] inside a tensor-parallel region and w [V, D] or this rank's rows
-    [V/tp, D].
+    [V/tp, D]. words: V; 0: tp divides it.
 
     Communicates: a psum of [B, T, V] zero-padded logits. (Not an all_gather, whose backward pass would sum the ranks'
     gradients: the result is used in the same way on all ranks.)
@@ -366,5 +388,5 @@ def vocabulary_logits(x: Tensor, w: Tensor, ctx: Ctx) -> Tensor:
     logits, tp = x @ w.to(x.dtype).T, ctx.mesh["tp"]
     if tp.size == 1:
         return logits
-    before, size = tp.rank * w.shape[0], tp.size * w.shape[0]
+    before, size = columns_here(w.shape[0], tp, words)
     return psum(torch.nn.functional.pad(logits, (before, size - before - w.shape[0])), tp, leaf="head")

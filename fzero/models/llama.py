@@ -39,6 +39,7 @@ from fzero.models.layers import (
     gated_mlp,
     norm,
     self_attention,
+    split_words,
     vocabulary_logits,
 )
 from fzero.models.sizes import check_sizes
@@ -115,6 +116,8 @@ class LlamaConfig:
 class EndSizes(Protocol):
     """The part of a config that the embedding and the head use, whatever its family."""
 
+    @property
+    def vocab_size(self) -> int: ...
     @property
     def tied(self) -> bool: ...
     @property
@@ -194,7 +197,7 @@ def init(c: LlamaConfig, make: MakeLeaf, feed_forward: Callable[..., Tree]) -> T
 
 def embed(c: EndSizes, params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
     """Return the embeddings [B, T, D] of the tokens, with dropout."""
-    return dropout(embed_tokens(params["embed"]["tokens"], batch, ctx), c.dropout, "embed", ctx)
+    return dropout(embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size), c.dropout, "embed", ctx)
 
 
 def attention_of(c: LlamaConfig, kind: LayerKind) -> Attention:
@@ -261,20 +264,20 @@ def unembed(c: EndSizes) -> str:
 
 def logits(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     """Return all logits [B, T, V] of the activations x [B, T, D] after the last block."""
-    return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx)
+    return vocabulary_logits(*head_inputs(c, params, x, ctx), ctx, c.vocab_size)
 
 
 def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -> Rules[str]:
     """Return the sharding rules on a mesh, with those of the feed-forward part.
 
-    Raises ValueError if tp does not divide heads, vocabulary or hidden units.
+    Raises ValueError if tp does not divide heads or hidden units, or has more ranks than the vocabulary serves.
     """
     expect_divisible(
         mesh,
         Split("blocks/attn/w_q", 2, c.n_heads, "n_heads", "heads"),
         Split("blocks/attn/w_k", 2, c.n_kv_heads, "n_kv_heads", "kv heads"),
         hidden,
-        Split("embed/tokens", 0, c.vocab_size, "vocab_size"),
+        Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words"),
     )
     few = c.n_kv_heads < mesh["tp"].size
     shared = (
@@ -285,7 +288,8 @@ def rules(c: LlamaConfig, mesh: Mesh, feed_forward: Rules[str], hidden: Split) -
     of_norm = WIDE_NORM_RULE if c.wide_qk_norm else HEAD_NORM_RULE
     options = ((c.qkv_bias, BIAS_RULE), (c.out_bias, OUT_BIAS_RULE), (c.sinks, SINKS_RULE), (c.qk_norm, of_norm))
     flagged = tuple(rule for has, rule in options if has)
-    return (*feed_forward, *shared, *flagged, *RULES, *(() if c.tied else ((r"^head/w$", "[V/tp, D]"),)))
+    of_head = () if c.tied else ((r"^head/w$", "[V/tp, D]"),)
+    return split_words((*feed_forward, *shared, *flagged, *RULES, *of_head), mesh, c.vocab_size)
 
 
 def llama(config: LlamaConfig) -> Model:
@@ -336,7 +340,7 @@ def llama(config: LlamaConfig) -> Model:
         return {**params, "head": norm_factors(c, params["head"])}
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(*head_inputs(c, last(params), x, ctx), batch, ctx, cap=c.logit_cap))
+        return Loss(*token_loss(*head_inputs(c, last(params), x, ctx), batch, ctx, cap=c.logit_cap, words=c.vocab_size))
 
     return Model(
         config=c,

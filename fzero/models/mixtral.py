@@ -136,7 +136,9 @@ def mixtral(config: MoEConfig) -> Model:
         }
 
     def head(params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Loss:
-        total, num_tokens, by_source = token_loss(*head_inputs(c, params, state["x"], ctx), batch, ctx)
+        total, num_tokens, by_source = token_loss(
+            *head_inputs(c, params, state["x"], ctx), batch, ctx, words=c.vocab_size
+        )
         z: Tensor = state["z"]
         weight = counted_tokens(batch["targets"], batch.get("mask")).sum(1).to(z.dtype)
         positions = positions_of_batch(batch, ctx)

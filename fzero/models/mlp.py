@@ -19,6 +19,7 @@ from fzero.models.layers import (
     leave_linear,
     linear,
     norm,
+    split_words,
     vocabulary_logits,
 )
 from fzero.models.sizes import check_sizes
@@ -72,23 +73,22 @@ def mlp(config: MLPConfig) -> Model:
         }
 
     def embed(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
-        return embed_tokens(params["embed"]["tokens"], batch, ctx)
+        return embed_tokens(params["embed"]["tokens"], batch, ctx, c.vocab_size)
 
     def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         h = enter(norm(p, x, 1e-5, ctx), ctx, "blocks")
         return x + leave_linear(torch.tanh(linear(h, p["w_in"], ctx=ctx)), p["w_out"], ctx, "blocks")
 
     def head(params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Loss:
-        return Loss(*token_loss(enter(x, ctx, "head"), params["head"]["w"], batch, ctx))
+        return Loss(*token_loss(enter(x, ctx, "head"), params["head"]["w"], batch, ctx, words=c.vocab_size))
 
     def logits(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx)
+        return vocabulary_logits(enter(x, ctx, "head"), params["head"]["w"], ctx, c.vocab_size)
 
     def rules(mesh: Mesh) -> Rules[str]:
-        expect_divisible(
-            mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), Split("embed/tokens", 0, c.vocab_size, "vocab_size")
-        )
-        return RULES
+        words = Split("embed/tokens", 0, c.vocab_size, "vocab_size", "words")
+        expect_divisible(mesh, Split("blocks/w_in", 2, c.d_ff, "d_ff"), words)
+        return split_words(RULES, mesh, c.vocab_size)
 
     return Model(
         config,

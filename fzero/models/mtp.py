@@ -52,7 +52,7 @@ def join(c: Any, params: Tree, state: Tree, batch: Batch, ctx: Ctx) -> Tree:
 def loss(c: Any, params: Tree, x: Tensor, batch: Batch, ctx: Ctx) -> Tensor:
     """The cross entropy of the tokens after the next ones, summed over the positions that count."""
     own = {**params, "head": {**params["head"], "norm": params["head"]["norm_mtp"]}}
-    return token_loss(*head_inputs(c, own, x, ctx), second(batch), ctx)[0]
+    return token_loss(*head_inputs(c, own, x, ctx), second(batch), ctx, words=c.vocab_size)[0]
 
 
 def second(batch: Batch) -> Batch:

@@ -19,7 +19,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens
 from fzero.kernels.linear_cross_entropy import token_losses
-from fzero.models.base import Batch, Ctx, Loss, Model, with_still_leaves
+from fzero.models.base import Batch, Ctx, Loss, Model, leaf_shapes, with_still_leaves
 from fzero.models.forward import loss
 from fzero.models.layers import enter
 
@@ -169,7 +169,8 @@ def losses_by_token(model: Model, params: Tree, x: Any, batch: Batch, ctx: Ctx) 
     h, w = enter(model.features(params, x, ctx), ctx, "head"), pytree.named_leaves(params)[model.unembed]
     targets, mask = batch["targets"], batch["mask"].reshape(-1) if "mask" in batch else None
     cap = getattr(model.config, "logit_cap", 0.0)
-    losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, axis=ctx.mesh["tp"], cap=cap)
+    options = {"axis": ctx.mesh["tp"], "columns": leaf_shapes(model)[model.unembed][0], "cap": cap}
+    losses = token_losses(h.reshape(-1, h.shape[-1]), w, targets.reshape(-1), mask, **options)
     return losses.reshape(targets.shape)
 
 

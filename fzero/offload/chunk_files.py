@@ -27,7 +27,8 @@ from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
-from fzero.sharding.slices import row_blocks
+from fzero.sharding.slices import largest_shard, row_blocks
+from fzero.sharding.spec import Spec
 
 
 class LeafFiles(NamedTuple):
@@ -37,12 +38,12 @@ class LeafFiles(NamedTuple):
     dtype: torch.dtype
     stacked: bool = False
     slots: int = 2
-    most: int = 0  # of a stacked leaf whose ranks have unlike numbers of layers, the largest; 0: all have as many
+    cut: Spec | None = None  # of a leaf of which ranks have unlike shards; None: all have as much
 
     @property
     def described(self) -> tuple[int, ...]:
-        """The shape that the store's description has for all ranks."""
-        return (self.most, *self.shape[1:]) if self.most else self.shape
+        """The shape that the store's description has for all ranks: that of the largest shard."""
+        return self.shape if self.cut is None else largest_shard(self.shape, self.cut)
 
     @property
     def layers(self) -> int:
@@ -60,9 +61,14 @@ class LeafFiles(NamedTuple):
         return math.prod(self.chunk) * self.dtype.itemsize
 
     @property
+    def elements(self) -> int:
+        """The elements of a chunk of the largest shard."""
+        return math.prod(self.described[1:] if self.stacked else self.described)
+
+    @property
     def file_bytes(self) -> int:
-        """The bytes of a chunk's file: whole pages, at least one."""
-        return max(PAGE, round_to_pages(self.chunk_bytes))
+        """The bytes of a chunk's file, on all ranks: whole pages, at least one."""
+        return max(PAGE, round_to_pages(self.elements * self.dtype.itemsize))
 
     @property
     def row_bytes(self) -> int:
@@ -339,7 +345,7 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
             "codecs": [
                 {"name": "bytes", **({"configuration": {"endian": "little"}} if kept.dtype.itemsize > 1 else {})}
             ],
-            "attributes": {"shape": list(kept.described), "stacked": kept.stacked, "elements": math.prod(kept.chunk)},
+            "attributes": {"shape": list(kept.described), "stacked": kept.stacked, "elements": kept.elements},
         }
     try:
         return tensorstore.open(spec, open=True, create=create, context=context()).result()

@@ -18,6 +18,8 @@ from fzero.core.paths import leaf_fault
 from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged, read_text
 from fzero.offload.chunk_files import LeafFiles
+from fzero.sharding.slices import largest_shard
+from fzero.sharding.spec import Spec
 
 FORMAT = 2
 STORE, STEP = "store.json", "step.json"
@@ -60,6 +62,7 @@ def describe_store(
             "dtype": str(kept.dtype).removeprefix("torch."),
             "stacked": kept.stacked,
             "fixed": kept.slots < slots,  # written once
+            **({} if kept.cut is None else {"cut": str(kept.cut)}),
         }
         for name, kept in leaves.items()
     }
@@ -120,7 +123,7 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
                 f"{folder}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; "
                 "give the folder of this run"
             )
-        if leaves[name] != leaf:
+        if {"cut": leaf.get("cut"), **leaves[name]} != {"cut": None, **leaf}:  # earlier versions did not write it
             there, here = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
             raise ValueError(
                 f"{folder}: is the store of another model or mesh: {name} is {there} there and {here} here; "
@@ -140,15 +143,25 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
             raise ValueError(f"{folder}: the store's {key} is {found.get(key)} and the run's is {wanted[key]}; {fix}")
 
 
-def _check_leaf(name: str, leaf: dict[str, Any]) -> None:
+def _check_leaf(name: str, leaf: dict[str, Any], sizes: dict[str, int]) -> None:
     """Raise ValueError if an entry of store.json describes no leaf."""
-    expect_entries(leaf, {"shape": list, "dtype": str, "stacked": bool, "fixed": bool}, f"its leaf {short(name)}")
+    entries = {"shape": list, "dtype": str, "stacked": bool, "fixed": bool, "cut?": str}
+    expect_entries(leaf, entries, f"its leaf {short(name)}")
     shape, dtype = leaf["shape"], getattr(torch, leaf["dtype"], None)
     whole = len(shape) <= MOST_DIMS and all(type(n) is int and n >= 0 for n in shape)
     if not whole or math.prod(shape) >= 1 << 60 or (leaf["stacked"] and not shape):
         raise ValueError(f"its leaf {short(name)} has the shape {short(shape)}")
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"its leaf {short(name)} has the dtype {short(leaf['dtype'])}")
+    if "cut" in leaf:
+        cut = Spec.parse(leaf["cut"])
+        ranks = len(cut.rows) or sizes.get("pp", 1), len(cut.parts) or sizes.get(cut.part_axis, 1)
+        if (
+            len(cut.dims) != len(shape)
+            or ranks != (sizes.get("pp", 1), sizes.get(cut.part_axis, 1))
+            or largest_shard(tuple(shape), cut) != tuple(shape)
+        ):
+            raise ValueError(f"its leaf {short(name)} is cut by {short(leaf['cut'])}")
 
 
 def read_description(folder: str | Path) -> dict[str, Any] | None:
@@ -182,7 +195,7 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
             raise ValueError(fault)
         for name, leaf in found["leaves"].items():
             expect_entries(found["leaves"], {name: dict}, "its leaves")
-            _check_leaf(name, leaf)
+            _check_leaf(name, leaf, found["owner"].get("mesh", {}))
         return found
     except OtherFormat:
         raise

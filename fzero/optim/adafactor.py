@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,6 +39,7 @@ class Leaf(NamedTuple):
     factored: bool
     eps1: float
     decay: float
+    shape: tuple[int, ...]  # of all of it
 
 
 @checked(**OPTIMIZER)
@@ -88,20 +88,20 @@ def adafactor(
     decays = decay_predicate(mask)
 
     def on(shards: ShardedLeaves) -> GradientTransformation:
-        def mean(name: str, x: Tensor, dim: int, of: int) -> Tensor:
-            return shards.psum(name, x.mean(dim), (of,)) / shards.parts(name, (of,))
+        def mean(leaf: Leaf, x: Tensor, dim: int, of: int) -> Tensor:  # over dim `of` of the leaf
+            return shards.psum(leaf.name, x.mean(dim) * (x.shape[dim] / max(1, leaf.shape[of])), (of,))
 
         def info(name: str, p: Tensor) -> Leaf:
             lead = layer_dims("adafactor", stacked, name, p.dim())
-            small = torch.finfo(p.dtype).eps if eps1 is None else eps1
-            return Leaf(name, lead, p.dim() - lead >= 2, small, weight_decay if decays(name, p) else 0.0)
+            small, decay = torch.finfo(p.dtype).eps if eps1 is None else eps1, weight_decay if decays(name, p) else 0.0
+            return Leaf(name, lead, p.dim() - lead >= 2, small, decay, shards.shape(name, tuple(p.shape)))
 
         def step(g: Tensor, slots: tuple, p: Tensor, scalars: tuple, leaf: Leaf) -> tuple[Tensor, tuple]:
             (rate, fresh, relative), (row, col) = scalars, slots
             square = g * g
             if leaf.factored:
-                row, col = (x + fresh * (mean(leaf.name, square, d, of=d) - x) for d, x in ((-1, row), (-2, col)))
-                sums = mean(leaf.name, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
+                row, col = (x + fresh * (mean(leaf, square, d, of=d) - x) for d, x in ((-1, row), (-2, col)))
+                sums = mean(leaf, row, -1, of=-2)[..., None, None].clamp(min=leaf.eps1)
                 v = row.unsqueeze(-1) * col.unsqueeze(-2) / sums
             else:
                 v = row = row + fresh * (square - row)
@@ -152,6 +152,6 @@ def _slot(kept: Callable[[tuple, int], tuple], stacked: str | None, state_dtype:
     def spec(name: str, spec: Spec) -> Spec:
         # Spec() is replicated whatever the number of dims.
         lead = layer_dims("adafactor", stacked, name, len(spec.dims)) if spec.dims else 0
-        return without_partial(replace(spec, dims=kept(spec.dims, lead)))
+        return without_partial(spec.with_dims(kept(spec.dims, lead)))
 
     return Slot(init, spec)

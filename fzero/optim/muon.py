@@ -95,7 +95,7 @@ def muon(
         def info(name: str, p: Tensor) -> Leaf:
             _expect_matrix(name, p, lead := layer_dims("muon", stacked, name, p.dim()))
             last = (-2, -1) if weights == "in_out" else (-1, -2)
-            d_in, d_out = (max(1, p.shape[d] * shards.parts(name, (d,))) for d in last)
+            d_in, d_out = (max(1, shards.shape(name, tuple(p.shape))[d]) for d in last)
             scale = math.sqrt(max(1.0, d_out / d_in)) if adjust == "original" else 0.2 * math.sqrt(max(d_out, d_in))
             return Leaf(name, lead, scale, weight_decay if decays(name, p) else 0.0)
 

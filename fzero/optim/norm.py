@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.comm.collectives import Axis
 from fzero.core import pytree
 from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.device import kind_of
@@ -143,12 +141,18 @@ def _row_squares(piece: Tensor) -> Tensor:
 Layers = tuple[Sequence[int], tuple[int, ...]]  # the numbers of a rank's layers, and the shape of the whole leaf
 
 
-def _row_sums(
-    named: dict[str, Any], axes: dict[str, tuple[tuple[Axis, ...], ...]], layers: dict[str, Layers]
-) -> dict[str, Tensor]:
+class Rows(NamedTuple):
+    """Which rows of a leaf, along the dim that dp shards, a rank has."""
+
+    first: int = 0
+    number: int = 1
+    whole: int = 1  # those of the whole leaf
+
+
+def _row_sums(named: dict[str, Any], rows: dict[str, Rows], layers: dict[str, Layers]) -> dict[str, Tensor]:
     """{name of each leaf: this rank's part of the sums of squares of its rows}, by name; of leaves in `layers`, whose
     layers are on several ranks, the sums [rows x layers] of the rows of each layer."""
-    return {name: _own_rows(named[name], shard_dim(name), axes[name], layers.get(name)) for name in sorted(named)}
+    return {name: _own_rows(named[name], shard_dim(name), rows[name], layers.get(name)) for name in sorted(named)}
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -161,25 +165,20 @@ def _fold(x: Tensor) -> Tensor:
     return x.sum(-1)  # of one element, or of none
 
 
-def _own_rows(x: Any, dim: int, axes: tuple[tuple[Axis, ...], ...], here: Layers | None) -> Tensor:
+def _own_rows(x: Any, dim: int, rows: Rows, here: Layers | None) -> Tensor:
     """The sums of squares, float64 [rows of the whole leaf], of the rows of dim `dim`; zero for the rows of other
     ranks. here: see `_row_sums`."""
-    over = axes[dim] if x.dim() > dim else ()  # without such a dim there is one row
+    rows = rows if x.dim() > dim else Rows()  # without such a dim there is one
     layers: dict[int, list[Tensor]] = {}
-    for layer, rows in _squared(x, dim == 1, _row_squares):
-        layers.setdefault(layer, []).append(rows)
-    ranks, start = math.prod(axis.size for axis in over), 0
-    for axis in over:
-        start = start * axis.size + axis.rank
+    for layer, squares in _squared(x, dim == 1, _row_squares):
+        layers.setdefault(layer, []).append(squares)
     sums = [torch.cat(found) for found in layers.values()]
     if here is None:
         mine = _fold(torch.stack(sums, -1))
     else:
         numbers, shape = here
-        rows = shape[dim] // ranks if len(shape) > dim else 1
-        mine = torch.zeros(rows, shape[0], dtype=torch.float64, device=sums[0].device if sums else None)
+        mine = torch.zeros(rows.number, shape[0], dtype=torch.float64, device=sums[0].device if sums else None)
         for number, found in zip(numbers, sums):
             mine[:, number] = found
-    size = mine.shape[0]
-    pads = (start * size, (ranks - 1 - start) * size)
+    pads = (rows.first, rows.whole - rows.first - rows.number)
     return torch.nn.functional.pad(mine, pads if here is None else (0, 0, *pads)).flatten()

@@ -25,6 +25,7 @@ from fzero.kernels.optim_leaf import safe_sqrt
 from fzero.optim.base import GradientTransformation, expect_optimizer
 from fzero.optim.norm import (
     Layers,
+    Rows,
     Squared,
     _fold,
     _piece_square,
@@ -129,6 +130,7 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
     axes = {name: _axes_of(name, spec, shapes, mesh) for name, spec in named_specs.items()}
     if ordered:
         _expect_whole_rows(axes)
+    rows = {name: _rows_here(name, spec, shapes[name], mesh) for name, spec in named_specs.items()} if ordered else {}
 
     def over(name: str, dims: Dims) -> list[tuple[int, Axis]]:
         # Innermost first: the order in which parts are put together.
@@ -152,13 +154,13 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
         return _amax(name, x, over(name, dims))
 
     def on_matrices(name: str, x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        return _run_whole(name, x, f, over(name, (-2, -1)))
+        return _run_whole(name, x, f, over(name, (-2, -1)), named_specs[name], mesh)
 
     def norm(tree: Tree) -> Tensor:
         named: dict[str, Any] = pytree.named_leaves(tree)
         used = {name: tuple(sorted(axis.name for _, axis in over(name, None))) for name in named}
         layers = _layers_here(named, named_specs, shapes, mesh) if ordered else {}
-        sums = _row_sums(named, axes, layers) if ordered else _set_sums(named, used, _wide(tree))
+        sums = _row_sums(named, rows, layers) if ordered else _set_sums(named, used, _wide(tree))
         _sum_over_ranks(sums, used, mesh)
         sums |= {name: _fold(sums[name].view(-1, shape[0])) for name, (_, shape) in layers.items()}
         total = _fold(torch.stack(_on_one([_fold(part) for part in sums.values()]))) if sums else torch.zeros(())
@@ -184,9 +186,9 @@ def sharded(specs: Tree, mesh: Mesh, *, like: Tree, ordered: bool = False) -> Sh
 def _gather(name: str, x: Tensor, over: list[tuple[int, Axis]], spec: Spec, mesh: Mesh) -> Tensor:
     for dim, axis in over:
         if dim == 0 and spec.rows:
-            x = gather_layers(x, spec, mesh, leaf=name)
-        elif axis.name == "ep" and spec.parts:
-            x = gather_parts(x, spec, mesh, leaf=name)
+            x = gather_layers(x, spec, mesh, all_gather, leaf=name)
+        elif axis.name == spec.part_axis:
+            x = gather_parts(x, spec, mesh, all_gather, leaf=name)
         else:
             x = all_gather(x, axis, dim, leaf=name)
     return x
@@ -211,11 +213,19 @@ def _own(x: Tensor, over: list[tuple[int, Axis]], spec: Spec) -> Tensor:
     for dim, axis in reversed(over):
         if dim == 0 and spec.rows:
             x = x.index_select(0, torch.tensor(spec.rows[axis.rank], dtype=torch.int64, device=x.device))
-        elif axis.name == "ep" and spec.parts:
+        elif axis.name == spec.part_axis:
             x = x.narrow(dim, sum(spec.parts[: axis.rank]), spec.parts[axis.rank])
         else:
             x = narrow_part(x, axis.rank, axis.size, dim)
     return x
+
+
+def _rows_here(name: str, spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Rows:
+    """The rows of a leaf that this rank has."""
+    dim, windows = shard_dim(name), local_windows(shape, spec, mesh, leaf=name)
+    if dim >= len(shape):
+        return Rows()
+    return Rows(windows[0].start[dim] if windows else 0, local_shape(shape, spec, mesh)[dim], shape[dim])
 
 
 def _layers_here(
@@ -272,8 +282,8 @@ def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tenso
 
 def rms(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
     """The root mean square of each layer of a leaf of which `x` is the shard, shaped as by `layer_norm2`."""
-    dims = tuple(range(lead, x.dim()))
-    return layer_norm2(shards, name, x, lead) / math.sqrt(max(1, math.prod(x.shape[lead:]) * shards.parts(name, dims)))
+    elements = math.prod(shards.shape(name, tuple(x.shape))[lead:])
+    return layer_norm2(shards, name, x, lead) / math.sqrt(max(1, elements))
 
 
 def _expect_whole_rows(axes: dict[str, tuple[tuple[Axis, ...], ...]]) -> None:
@@ -300,14 +310,16 @@ def _sum_over_ranks(sums: dict, used: dict, mesh: Mesh) -> None:
             sums.update(zip(keys, summed.split([sums[key].shape[0] for key in keys])))
 
 
-def _run_whole(name: str, x: Tensor, f: Callable[[Tensor], Tensor], axes: list[tuple[int, Axis]]) -> Tensor:
+def _run_whole(
+    name: str, x: Tensor, f: Callable[[Tensor], Tensor], axes: list[tuple[int, Axis]], spec: Spec, mesh: Mesh
+) -> Tensor:
     if not axes:
         return f(x)
     (dim, axis), *rest = axes
-    if x.dim() > 2 and x.shape[0] % axis.size == 0:
-        layers = _run_whole(name, all_to_all(x, axis, 0, dim, leaf=name), f, rest)
+    if x.dim() > 2 and x.shape[0] % axis.size == 0 and axis.name != spec.part_axis:
+        layers = _run_whole(name, all_to_all(x, axis, 0, dim, leaf=name), f, rest, spec, mesh)
         return all_to_all(layers, axis, dim, 0, leaf=name)
-    return narrow_part(_run_whole(name, all_gather(x, axis, dim, leaf=name), f, rest), axis.rank, axis.size, dim)
+    return _own(_run_whole(name, _gather(name, x, axes[:1], spec, mesh), f, rest, spec, mesh), axes[:1], spec)
 
 
 def _axes_of(name: str, spec: Spec, shapes: dict[str, tuple[int, ...]], mesh: Mesh) -> tuple[tuple[Axis, ...], ...]:

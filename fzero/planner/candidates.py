@@ -188,7 +188,7 @@ def sizes_of_tp(config: RunConfig, ranks: int, on_node: int) -> list[int]:
 
 
 def divides(config: RunConfig, tp: int) -> bool:
-    """Whether tp divides the model's heads, hidden units and vocabulary."""
+    """Whether tp can cut the model."""
     try:
         zero_plan(0, models.build(config.model), fake_mesh({"tp": tp}))
     except ValueError:

@@ -17,7 +17,15 @@ from fzero.comm.collectives import all_gather_same, all_to_all, own_slice, psum,
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.sharding.mesh import Mesh
-from fzero.sharding.slices import Dims, is_stacked, local_shape, part_dim, sharded_dims, whole_shape
+from fzero.sharding.slices import (
+    Dims,
+    is_stacked,
+    local_shape,
+    part_dim,
+    parts_as_chunks,
+    sharded_dims,
+    whole_shape,
+)
 from fzero.sharding.spec import Spec
 
 if TYPE_CHECKING:  # a second to import
@@ -55,7 +63,7 @@ def redistribute(x: Tensor, src: Spec, dst: Spec, mesh: Mesh, *, leaf: str = "")
                 "cannot be undone"
             )
     if src.rows != dst.rows or src.parts != dst.parts:
-        raise ValueError(f"redistribute {leaf}: from {src} to {dst}; uneven layers and experts stay on their ranks")
+        raise ValueError(f"redistribute {leaf}: from {src} to {dst}; what ranks share unevenly stays on them")
     now, goal = (sharded_dims(spec, mesh, x.dim(), leaf) for spec in (src, dst))
     owed = {axis for axis in src.partial - dst.partial if mesh[axis].size > 1}
     local_shape(whole_shape(x.shape, src, mesh), dst, mesh, leaf=leaf)
@@ -129,31 +137,39 @@ def gather_whole(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor
         x, spec = gather_layers(x, spec, mesh, leaf=leaf), Spec(((), *spec.dims[1:]), parts=spec.parts)
     if spec.parts:
         dim = part_dim(spec)
+        for axis in reversed(spec.dims[dim][1:]):
+            x = all_gather_same(x, mesh[axis], dim, leaf=leaf)
         x = gather_parts(x, spec, mesh, leaf=leaf)
         spec = Spec((*spec.dims[:dim], (), *spec.dims[dim + 1 :]))
     return redistribute(x, Spec(spec.dims), Spec(), mesh, leaf=leaf)
 
 
-def gather_layers(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
+def gather_layers(
+    x: Tensor, spec: Spec, mesh: Mesh, gather: Callable[..., Tensor] = all_gather_same, *, leaf: str = ""
+) -> Tensor:
     """The tensor with the layers of all ranks of pp, in their order, from this rank's, which `spec.rows` numbers.
 
+    gather: the collective, `all_gather` where each rank then uses the whole differently.
     Communicates: an all_gather over pp, of the most layers that a rank has.
     """
     most = max(map(len, spec.rows))
     padded = torch.cat([x, x.new_zeros((most - x.shape[0], *x.shape[1:]))])
     places = {row: rank * most + i for rank, rows in enumerate(spec.rows) for i, row in enumerate(rows)}
     order = torch.tensor([places[row] for row in range(len(places))], device=x.device)
-    return all_gather_same(padded, mesh["pp"], 0, leaf=leaf).index_select(0, order)
+    return gather(padded, mesh["pp"], 0, leaf=leaf).index_select(0, order)
 
 
-def gather_parts(x: Tensor, spec: Spec, mesh: Mesh, *, leaf: str = "") -> Tensor:
-    """The tensor with the parts of all ranks of ep, in their order, from this rank's, whose sizes `spec.parts` has.
+def gather_parts(
+    x: Tensor, spec: Spec, mesh: Mesh, gather: Callable[..., Tensor] = all_gather_same, *, leaf: str = ""
+) -> Tensor:
+    """The tensor with the parts of all ranks, in their order, from this rank's, whose sizes `spec.parts` has.
 
-    Communicates: an all_gather over ep, of the largest part.
+    gather: as for `gather_layers`.
+    Communicates: an all_gather over their axis, of the largest part.
     """
     dim, most = part_dim(spec), max(spec.parts)
     more = x.new_zeros((*x.shape[:dim], most - x.shape[dim], *x.shape[dim + 1 :]))
-    whole = all_gather_same(torch.cat([x, more], dim), mesh["ep"], dim, leaf=leaf)
+    whole = gather(torch.cat([x, more], dim), mesh[spec.part_axis], dim, leaf=leaf)
     return torch.cat([part.narrow(dim, 0, size) for part, size in zip(whole.split(most, dim), spec.parts)], dim)
 
 
@@ -246,4 +262,5 @@ def from_dtensor(t: DTensor, mesh: Mesh) -> tuple[Tensor, Spec]:
                 before //= mesh[have[at]].size
                 at += 1
             dims[placement.dim] = (*have[:at], name, *have[at:])
-    return t.to_local(), Spec(tuple(dims), frozenset(partial))
+    parts = next((parts_as_chunks(size, mesh["tp"].size) for size, axes in zip(t.shape, dims) if axes == ("tp",)), ())
+    return t.to_local(), Spec(tuple(dims), frozenset(partial), parts=parts if len(set(parts)) > 1 else ())

@@ -34,7 +34,7 @@ from fzero.comm.tables import links_of
 from fzero.core.reinterpret import reinterpret
 from fzero.sharding.at_rest import shard_axes, shard_over_data
 from fzero.sharding.moves import ranks_of, reduce_dtype
-from fzero.sharding.slices import is_stacked, local_numel, local_shape, narrow_part, shard_dim
+from fzero.sharding.slices import is_stacked, local_numel, local_shape, narrow_part, part_dim, shard_dim
 from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
@@ -167,7 +167,9 @@ def terms_of(plan: Plan) -> tuple[dict[str, Spec], dict[str, Tensor]]:
         if dim == len(shape):  # a number, or one of each layer
             dims, shape = [*dims, ()], [*shape, 1]
         dims[dim], shape[dim] = (*dims[dim], *axes), shape[dim] * math.prod(plan.sizes[axis] for axis in axes)
-        specs[name], like[name] = replace(spec, dims=tuple(dims)), torch.empty(shape, device="meta")
+        ranks = shape[part_dim(spec)] // sum(spec.parts) if spec.parts else 1  # terms of each word, or of an expert
+        parts = tuple(ranks * part for part in spec.parts)
+        specs[name], like[name] = replace(spec, dims=tuple(dims), parts=parts), torch.empty(shape, device="meta")
     return specs, like
 
 
@@ -190,7 +192,7 @@ def of_ranks(plan: Plan, names: Iterable[str], make: Callable[[tuple[int, ...], 
     for name in sorted(names):
         leaf, dim = plan.leaves[name], shard_dim(name)
         dims, axes = summed_spec(leaf, plan.sizes).dims, axes_of(leaf, plan.sizes)
-        spec = Spec((*(dims[:dim] or ((),)), axes, *dims[dim:]), rows=leaf.compute.rows)
+        spec = Spec((*(dims[:dim] or ((),)), axes, *dims[dim:]), rows=leaf.compute.rows, parts=leaf.compute.parts)
         shape = (leaf.shape[0] if dim else 1, math.prod(plan.sizes[axis] for axis in axes), *leaf.shape[dim:])
         found[name] = make(shape, spec)
     return found

@@ -64,10 +64,9 @@ def local_shape(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "")
             check_rows(leaf or "tensor", local[0], spec, mesh["pp"].size)
             local[0] = len(spec.rows[mesh["pp"].rank])
             continue
-        if spec.parts and axes == ("ep",):
-            check_parts(leaf or "tensor", local[dim], spec, mesh["ep"].size)
-            local[dim] = spec.parts[mesh["ep"].rank]
-            continue
+        if spec.parts and dim == part_dim(spec):
+            check_parts(leaf or "tensor", local[dim], spec, {axis: mesh[axis].size for axis in spec.dims[dim]})
+            local[dim], axes = spec.parts[mesh[spec.part_axis].rank], axes[1:]
         ranks = math.prod(mesh[axis].size for axis in axes)
         if local[dim] % ranks:
             sizes = ", ".join(f"{axis}={mesh[axis].size}" for axis in axes)
@@ -110,11 +109,13 @@ def local_windows(shape: Sequence[int], spec: Spec, mesh: Mesh, *, leaf: str = "
     [((0, 0), (2, 3), 0), ((4, 0), (1, 3), 2)]
     """
     size, start = local_shape(shape, spec, mesh, leaf=leaf), []
-    for extent, axes in zip(size, sharded_dims(spec, mesh, len(shape), leaf)):
-        part = 0
+    for dim, (extent, axes) in enumerate(zip(size, sharded_dims(spec, mesh, len(shape), leaf))):
+        before, part = 0, 0
+        if spec.parts and dim == part_dim(spec):
+            before, axes = sum(spec.parts[: mesh[spec.part_axis].rank]), axes[1:]
         for axis in axes:
             part = part * mesh[axis].size + mesh[axis].rank
-        start.append(sum(spec.parts[:part]) if spec.parts and axes == ("ep",) else part * extent)
+        start.append(before + part * extent)
     if not spec.rows:
         return [Window(tuple(start), size)]
     out, at = [], 0
@@ -198,8 +199,8 @@ def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str
         if spec.rows and dim == 0:
             check_rows(name, size, spec, sizes["pp"])
             continue
-        if spec.parts and axes == ("ep",):
-            check_parts(name, size, spec, sizes["ep"])
+        if spec.parts and dim == part_dim(spec):
+            check_parts(name, size, spec, sizes)
             continue
         ranks = math.prod(sizes[a] for a in axes)
         if size % ranks:
@@ -220,22 +221,62 @@ def check_rows(name: str, size: int, spec: Spec, ranks: int) -> None:
 
 def part_dim(spec: Spec) -> int:
     """The dim that a spec's parts are of."""
-    return spec.dims.index(("ep",))
+    return next(dim for dim, axes in enumerate(spec.dims) if axes[:1] == (spec.part_axis,))
 
 
-def check_parts(name: str, size: int, spec: Spec, ranks: int) -> None:
-    """Raise ValueError if the parts of a spec are not those of `ranks` ranks which share `size` experts."""
-    if len(spec.parts) != ranks or sum(spec.parts) != size:
-        raise ValueError(f"{name}: its spec {spec} does not share {size} experts among ep={ranks} ranks")
+def parts_as_chunks(size: int, ranks: int) -> tuple[int, ...]:
+    """The sizes of the parts of a dim that torch.chunk cuts: all as large as the first, and the last what is left.
+
+    >>> parts_as_chunks(50257, 2), parts_as_chunks(5, 4)
+    ((25129, 25128), (2, 2, 1, 0))
+    """
+    most = -(-size // ranks)
+    return tuple(min(most, max(0, size - rank * most)) for rank in range(ranks))
+
+
+def check_parts(name: str, size: int, spec: Spec, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError if the parts of a spec are not those of a dim of this size on a mesh of these sizes."""
+    axis, inner = spec.part_axis, math.prod(sizes[axis] for axis in spec.dims[part_dim(spec)][1:])
+    ranks = sizes[axis]
+    if len(spec.parts) != ranks or sum(spec.parts) != size or any(part % inner for part in spec.parts):
+        raise ValueError(f"{name}: the parts of its spec {spec} do not share {size} among {axis}={ranks} ranks")
+    if axis == "tp" and (spec.parts != parts_as_chunks(size, ranks) or not spec.parts[-1] or ranks == 1):
+        wanted = parts_as_chunks(size, ranks)
+        instead = f"they must be %{','.join(map(str, wanted))}" if wanted[-1] and ranks > 1 else "use a smaller tp"
+        raise ValueError(f"{name}: the parts of its spec {spec} are not those of torch.chunk, of 1 or more; {instead}")
+
+
+def largest_shard(shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
+    """The shape of the largest shard by a spec that shares layers or a dim unevenly, from that of any rank's.
+
+    >>> largest_shard((128, 24), Spec(("tp", None), parts=(129, 128)))
+    (129, 24)
+    """
+    sizes = list(shape)
+    if spec.rows:
+        sizes[0] = max(map(len, spec.rows))
+    if spec.parts:
+        sizes[part_dim(spec)] = max(spec.parts)
+    return tuple(sizes)
+
+
+def shard_of_rank(largest: tuple[int, ...], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of this rank's shard by such a spec, from that of the largest."""
+    sizes = list(largest)
+    if spec.rows:
+        sizes[0] = len(spec.rows[mesh["pp"].rank])
+    if spec.parts:
+        sizes[part_dim(spec)] = spec.parts[mesh[spec.part_axis].rank]
+    return tuple(sizes)
 
 
 def local_numel(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> int:
-    """The number of elements that one rank holds of a leaf; of a leaf whose layers or experts are shared unevenly, that
-    of the ranks with the most."""
+    """The number of elements that one rank holds of a leaf; of a leaf that is shared unevenly, that of the ranks with
+    the most."""
     if spec.parts:
         dim = part_dim(spec)
         shape = (*shape[:dim], max(spec.parts), *shape[dim + 1 :])
-        spec = replace(spec, dims=(*spec.dims[:dim], (), *spec.dims[dim + 1 :]), parts=())
+        spec = replace(spec, dims=(*spec.dims[:dim], spec.dims[dim][1:], *spec.dims[dim + 1 :]), parts=())
     if spec.rows:
         shape, spec = (max(map(len, spec.rows)), *shape[1:]), Spec(((), *spec.dims[1:]))
     return math.prod(shape) // math.prod(sizes[a] for a in spec.axes)

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class Spec:
     partial: the axes over which a sum is owed: the tensor is the sum of their ranks' values.
     memory: "device", "host" or "nvme".
     rows: where pp shards the first dim, which counts layers: by its rank the numbers of the layers that it holds.
-    parts: where ep shards a dim, alone, whose size it does not divide: by its rank the size of its part.
+    parts: where ep, or tp where ep shards none, does not divide the size of a dim that it shards first: by its rank the
+    size of its part. Those of tp are as torch.chunk has them: equal, and what is left for the last rank.
 
     The text form, which `parse` reads, is "[L/pp, E/ep, D/tp+dp] +cp @host #0-2|3 %2,1": a letter for each dim, its
     axes after a slash, owed sums after "+", the memory after "@", the rows after "#", those of a rank of pp before each
@@ -58,8 +59,8 @@ class Spec:
             raise ValueError(f"spec {self}: memory is {self.memory!r}; it must be one of {', '.join(MEMORIES)}")
         if self.rows and self.dims[:1] != (("pp",),):
             raise ValueError(f"spec {self}: rows are those of pp, which must shard the first dim, alone")
-        if self.parts and ("ep",) not in dims:
-            raise ValueError(f"spec {self}: parts are those of ep, which must shard a dim, alone")
+        if self.parts and self.part_axis not in {d[0] for d in dims if d}:
+            raise ValueError(f"spec {self}: parts are those of ep or tp, which must shard a dim, before other axes")
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -94,9 +95,19 @@ class Spec:
         return (*(axis for axis in VARYING if axis not in self.axes), *sorted(self.partial))
 
     @property
+    def part_axis(self) -> str:
+        """The axis that `parts` are of; "" without parts."""
+        return "" if not self.parts else "ep" if "ep" in self.axes else "tp"
+
+    @property
     def layer(self) -> Spec:
         """The layout of a layer of a stacked leaf, whole as far as sums are owed, on the device."""
         return Spec(self.dims[1:], parts=self.parts)
+
+    def with_dims(self, dims: Sequence[tuple[str, ...]]) -> Spec:
+        """The layout of a tensor with some of the leaf's dims, whose parts are left out with their dim."""
+        kept = self.part_axis in {d[0] for d in dims if d}
+        return replace(self, dims=tuple(dims), parts=self.parts if kept else ())
 
     def placements(self, mesh: Mesh) -> tuple[Any, ...]:
         """The placements of a DTensor of this layout, one for each axis of `mesh.device_mesh`.
@@ -107,7 +118,7 @@ class Spec:
 
         from fzero.core.torch_private import StridedShard
 
-        if self.parts:
+        if self.part_axis == "ep":
             raise ValueError(f"spec {self}: a DTensor has no placement for parts of these sizes; use ep that divides")
         if mesh.device_mesh is None:
             raise ValueError(f"spec {self}: a mesh of one process has no DeviceMesh, and a tensor on it no placements")

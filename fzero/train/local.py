@@ -129,7 +129,7 @@ def local_specs(specs: TrainState, plan: Plan, outer: GradientTransformation, lo
     at = {}
     for i in range(local.fragments):
         of = {name: leaf.opt for name, leaf in plan.leaves.items() if leaf.trained and layers_of(name, plan, i, local)}
-        of = {name: Spec(spec.dims, memory=spec.memory, rows=spec.rows) for name, spec in of.items()}
+        of = {name: Spec(spec.dims, memory=spec.memory, rows=spec.rows, parts=spec.parts) for name, spec in of.items()}
         at[str(i)] = Outer(of, outer.spec(of))
     return specs._replace(extra={**specs.extra, OUTER: at})
 

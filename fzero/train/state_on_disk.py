@@ -45,10 +45,10 @@ def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str,
     """The leaves of a state that rest on a disk, by name; leaves of stacked parameters are stacked."""
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
-    most = {name: max(map(len, spec.rows), default=0) for name, spec in named.items()}
+    cut = {name: spec if spec.rows or spec.parts else None for name, spec in named.items()}
     return {
         name: LeafFiles(
-            tuple(leaf.shape), leaf.dtype, shard_dim(of) == 1, slots=1 if name in frozen else 2, most=most[name]
+            tuple(leaf.shape), leaf.dtype, shard_dim(of) == 1, slots=1 if name in frozen else 2, cut=cut[name]
         )
         for name, leaf in pytree.named_leaves(like).items()
         if named[name].memory == "nvme" and (of := owner[name]) is not None
