@@ -34,7 +34,10 @@ from fzero.offload import (
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.disk_io import serves_direct
+from fzero.offload.buffer_need import buffer_need
+from fzero.offload.buffer_pool import HUGE
+from fzero.offload.disk_config import save_settings
+from fzero.offload.disk_io import mount_point, serves_direct
 from fzero.offload.store_folder import StoreRanks, release_store
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest, read_store, step_manifest_text
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
@@ -133,7 +136,7 @@ def said(call, *words):
     assert "\n" not in text and len(text) < 500, text
     for word in words:
         assert re.search(str(word), text), f"{word!r} is not in: {text}"
-    assert re.search(r"; |: resume|\(--nvme\)", text), f"no fix is named: {text}"
+    assert re.search(r"; |: resume|\(fzero\.Nvme\(folder\); --nvme", text), f"no fix is named: {text}"
     return text
 
 
@@ -816,6 +819,51 @@ def test_disk_and_buffers_do_not_grow(direct):
     assert list((direct / "scratch").iterdir()) == []
 
 
+@pytest.mark.parametrize("offload", ("params=nvme,opt=nvme", "acts=nvme"))
+@pytest.mark.parametrize("step_first", (True, False))
+def test_buffers_are_as_large_as_the_plan_needs(direct, monkeypatch, step_first, offload):
+    """Whoever makes state and step first; activations, whose size the first step tells, make them grow."""
+    monkeypatch.setattr("fzero.offload.nvme.LEAST", HUGE)
+    monkeypatch.setattr("fzero.offload.buffer_need.LEAST", HUGE)
+    rows, width = (8, 600) if offload.startswith("params") else (9000, 64)  # a layer of 2.9 MB, an activation of 2.3
+    model, tx = models.mlp(models.MLPConfig(16, 8, width, 2, width)), optim.adamw(1e-2)
+    batch = {"tokens": torch.arange(rows)[:, None] % 16, "targets": torch.arange(rows)[:, None] % 16}
+    execution = fzero.Execution(remat="full", prefetch=3)
+
+    def losses(offload, nvme):
+        plan, state = fzero.zero_plan(0, model, fzero.one_process(), offload=offload), None
+        if not step_first:
+            state = fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+        step = fzero.make_train_step(model, tx, plan, execution=execution, nvme=nvme)
+        state = state or fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+        state, metrics = step(state, batch)
+        return float(metrics.loss), int(state.step)
+
+    nvme = Nvme(direct / "whole")
+    assert losses(offload, nvme) == losses("", None)
+    plan = fzero.zero_plan(0, model, fzero.one_process(), offload=offload)
+    assert nvme.buffers.size >= max(HUGE + 1, buffer_need(plan, prefetch=3)) and nvme.buffers.peak <= nvme.buffers.size
+    nvme.close()
+    with pytest.raises(ValueError, match=r"more are needed at once; .*buffer_bytes of fzero\.Nvme"):
+        losses(offload, Nvme(direct / "fixed", buffer_bytes=HUGE))
+
+
+def test_a_disk_moves_as_it_was_measured(direct, monkeypatch, tmp_path):
+    """From a script as in a run; what is given by hand is left as it is."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    measured = DiskSettings(block_bytes=4 << 20, readers=4, writers=2)
+    save_settings(mount_point(direct), measured, {})
+    for ranks, settings, wanted in (
+        (1, None, measured),
+        (2, None, DiskSettings(4 << 20, 2, 1)),
+        (2, DiskSettings(), DiskSettings()),
+    ):
+        nvme = Nvme(direct, settings=settings)
+        nvme.need(1, ranks)
+        assert nvme.disk.settings == wanted
+        nvme.close()
+
+
 def test_a_space_too_small_says_what_to_give(direct):
     said(lambda: Nvme(direct, buffer_bytes=1000), "buffer_bytes is 1,000", "at least 1,048,576")
 
@@ -853,7 +901,11 @@ def test_a_plan_on_a_disk_needs_a_space(direct):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="opt=nvme")
     tx = optim.adamw(1e-2)
-    said(lambda: fzero.init_state(model, tx, plan, seed=0), "rests on a disk", "nvme=")
+    said(lambda: fzero.init_state(model, tx, plan, seed=0), "on a disk", "nvme=")
+    for offload in ("opt=nvme", "grads=nvme", "acts=nvme"):
+        away = fzero.zero_plan(0, model, mesh, offload=offload)
+        execution = fzero.Execution(remat="full")
+        said(lambda p=away, e=execution: fzero.make_train_step(model, tx, p, execution=e), "on a disk", "nvme=")
     said(lambda: fzero.init_state(model, tx, plan, seed=0, nvme=Nvme()), "no folder", "--nvme")
 
 

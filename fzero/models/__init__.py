@@ -10,7 +10,7 @@ from fzero.models.from_module import from_module
 from fzero.models.gpt2 import GPT2Config, gpt2
 from fzero.models.layer_drop import layer_drop
 from fzero.models.llama import LlamaConfig, llama
-from fzero.models.lora import LORA, LoRAConfig, lora, merge, set_magnitudes
+from fzero.models.lora import FROZEN, LORA, LoRAConfig, lora, merge, set_magnitudes
 from fzero.models.mixtral import MoEConfig, mixtral
 from fzero.models.mlp import MLPConfig, mlp
 from fzero.models.preference import answer_log_probs, dpo
@@ -20,6 +20,7 @@ from fzero.models.random_ltd import random_ltd
 from fzero.models.score import ScoreConfig, classify, reward
 
 __all__ = [
+    "FROZEN",
     "LORA",
     "PRESETS",
     "Batch",

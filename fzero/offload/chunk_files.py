@@ -26,6 +26,7 @@ from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
+from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
 from fzero.sharding.slices import row_blocks
 
@@ -208,7 +209,7 @@ class Chunks:
             total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
                 f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give "
-                "another folder (--nvme)"
+                f"another folder ({FOLDER})"
             )
         return ValueError(
             f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when "
@@ -346,7 +347,8 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
     except (ValueError, RuntimeError) as error:
         message = str(error).split(" [")[0].splitlines()[0]
         raise Damaged(
-            f"{folder}/arrays/{name}: {message}; resume from a checkpoint, or start the run in another folder (--nvme)"
+            f"{folder}/arrays/{name}: {message}; resume from a checkpoint, or start the run in another folder "
+            f"({FOLDER})"
         ) from None
 
 

@@ -172,7 +172,7 @@ class VersionedStore:
         if keep > self.slots - 2:
             raise ValueError(
                 f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked "
-                f"for; use nvme.slots={keep + 2}"
+                f"for; use nvme.slots={keep + 2} (slots of fzero.Nvme)"
             )
         record = self._last()
         pinned = sorted({**record.pinned, record.slot: record.step}.items(), key=lambda item: -item[1])[:keep]

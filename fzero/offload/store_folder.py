@@ -12,6 +12,7 @@ from fzero.core.storage import Damaged, is_url, write_text
 from fzero.offload import store_owner
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
+from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import DiskIO
 from fzero.offload.store import VersionedStore
 from fzero.offload.store_manifest import (
@@ -85,7 +86,10 @@ def _open(
     """`open_store`, which unlocks the folder if this fails."""
     (buffers, disk), (rank, size, barrier) = streams, ranks
     if slots < 1:
-        raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
+        raise ValueError(
+            f"nvme.slots is {slots} (slots of fzero.Nvme); it must be at least 1, and 2 or more for steps that survive "
+            "a kill"
+        )
     leaves = {
         name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
     }
@@ -98,11 +102,11 @@ def _open(
             raise ValueError(f"{folder}: holds no complete step yet; start the run again")
         record, sums = opened[1], opened[0]["verify"]
         if verify and not sums:
-            raise ValueError(f"{folder}: was written without checksums; use nvme.verify=false")
+            raise ValueError(f"{folder}: was written without checksums; use verify=False (nvme.verify=false of a run)")
         if record.dirty:
             raise Damaged(
                 f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
-                "run ended; resume from a checkpoint, and use nvme.slots=2 to survive a kill"
+                "run ended; resume from a checkpoint, and use two slots (nvme.slots=2) to survive a kill"
             )
         if rank == 0:
             store_owner.lock(folder)
@@ -115,7 +119,7 @@ def _open(
         chunks.open({record.slot, *record.pinned} if record is not None else set())
     except OSError as error:
         raise ValueError(
-            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
+            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write ({FOLDER})"
         ) from None
     store = VersionedStore(chunks, slots, sums)
     if record is not None:
@@ -133,7 +137,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         if record is not None and not record.done:
             raise ValueError(
                 f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or "
-                "give another folder (--nvme)"
+                f"give another folder ({FOLDER})"
             )
     if is_url(folder):
         write_text(folder, STORE, signed_text(wanted))
@@ -144,7 +148,9 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         store_owner.lock(path)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
-            raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
+            raise ValueError(
+                f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder ({FOLDER})"
+            )
         (path / STEP).unlink(missing_ok=True)
         if found is None or _geometry(found) != _geometry(wanted):
             remove_entry(path / "arrays")
@@ -152,12 +158,12 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         make_folder(path, "sums")
         write_text(folder, STORE, signed_text(wanted))
     except NotADirectoryError as error:
-        raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
+        raise ValueError(f"{error.filename}: is not a folder; give one ({FOLDER})") from None
     except FileExistsError as error:
-        raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
+        raise ValueError(f"{error.filename}: is a file; give a folder ({FOLDER})") from None
     except OSError as error:
         raise ValueError(
-            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
+            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write ({FOLDER})"
         ) from None
 
 

@@ -18,6 +18,7 @@ from fzero.core.paths import leaf_fault
 from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged, read_text
 from fzero.offload.chunk_files import LeafFiles
+from fzero.offload.disk_config import FOLDER
 
 FORMAT = 2
 STORE, STEP = "store.json", "step.json"
@@ -133,7 +134,7 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
         )
     for key, fix in (
         ("ranks", "use the same number of processes"),
-        ("slots", "keep nvme.slots"),
+        ("slots", "keep the slots (nvme.slots of a run)"),
         ("owner", "give the folder of this run"),
     ):
         if found.get(key) != wanted[key]:
@@ -189,7 +190,7 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
             f"{folder}/{STORE}: is not the description of a store ({error}); "
-            "resume from a checkpoint, or start the run in another folder (--nvme)"
+            f"resume from a checkpoint, or start the run in another folder ({FOLDER})"
         ) from None
 
 
