@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from remedies import tried
 
 import fzero
 from fzero import models, optim
@@ -304,7 +305,7 @@ def other(name="params/embed", **changes):
         (
             other(shape=(200, 38)),
             {},
-            ["another model or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"],
+            ["another model, optimizer or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"],
         ),
         (other(dtype=torch.float16), {}, ["params/embed is bfloat16.*there and float16"]),
         (other("params/blocks/w", stacked=False), {}, ["params/blocks/w"]),
@@ -319,6 +320,17 @@ def test_the_store_of_another_run_is_named(direct, opened, leaves, options, word
     said(
         lambda: opened(direct, leaves, **{"owner": {"stage": 0, "mesh": {}}, "resume": True, **options}), direct, *words
     )
+
+
+def test_settings_that_an_error_of_the_store_names(direct, opened):
+    finished(direct, opened, verify=False)
+
+    def again(slots=2, verify=False):
+        opened(direct, slots=slots, verify=verify, resume=True).close()
+
+    assert tried(again, slots=3) == [{"slots": 2}] and tried(again, verify=True) == [{"verify": False}]
+    extra = {**LEAVES, "params/extras": LeafFiles((3,), torch.float32)}
+    assert "did you mean" not in said(lambda: opened(direct, extra, resume=True, verify=False), direct)
 
 
 def test_a_run_that_is_not_over_is_not_overwritten(direct, opened):
