@@ -3,6 +3,7 @@ clear line."""
 
 import contextlib
 import errno
+import fcntl
 import gc
 import json
 import math
@@ -16,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import ranks
 import torch
 from remedies import tried
 
@@ -110,7 +112,7 @@ def write(store, seed, *, rows_of=None, leaves=None):
 
 def make(store, seed, step=None, **options):
     write(store, seed, **options)
-    store.commit(seed if step is None else step, {**VALUES, "seed": seed}, lambda: None)
+    store.commit(seed if step is None else step, {**VALUES, "seed": seed})
 
 
 def found(store, slot=None):
@@ -183,7 +185,7 @@ def test_a_version_that_is_abandoned_is_forgotten(direct, opened):
 def test_a_commit_of_nothing_written_keeps_leaves_and_takes_values(direct, opened):
     store = opened(direct)
     make(store, 1)
-    store.commit(2, {"seed": 1, "count": math.pi}, lambda: None)
+    store.commit(2, {"seed": 1, "count": math.pi})
     assert_version(store, 1)
     store.close()
     again = opened(direct, resume=True)
@@ -269,9 +271,9 @@ def test_ranks_have_chunks_of_their_own(direct, opened):
     first, second = (opened(direct, ranks=StoreRanks(rank, 2)) for rank in (0, 1))
     write(first, 1)
     write(second, 2)
-    second.commit(1, {"seed": 1}, lambda: None)
+    second.commit(1, {"seed": 1})
     assert read_step_manifest(direct) is None, "rank 0 says what is complete"
-    first.commit(1, {"seed": 1}, lambda: None)
+    first.commit(1, {"seed": 1})
     first.close()
     second.close()
     for rank, seed in ((0, 1), (1, 2)):
@@ -402,6 +404,68 @@ def test_a_folder_that_cannot_be_written_is_named(direct, opened, code):
     direct.mkdir()
     with mock.patch.object(Path, "mkdir", mock.Mock(side_effect=OSError(code, os.strerror(code), str(direct)))):
         said(lambda: opened(direct), direct, os.strerror(code), "--nvme")
+
+
+def errors_of_rank(mesh, folder):
+    """What init_state and reopen_state say on a rank of two, in a folder that rank 0 alone sees to be no store."""
+    model = models.mlp(models.MLPConfig())
+    plan = fzero.zero_plan(1, model, mesh, offload="opt=nvme")
+    found = []
+    for make in (
+        lambda nvme: fzero.init_state(model, optim.adamw(), plan, seed=0, nvme=nvme),
+        lambda nvme: reopen_state(optim.adamw(), plan, nvme),
+    ):
+        nvme = Nvme(folder, buffer_bytes=1 << 20)
+        with pytest.raises(ValueError) as raised:
+            make(nvme)
+        nvme.close()
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_store_that_is_refused_is_refused_on_all_ranks(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a store")
+    (first, again), (told, told_again) = ranks.run(2, errors_of_rank, str(tmp_path), mesh={"dp": 2})
+    assert told == f"rank 0: {first}" and "holds no store" in first and "holds no store" in again
+    assert told_again == again or told_again == f"rank 0: {again}"
+
+
+def test_a_start_on_a_full_disk_gives_its_space_back(direct, opened):
+    real = os.posix_fallocate
+
+    def fill(fd, offset, size):
+        if len(list(direct.rglob("c/*/*/*/0"))) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, offset, size)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with mock.patch.object(os, "posix_fallocate", fill):
+        said(lambda: opened(direct), "No space left", "make room")
+    assert not list(direct.rglob("c/*/*/*/0")) and len(os.listdir("/proc/self/fd")) <= before + 1
+    make(opened(direct), 1)  # the folder serves again
+
+
+def test_a_store_that_may_not_be_written_can_be_read(direct, opened):
+    finished(direct, opened)
+    real = os.access
+    with mock.patch.object(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode)):
+        store = opened(direct, resume=True)
+    assert store.chunks.direct and len(store.chunks.files) and store.record is not None
+    for name in LEAVES:
+        store.read(name).wait()
+    flags = {fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for fd in store.chunks.files.values()}
+    assert flags == {os.O_RDONLY}
+    said(store.begin, direct, "may be read and not written", "copy the store")
+
+
+@pytest.mark.parametrize("verify", (True, False))
+def test_a_store_that_went_away_says_so(direct, opened, verify):
+    store = opened(direct, verify=verify)
+    make(store, 1)
+    store.begin()
+    shutil.rmtree(direct)
+    text = said(lambda: store.commit(2, {"seed": 2}), f"{direct}: is gone")
+    assert "holds its last" not in text
 
 
 def test_a_read_only_folder_is_named(direct, opened):
@@ -567,7 +631,7 @@ def test_a_write_that_fails_ends_the_step_and_not_the_store(direct, opened, code
     make(store, 1)
     with refusing("pwritev", code):
         write(store, 2)
-        said(lambda: store.commit(2, {"seed": 2}, lambda: None), direct, os.strerror(code))
+        said(lambda: store.commit(2, {"seed": 2}), direct, os.strerror(code))
     assert_version(store, 1)
     store.close()
     again = reopen(opened, direct)()
@@ -582,7 +646,7 @@ def test_a_commit_that_fails_leaves_the_step_before(direct, opened, name):
     make(store, 1)
     write(store, 2)
     with refusing(name, errno.EIO):
-        said(lambda: store.commit(2, {"seed": 2}, lambda: None), direct, os.strerror(errno.EIO))
+        said(lambda: store.commit(2, {"seed": 2}), direct, os.strerror(errno.EIO))
     store.close()
     assert_version(reopen(opened, direct)(), 1)
 
@@ -865,13 +929,13 @@ def test_a_disk_moves_as_it_was_measured(direct, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     measured = DiskSettings(block_bytes=4 << 20, readers=4, writers=2)
     save_settings(mount_point(direct), measured, {})
-    for ranks, settings, wanted in (
+    for processes, settings, wanted in (
         (1, None, measured),
         (2, None, DiskSettings(4 << 20, 2, 1)),
         (2, DiskSettings(), DiskSettings()),
     ):
         nvme = Nvme(direct, settings=settings)
-        nvme.need(1, ranks)
+        nvme.need(1, processes)
         assert nvme.disk.settings == wanted
         nvme.close()
 

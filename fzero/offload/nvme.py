@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fzero.comm.tables import barrier
+from fzero.comm.tables import raise_together
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder
 from fzero.core.storage import is_url
@@ -118,7 +118,7 @@ class Nvme:
             self.folder,
             leaves,
             streams=(self.buffers, self.disk),
-            ranks=StoreRanks(mesh.rank, mesh.size, partial(barrier, mesh)),
+            ranks=StoreRanks(mesh.rank, mesh.size, partial(raise_together, mesh=mesh)),
             slots=self.slots,
             verify=self.verify,
             owner=owner,

@@ -166,8 +166,10 @@ def with_kernel(
         given = {"weight_decay": weight_decay, "mask": mask, "impl": impl, **numbers}
         return with_kernel(owner, op, step, state_types, moments, scalars, kept=kept._replace(shards=shards), **given)
 
+    names = check_mask(owner, mask)
+
     def check(params: Tree) -> None:
-        check_mask(owner, mask)(params)
+        names(params)
         check_blocks(owner, kept, params)
 
     pure = leafwise(

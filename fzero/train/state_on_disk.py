@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather
-from fzero.comm.tables import barrier
+from fzero.comm.tables import raise_together
 from fzero.core import gpu, prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import start_fetch
@@ -230,7 +230,7 @@ def commit(nvme: Nvme | None, state: TrainState, plan: Plan) -> None:
     names = [name for name in leaves if owner[name] is None or name in beside]
     small = dict(zip(names, start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}
-    nvme.store.commit(int(small["step"]), values, partial(barrier, plan.mesh))
+    nvme.store.commit(int(small["step"]), values, partial(raise_together, mesh=plan.mesh))
 
 
 def values_beside(plan: Plan) -> frozenset[str]:
