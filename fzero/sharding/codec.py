@@ -54,7 +54,9 @@ class Codec:
         is given each rank's own term of a sum, and sends the signs of its momentum (see fzero.optim.onebit_adam).
     hpz: whether parameters rest over dp and rp, and each rank keeps, from their first use in a step on, the codes that
         dp alone shards: they pass between the ranks of rp, which are slow links, once a step.
-    block: the elements that share a scale, a power of two from 16 to 8192.
+    block: the elements that share a scale, a power of two from 16 to 8192: of parameters those of a row, of gradients
+        neighbours in what one rank is sent, which are of two rows, or two small leaves of a layer, where the block does
+        not divide the last dim (docs/codec.md says what that costs).
     loco: what `grads` loses is kept by the rank that sends it: beta, the part of it that is added to what it sends
         next, in (0, 1]; None: it is lost.
     reset: after so many steps these errors are dropped, again and again; None: never.
