@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +72,9 @@ def _coded(kept: Storage, name: str, p: Tensor) -> bool:
     return torch.Size(whole).numel() >= SMALL and p.dim() > shard_dim(name) + 1
 
 
-def check_blocks(owner: str, kept: Storage, params: Tree) -> None:
-    """Raise ValueError if blocks of 8-bit moments would straddle shards of any of the leaves."""
+def check_leaves(owner: str, kept: Storage, names: Callable[[Tree], None], params: Tree) -> None:
+    """Raise ValueError if `names` does, or if blocks of 8-bit moments would straddle shards of any of the leaves."""
+    names(params)
     if kept.bits is None:
         return
     coded = {name: p for name, p in pytree.named_leaves(params).items() if _coded(kept, name, p)}
@@ -166,12 +168,6 @@ def with_kernel(
         given = {"weight_decay": weight_decay, "mask": mask, "impl": impl, **numbers}
         return with_kernel(owner, op, step, state_types, moments, scalars, kept=kept._replace(shards=shards), **given)
 
-    names = check_mask(owner, mask)
-
-    def check(params: Tree) -> None:
-        names(params)
-        check_blocks(owner, kept, params)
-
     pure = leafwise(
         state_type,
         _slots(kept, moments),
@@ -179,7 +175,7 @@ def with_kernel(
         lambda g, slots, p, scalars, decay: step(g, slots, p, scalars, decay, fixed),
         info=info,
         needs="elementwise" if exact or kept.shards is not WHOLE else "matrix",
-        check=check,
+        check=partial(check_leaves, owner, kept, check_mask(owner, mask)),
         vary=kept.shards.vary,
     )
     # The scales of rows fill no whole pages of a disk.
