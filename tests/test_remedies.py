@@ -17,7 +17,7 @@ from fzero import models, optim
 from fzero.cli.main import cli
 from fzero.core.tables import flat
 from fzero.run.config import RunConfig
-from fzero.run.config_table import to_table
+from fzero.run.config_table import apply_table, to_table
 from fzero.sharding import Context, Pipeline, Spec, fake_mesh, local_shape
 from fzero.sharding.context import zigzag
 from fzero.sharding.pipeline.families import FAMILIES, schedule
@@ -233,6 +233,22 @@ def test_schedules_and_their_chunks(schedule, chunks):
         Pipeline(schedule=schedule, chunks=chunks)
     except ValueError:
         tried(lambda schedule, chunks: Pipeline(schedule=schedule, chunks=chunks), schedule=schedule, chunks=chunks)
+
+
+def test_chunks_follow_the_schedule():
+    """Of a Pipeline, and where a run's config gets another schedule; what is asked for is kept or refused."""
+    assert {name: Pipeline(name).chunks for name in FAMILIES} == {n: f.chunks or 1 for n, f in FAMILIES.items()}
+    config = RunConfig()
+    for name, given, chunks in (
+        ("zb-v", {}, 2),
+        ("interleaved", {}, 2),
+        ("interleaved", {"chunks": 3}, 3),
+        ("1f1b", {}, 1),
+    ):
+        config = apply_table(config, {"pipeline": {"schedule": name, **given}})
+        assert (config.pipeline.schedule, config.pipeline.chunks) == (name, chunks)
+    with pytest.raises(ValueError, match="use chunks=2"):
+        apply_table(config, {"pipeline": {"schedule": "zb-v", "chunks": 1}})
 
 
 def test_micro_batches_of_every_schedule():
