@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.core.precision import fp64 as fp64
     from fzero.core.stack import stack as stack
     from fzero.models import Model as Model
-    from fzero.models import from_module as from_module
+    from fzero.models.from_module import from_module as from_module
     from fzero.offload import Nvme as Nvme
     from fzero.planner.plan import plan as plan
     from fzero.planner.plan_report import PlanReport as PlanReport
