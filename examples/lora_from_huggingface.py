@@ -23,7 +23,7 @@ else:
 
 config, weights = huggingface.load_hf(folder)
 model = models.lora(models.build(config), rank=4)
-plan = fzero.zero_plan(0, model, fzero.one_process(), frozen=r"^(?!.*_lora_)")
+plan = fzero.zero_plan(0, model, fzero.one_process(), frozen=models.frozen_leaves(model.config))
 
 # The factors begin as LoRA draws them, everything else as it was loaded.
 drawn = fzero.pytree.named_leaves(models.init_params(model, fzero.random.key(1)))

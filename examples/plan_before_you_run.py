@@ -5,11 +5,16 @@ python examples/plan_before_you_run.py
 
 import fzero
 
-config = {"preset": "llama-8b", "train": {"batch": 64, "micro_batch": 1, "remat": "full"}, "data": {"seq_len": 4096}}
-config |= {"precision": {"policy": "bf16"}, "zero": 3}
+config = {
+    "preset": "llama-8b",
+    "train": {"batch": 64, "micro_batch": 1, "remat": "full"},
+    "data": {"seq_len": 4096},
+    "precision": {"policy": "bf16"},
+    "zero": 3,
+}
 report = fzero.plan(config, {"dp": 8}, gpu="h100")
 print(report)
-assert report.step_s > 0 and set(report.comm_bytes_per_axis) == {"dp"}
+assert report.step_s and set(report.comm_bytes_per_axis) == {"dp"}
 
 small = {
     "preset": "llama-tiny",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.core.precision import fp64 as fp64
     from fzero.core.stack import stack as stack
     from fzero.models import Model as Model
-    from fzero.models import from_module as from_module
+    from fzero.models.from_module import from_module as from_module
     from fzero.offload import Nvme as Nvme
     from fzero.planner.plan import plan as plan
     from fzero.planner.plan_report import PlanReport as PlanReport
@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # what a type checker and an editor know; a test compares it 
     from fzero.train.batch import local_batch as local_batch
     from fzero.train.eval import make_eval_step as make_eval_step
     from fzero.train.execution import Execution as Execution
+    from fzero.train.full_params import full_params as full_params
     from fzero.train.init import init_state as init_state
     from fzero.train.masters import with_params as with_params
     from fzero.train.other_optimizer import with_optimizer as with_optimizer
@@ -107,6 +108,7 @@ _HOME = {
     "TrainState": "train.state",
     **dict.fromkeys(("from_huggingface", "to_huggingface"), "checkpoint.convert.from_huggingface"),
     "from_module": "models",
+    "full_params": "train.full_params",
     "init_state": "train.init",
     "jit": "core.compile",
     "make_check": "train.sdc_check",

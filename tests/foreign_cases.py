@@ -177,7 +177,7 @@ def make_store(folder):
     store.begin()
     store.write_rows("params/w", 0, (0, 4), LEAVES["w"])
     store.flush()
-    store.commit(1, {}, lambda: None)
+    store.commit(1, {})
     store.finish()
     nvme.close()
 

@@ -8,7 +8,7 @@ import torch
 from close import assert_at_most_twice_the_error, assert_close, assert_same
 
 from fzero.kernels import attention as attn
-from fzero.kernels import attention_blocked
+from fzero.kernels import attention_blocked, glu, norm
 from fzero.kernels.attention import FULL, Pattern
 
 F64 = torch.float64
@@ -232,6 +232,20 @@ def test_long_sequences_are_the_reference():
     for options in ({}, {"pattern": Pattern("window", 50)}, {"documents": documents_of(1, t)}):
         expected = gradients(attn.reference, tensors, **options)
         assert_close(gradients(attn.attention, tensors, **options), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("b", "t", "s"), ((0, 4, 4), (2, 0, 0), (2, 0, 4)))
+def test_a_call_without_elements(b, t, s):
+    """Whatever serves it, for attention and beside it; a form that cannot is refused by name."""
+    q, k, v = (torch.empty(b, n, 2, 8, requires_grad=True) for n in (t, s, s))
+    for impl in ("auto", "reference"):
+        y = attn.attention(q, k, v, impl=impl)
+        grads = torch.autograd.grad(y.sum(), (q, k, v))
+        assert y.shape == q.shape and all(not g.any() and g.shape == x.shape for g, x in zip(grads, (q, k, v)))
+    with pytest.raises(ValueError, match=r"impl='blocked' does not serve this call: the queries .* are empty"):
+        attn.attention(q, k, v, impl="blocked")
+    x = torch.empty(b, t, 16, requires_grad=True)
+    assert norm.rms_norm(x, torch.ones(16), 1e-6).shape == glu.swiglu(x, x).shape == x.shape
 
 
 def test_large_scores_stay_finite():

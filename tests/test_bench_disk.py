@@ -199,7 +199,15 @@ def test_blocks_larger_than_the_files_are_left_out(folder, quick):
         assert {each.settings.block_bytes for each in disk.sweep(files, 0.01).rows} == {MB}
 
 
-def test_the_command_measures_and_writes_the_settings(fz, folder, quick):
+def test_the_command_keeps_no_settings_of_a_busy_disk(fz, folder, quick, monkeypatch):
+    monkeypatch.setattr(disk, "NOISY", 0.0)
+    code, out, _ = fz("bench", "disk", folder, "--size-gb", "0.005", "--seconds", "0.01")
+    assert code == 0 and "measure again" in out and "no settings were written" in out
+    assert not disk_config.config_file().exists()
+
+
+def test_the_command_measures_and_writes_the_settings(fz, folder, quick, monkeypatch):
+    monkeypatch.setattr(disk, "NOISY", float("inf"))
     code, out, err = fz("bench", "disk", folder, "--size-gb", "0.009", "--seconds", "0.01")
     assert (code, err) == (0, "") and list(folder.iterdir()) == []
     mount = disk_io.mount_point(folder)

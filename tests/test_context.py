@@ -243,7 +243,7 @@ def test_what_cannot_be_split_is_refused_in_one_line():
     for call, said in (
         (
             lambda: fzero.zero_plan(0, llama, cp3, sequence=Context("ulysses")),
-            r"context ulysses: cp=3 does not divide the 4 heads; use cp in \{1, 2, 4\}, or gather",
+            r"context ulysses: cp=3 does not divide the 4 heads; use cp in \{1, 2, 4\}, or the form gather",
         ),
         (lambda: Context("gater"), r"context: form is 'gater'"),
         (lambda: Context("gather", "zig"), r"context: pieces is 'zig'"),

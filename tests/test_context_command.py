@@ -61,7 +61,7 @@ REFUSED = {
     "--mesh cp=2 --context ring --seq-len 17": "the sequences have 17 tokens, which cannot be cut into 2 blocks for "
     "cp=2; use 16 or 18",
     "--mesh cp=8 --context ulysses --seq-len 64": "context ulysses: cp=8 does not divide the 4 heads; use cp in "
-    "{1, 2, 4}, or gather",
+    "{1, 2, 4}, or the form gather",
     "--mesh cp=4,tp=2 --context ulysses": "context ulysses: cp=4 does not divide the 2 heads of a rank of tp=2",
     "--mesh cp=2 --context ulysses:balanced": "in the form ulysses all ranks have as much work; use contiguous pieces",
     "--mesh cp=2 --context rign": "context: form is 'rign' (did you mean ring?)",

@@ -462,13 +462,22 @@ def test_errors_stay_where_they_are_unless_the_state_is_kept():
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("params=int8,loco", "codec: loco is 0.8 and grads is not given, whose errors it keeps; write grads=int4,loco"),
+        (
+            "params=int8,loco",
+            "loco is 0.8 and grads is not given, whose errors it keeps; write params=int8,grads=int4,loco=0.8",
+        ),
         ("grads=int4,loco=0", "codec: loco is 0.0; it must be above 0 and at most 1"),
         ("grads=int4,loco=1.5", "codec: loco is 1.5; it must be above 0 and at most 1"),
         ("grads=int4,loco=", "codec 'grads=int4,loco=': 'loco=' has another form"),
         ("grads=int4,loco=x", "codec 'grads=int4,loco=x': 'loco=x' has another form"),
-        ("grads=int4,reset=8", "codec: reset is 8 and loco is not given, whose errors it drops; write loco,reset=8"),
-        ("grads=int4,errors=int8", "codec: errors is 'int8'; it is how the errors of loco rest: write loco,errors="),
+        (
+            "grads=int4,reset=8",
+            "reset is 8 and loco is not given, whose errors it drops; write grads=int4,loco=0.8,reset=8",
+        ),
+        (
+            "grads=int4,errors=int8",
+            "errors is 'int8'; it is how the errors of loco rest: write grads=int4,loco=0.8,errors=",
+        ),
         ("grads=int4,loco,errors=int4", "codec: errors is 'int4'; it is how the errors of loco rest"),
         ("grads=int4,loco,reset=0", "codec: reset is 0; it is a number of steps, at least 1"),
         ("grads=int4,loco,loco=1", "'loco=1' is not one of .* each once"),

@@ -18,6 +18,7 @@ import torch
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
+from fzero.models.lora import FROZEN
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
@@ -117,6 +118,7 @@ def model_of(name):
         return model, model
     sizes = {**SIZES, "n_layers": 4} if name == "tied and deep" else SIZES
     model = models.llama(models.LlamaConfig(**sizes, tied=name.startswith("tied")))
+    model = models.lora(model, 2) if name == "lora" else model
     return model, model
 
 
@@ -297,9 +299,39 @@ TOGETHER = [
     few._replace(offload=HOST, mesh=DP2, stage=3, policy="bf16", micro=2),
     few._replace(remat="every:2", slots=3),
     few._replace(slots=1, policy="bf16"),
+    few._replace(offload="opt=nvme:0.5,grads=nvme:0.3", frozen=FROZEN, model="lora", policy="bf16", remat="none"),
+    few._replace(offload="opt=host:0.5,grads=nvme", frozen=FROZEN, model="lora", optimizer="sgd", ema=False, steps=3),
 ]
 # What others have together is run in the slow tier, or not unless asked for.
-SLOW, RARE = (2, 4, 5, 8, 11, 14), (3, 7, 9, 10, 12, 13)
+SLOW, RARE = (2, 4, 5, 8, 11, 14, 17), (3, 7, 9, 10, 12, 13)
+
+
+def rationed(name):
+    """(a model most of whose bytes are frozen, the regex of those); "moved": a rule of it moves leaves."""
+    if name == "moved":
+        c = models.preset("deepseek-tiny")
+        return models.build(c), None
+    base = models.llama(models.LlamaConfig(**{**SIZES, "d_model": 64}))
+    codes = models.quantized(base, "int8", 16) if name == "qlora" else base
+    return models.lora(codes, 2), FROZEN
+
+
+@pytest.mark.parametrize("policy", ("fp32", "bf16"))
+@pytest.mark.parametrize("name", ("lora", "qlora", "moved"))
+@pytest.mark.parametrize("ratio", (0.2, 0.5, 0.95))
+def test_a_ratio_is_of_the_bytes_that_a_group_has(name, policy, ratio):
+    """The largest leaves that have it, and not one leaf more; what is frozen has no sum and no state."""
+    model, frozen = rationed(name)
+    offload = f"params=host:{ratio},grads=nvme:{ratio},opt=host:{ratio}"
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy=POLICIES[policy], frozen=frozen, offload=offload)
+    for group in ("params", "grads", "opt"):
+        has = {n: leaf for n, leaf in plan.leaves.items() if (leaf.trained or group == "params") and not leaf.moved}
+        sizes = {n: math.prod(x.shape) * (x.dtype.itemsize if group == "params" else 1) for n, x in has.items()}
+        away = [n for n, leaf in plan.leaves.items() if getattr(leaf, group).memory != "device"]
+        assert set(away) <= set(has), f"{group}: {set(away) - set(has)}"
+        there, total = sum(sizes[n] for n in away), sum(sizes.values())
+        assert there >= ratio * total > there - min(sizes[n] for n in away)
+        assert min(sizes[n] for n in away) >= max(sizes[n] for n in has if n not in away)
 
 
 def later(case, mark=pytest.mark.slow):

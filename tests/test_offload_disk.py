@@ -156,6 +156,22 @@ def test_the_pool_never_lends_more_than_its_size(buffers):
         buffers.take((HUGE + 1,), torch.uint8)
 
 
+def test_a_pool_that_is_not_fixed_grows_by_what_is_lacking():
+    buffers = BufferPool(HUGE, fixed=False)
+    lent = [buffers.take((size,), torch.uint8) for size in (HUGE, 3 * HUGE + 1, 1000)]
+    assert buffers.size == 5 * HUGE, "what the last region has left is lent first"
+    for i, buffer in enumerate(lent):
+        buffer.view.fill_(i)
+    assert [int(buffer.view.min()) for buffer in lent] == [int(buffer.view.max()) for buffer in lent] == [0, 1, 2]
+    assert all(buffers.holds(buffer.view.untyped_storage()) for buffer in lent)
+    assert not buffers.holds(torch.empty(8).untyped_storage())
+    del lent, buffer
+    assert len(buffers.take((4 * HUGE,), torch.uint8).raw) == 4 * HUGE and buffers.size == 5 * HUGE
+    first, second = buffers.take((HUGE,), torch.uint8), buffers.take((HUGE,), torch.uint8)
+    assert buffers.holds(first.raw.untyped_storage()) and buffers.holds(second.raw.untyped_storage())
+    assert buffers.size == 5 * HUGE
+
+
 @pytest.mark.parametrize(
     "share",
     [

@@ -82,7 +82,7 @@ def poisoned(params, space):
             if name == "params/head/norm/scale":
                 value.fill_(float("inf"))
             store.write(name, layer, None, reading.buffer)
-    store.commit(store.record.step, store.record.values, lambda: None)
+    store.commit(store.record.step, store.record.values)
     return params
 
 

@@ -3,6 +3,7 @@ clear line."""
 
 import contextlib
 import errno
+import fcntl
 import gc
 import json
 import math
@@ -16,7 +17,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import ranks
 import torch
+from remedies import tried
 
 import fzero
 from fzero import models, optim
@@ -34,7 +37,10 @@ from fzero.offload import (
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
-from fzero.offload.disk_io import serves_direct
+from fzero.offload.buffer_need import buffer_need
+from fzero.offload.buffer_pool import HUGE
+from fzero.offload.disk_config import save_settings
+from fzero.offload.disk_io import mount_point, serves_direct
 from fzero.offload.store_folder import StoreRanks, release_store
 from fzero.offload.store_manifest import STEP, STORE, read_step_manifest, read_store, step_manifest_text
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
@@ -106,7 +112,7 @@ def write(store, seed, *, rows_of=None, leaves=None):
 
 def make(store, seed, step=None, **options):
     write(store, seed, **options)
-    store.commit(seed if step is None else step, {**VALUES, "seed": seed}, lambda: None)
+    store.commit(seed if step is None else step, {**VALUES, "seed": seed})
 
 
 def found(store, slot=None):
@@ -133,7 +139,7 @@ def said(call, *words):
     assert "\n" not in text and len(text) < 500, text
     for word in words:
         assert re.search(str(word), text), f"{word!r} is not in: {text}"
-    assert re.search(r"; |: resume|\(--nvme\)", text), f"no fix is named: {text}"
+    assert re.search(r"; |: resume|\(fzero\.Nvme\(folder\); --nvme", text), f"no fix is named: {text}"
     return text
 
 
@@ -179,7 +185,7 @@ def test_a_version_that_is_abandoned_is_forgotten(direct, opened):
 def test_a_commit_of_nothing_written_keeps_leaves_and_takes_values(direct, opened):
     store = opened(direct)
     make(store, 1)
-    store.commit(2, {"seed": 1, "count": math.pi}, lambda: None)
+    store.commit(2, {"seed": 1, "count": math.pi})
     assert_version(store, 1)
     store.close()
     again = opened(direct, resume=True)
@@ -265,9 +271,9 @@ def test_ranks_have_chunks_of_their_own(direct, opened):
     first, second = (opened(direct, ranks=StoreRanks(rank, 2)) for rank in (0, 1))
     write(first, 1)
     write(second, 2)
-    second.commit(1, {"seed": 1}, lambda: None)
+    second.commit(1, {"seed": 1})
     assert read_step_manifest(direct) is None, "rank 0 says what is complete"
-    first.commit(1, {"seed": 1}, lambda: None)
+    first.commit(1, {"seed": 1})
     first.close()
     second.close()
     for rank, seed in ((0, 1), (1, 2)):
@@ -301,7 +307,7 @@ def other(name="params/embed", **changes):
         (
             other(shape=(200, 38)),
             {},
-            ["another model or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"],
+            ["another model, optimizer or mesh", "params/embed is bfloat16", "37.*there and bfloat16.*38.*here"],
         ),
         (other(dtype=torch.float16), {}, ["params/embed is bfloat16.*there and float16"]),
         (other("params/blocks/w", stacked=False), {}, ["params/blocks/w"]),
@@ -316,6 +322,17 @@ def test_the_store_of_another_run_is_named(direct, opened, leaves, options, word
     said(
         lambda: opened(direct, leaves, **{"owner": {"stage": 0, "mesh": {}}, "resume": True, **options}), direct, *words
     )
+
+
+def test_settings_that_an_error_of_the_store_names(direct, opened):
+    finished(direct, opened, verify=False)
+
+    def again(slots=2, verify=False):
+        opened(direct, slots=slots, verify=verify, resume=True).close()
+
+    assert tried(again, slots=3) == [{"slots": 2}] and tried(again, verify=True) == [{"verify": False}]
+    extra = {**LEAVES, "params/extras": LeafFiles((3,), torch.float32)}
+    assert "did you mean" not in said(lambda: opened(direct, extra, resume=True, verify=False), direct)
 
 
 def test_a_run_that_is_not_over_is_not_overwritten(direct, opened):
@@ -387,6 +404,68 @@ def test_a_folder_that_cannot_be_written_is_named(direct, opened, code):
     direct.mkdir()
     with mock.patch.object(Path, "mkdir", mock.Mock(side_effect=OSError(code, os.strerror(code), str(direct)))):
         said(lambda: opened(direct), direct, os.strerror(code), "--nvme")
+
+
+def errors_of_rank(mesh, folder):
+    """What init_state and reopen_state say on a rank of two, in a folder that rank 0 alone sees to be no store."""
+    model = models.mlp(models.MLPConfig())
+    plan = fzero.zero_plan(1, model, mesh, offload="opt=nvme")
+    found = []
+    for make in (
+        lambda nvme: fzero.init_state(model, optim.adamw(), plan, seed=0, nvme=nvme),
+        lambda nvme: reopen_state(optim.adamw(), plan, nvme),
+    ):
+        nvme = Nvme(folder, buffer_bytes=1 << 20)
+        with pytest.raises(ValueError) as raised:
+            make(nvme)
+        nvme.close()
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_store_that_is_refused_is_refused_on_all_ranks(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a store")
+    (first, again), (told, told_again) = ranks.run(2, errors_of_rank, str(tmp_path), mesh={"dp": 2})
+    assert told == f"rank 0: {first}" and "holds no store" in first and "holds no store" in again
+    assert told_again == again or told_again == f"rank 0: {again}"
+
+
+def test_a_start_on_a_full_disk_gives_its_space_back(direct, opened):
+    real = os.posix_fallocate
+
+    def fill(fd, offset, size):
+        if len(list(direct.rglob("c/*/*/*/0"))) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd, offset, size)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with mock.patch.object(os, "posix_fallocate", fill):
+        said(lambda: opened(direct), "No space left", "make room")
+    assert not list(direct.rglob("c/*/*/*/0")) and len(os.listdir("/proc/self/fd")) <= before + 1
+    make(opened(direct), 1)  # the folder serves again
+
+
+def test_a_store_that_may_not_be_written_can_be_read(direct, opened):
+    finished(direct, opened)
+    real = os.access
+    with mock.patch.object(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode)):
+        store = opened(direct, resume=True)
+    assert store.chunks.direct and len(store.chunks.files) and store.record is not None
+    for name in LEAVES:
+        store.read(name).wait()
+    flags = {fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE for fd in store.chunks.files.values()}
+    assert flags == {os.O_RDONLY}
+    said(store.begin, direct, "may be read and not written", "copy the store")
+
+
+@pytest.mark.parametrize("verify", (True, False))
+def test_a_store_that_went_away_says_so(direct, opened, verify):
+    store = opened(direct, verify=verify)
+    make(store, 1)
+    store.begin()
+    shutil.rmtree(direct)
+    text = said(lambda: store.commit(2, {"seed": 2}), f"{direct}: is gone")
+    assert "holds its last" not in text
 
 
 def test_a_read_only_folder_is_named(direct, opened):
@@ -552,7 +631,7 @@ def test_a_write_that_fails_ends_the_step_and_not_the_store(direct, opened, code
     make(store, 1)
     with refusing("pwritev", code):
         write(store, 2)
-        said(lambda: store.commit(2, {"seed": 2}, lambda: None), direct, os.strerror(code))
+        said(lambda: store.commit(2, {"seed": 2}), direct, os.strerror(code))
     assert_version(store, 1)
     store.close()
     again = reopen(opened, direct)()
@@ -567,7 +646,7 @@ def test_a_commit_that_fails_leaves_the_step_before(direct, opened, name):
     make(store, 1)
     write(store, 2)
     with refusing(name, errno.EIO):
-        said(lambda: store.commit(2, {"seed": 2}, lambda: None), direct, os.strerror(errno.EIO))
+        said(lambda: store.commit(2, {"seed": 2}), direct, os.strerror(errno.EIO))
     store.close()
     assert_version(reopen(opened, direct)(), 1)
 
@@ -816,6 +895,51 @@ def test_disk_and_buffers_do_not_grow(direct):
     assert list((direct / "scratch").iterdir()) == []
 
 
+@pytest.mark.parametrize("offload", ("params=nvme,opt=nvme", "acts=nvme"))
+@pytest.mark.parametrize("step_first", (True, False))
+def test_buffers_are_as_large_as_the_plan_needs(direct, monkeypatch, step_first, offload):
+    """Whoever makes state and step first; activations, whose size the first step tells, make them grow."""
+    monkeypatch.setattr("fzero.offload.nvme.LEAST", HUGE)
+    monkeypatch.setattr("fzero.offload.buffer_need.LEAST", HUGE)
+    rows, width = (8, 600) if offload.startswith("params") else (9000, 64)  # a layer of 2.9 MB, an activation of 2.3
+    model, tx = models.mlp(models.MLPConfig(16, 8, width, 2, width)), optim.adamw(1e-2)
+    batch = {"tokens": torch.arange(rows)[:, None] % 16, "targets": torch.arange(rows)[:, None] % 16}
+    execution = fzero.Execution(remat="full", prefetch=3)
+
+    def losses(offload, nvme):
+        plan, state = fzero.zero_plan(0, model, fzero.one_process(), offload=offload), None
+        if not step_first:
+            state = fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+        step = fzero.make_train_step(model, tx, plan, execution=execution, nvme=nvme)
+        state = state or fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+        state, metrics = step(state, batch)
+        return float(metrics.loss), int(state.step)
+
+    nvme = Nvme(direct / "whole")
+    assert losses(offload, nvme) == losses("", None)
+    plan = fzero.zero_plan(0, model, fzero.one_process(), offload=offload)
+    assert nvme.buffers.size >= max(HUGE + 1, buffer_need(plan, prefetch=3)) and nvme.buffers.peak <= nvme.buffers.size
+    nvme.close()
+    with pytest.raises(ValueError, match=r"more are needed at once; .*buffer_bytes of fzero\.Nvme"):
+        losses(offload, Nvme(direct / "fixed", buffer_bytes=HUGE))
+
+
+def test_a_disk_moves_as_it_was_measured(direct, monkeypatch, tmp_path):
+    """From a script as in a run; what is given by hand is left as it is."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    measured = DiskSettings(block_bytes=4 << 20, readers=4, writers=2)
+    save_settings(mount_point(direct), measured, {})
+    for processes, settings, wanted in (
+        (1, None, measured),
+        (2, None, DiskSettings(4 << 20, 2, 1)),
+        (2, DiskSettings(), DiskSettings()),
+    ):
+        nvme = Nvme(direct, settings=settings)
+        nvme.need(1, processes)
+        assert nvme.disk.settings == wanted
+        nvme.close()
+
+
 def test_a_space_too_small_says_what_to_give(direct):
     said(lambda: Nvme(direct, buffer_bytes=1000), "buffer_bytes is 1,000", "at least 1,048,576")
 
@@ -853,7 +977,11 @@ def test_a_plan_on_a_disk_needs_a_space(direct):
     mesh, model = fzero.one_process(), models.llama(models.LlamaConfig(**SIZES))
     plan = fzero.zero_plan(0, model, mesh, offload="opt=nvme")
     tx = optim.adamw(1e-2)
-    said(lambda: fzero.init_state(model, tx, plan, seed=0), "rests on a disk", "nvme=")
+    said(lambda: fzero.init_state(model, tx, plan, seed=0), "on a disk", "nvme=")
+    for offload in ("opt=nvme", "grads=nvme", "acts=nvme"):
+        away = fzero.zero_plan(0, model, mesh, offload=offload)
+        execution = fzero.Execution(remat="full")
+        said(lambda p=away, e=execution: fzero.make_train_step(model, tx, p, execution=e), "on a disk", "nvme=")
     said(lambda: fzero.init_state(model, tx, plan, seed=0, nvme=Nvme()), "no folder", "--nvme")
 
 

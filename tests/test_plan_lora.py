@@ -8,6 +8,9 @@ import pytest
 from fzero import models
 from fzero.planner.first_estimate import first_estimate
 from fzero.planner.plan import config_for, device_for, plan, resolve_for
+from fzero.run import memory_check
+from fzero.run.build import build
+from fzero.sharding import fake_mesh
 
 RANK, BLOCK = 16, 64
 SETTINGS = {"zero": 0, "train.batch": 1, "train.remat": "full", "precision.policy": "bf16", "data.seq_len": 2048}
@@ -56,3 +59,10 @@ def test_qlora_of_8b_fits_a_card_of_24_gb():
     assert reports["nf4"].fits and reports["nf4"].capacity_bytes <= 24 * 2**30
     less = reports[""].peak_bytes_per_rank - reports["nf4"].peak_bytes_per_rank
     assert less == pytest.approx(inside * (2 - (0.5 + 4 / BLOCK)), rel=0.05)
+
+
+def test_sums_of_gradients_are_those_of_the_factors():
+    config = config_of("", "h100")[0]
+    job = build(config, fake_mesh({"dp": 1}))
+    part = max(memory_check.part_numels(job.plan).values())
+    assert memory_check.memory_needed(job).grads == 4 * counted()[2] + 2 * part * 2

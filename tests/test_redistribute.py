@@ -9,6 +9,9 @@ import ranks
 import torch
 from close import assert_close, assert_same
 
+import fzero
+from fzero import models, optim
+from fzero.core import pytree
 from fzero.sharding import Spec, fake_mesh, from_dtensor, local_shape, narrow_to, one_process, redistribute, to_dtensor
 from fzero.sharding.slices import whole_shape
 
@@ -193,3 +196,48 @@ def round_trips(mesh):
 
 def test_dtensor_round_trips():
     ranks.run(4, round_trips, mesh=SIZES)
+
+
+# -- all of a state
+
+
+MODEL = models.llama(
+    models.LlamaConfig(vocab_size=48, max_len=8, d_model=16, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=24)
+)
+
+
+def whole_of(mesh, stage, offload, folder):
+    """(whether what full_params gives is what one process has, leaf by leaf; the errors of other trees)."""
+    tx, nvme = optim.adamw(1e-2), fzero.Nvme(folder, buffer_bytes=1 << 20) if "nvme" in offload else None
+    plan = fzero.zero_plan(stage, MODEL, mesh, policy="bf16", offload=offload)
+    state = fzero.init_state(MODEL, tx, plan, seed=0, nvme=nvme)
+    alone = fzero.init_state(MODEL, tx, fzero.zero_plan(0, MODEL, one_process(), policy="bf16"), seed=0)
+    specs = fzero.state_specs(plan, tx)
+    pairs = [
+        (fzero.full_params(state, plan), alone.params),
+        (fzero.full_params(state.params, plan), alone.params),
+        (fzero.full_params(state.master, plan, specs=specs.master), alone.master),
+        (fzero.full_params(state._asdict(), plan, specs=specs._asdict()), alone._asdict()),
+    ]
+    same = [
+        all(torch.equal(x, pytree.named_leaves(wanted)[name]) for name, x in pytree.named_leaves(found).items())
+        for found, wanted in pairs
+    ]
+    with pytest.raises(ValueError, match="the leaves do not match the tree: missing step"):
+        fzero.full_params(state._asdict(), plan)
+    nvme.close() if nvme is not None else None
+    return same
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage", "offload"),
+    (
+        ({"dp": 2, "tp": 2}, 3, ""),
+        pytest.param({"dp": 2, "pp": 2}, 3, "", marks=pytest.mark.slow),
+        pytest.param({"dp": 4}, 1, "params=nvme,opt=nvme", marks=pytest.mark.slow),
+    ),
+    ids=str,
+)
+def test_full_params_are_those_of_one_process(sizes, stage, offload, tmp_path):
+    for same in ranks.run(4, whole_of, stage, offload, str(tmp_path), mesh=sizes):
+        assert same == [True] * 4

@@ -7,7 +7,16 @@ import pytest
 import ranks
 import torch
 
-from fzero.comm.tables import BY_DATA_RANK, any_rank, barrier, gather_rows, sum_rows
+from fzero.comm.tables import (
+    BY_DATA_RANK,
+    any_rank,
+    barrier,
+    failing_together,
+    gather_rows,
+    raise_together,
+    sum_rows,
+)
+from fzero.core.storage import Damaged
 from fzero.sharding import one_process
 
 
@@ -32,6 +41,28 @@ def test_every_rank_has_the_rows_of_all_in_their_order(sizes):
         assert found["sum"] == [6, sum(row[1] for row in found["all"])]
         assert (found["last"], found["none"]) == (15, 0)
         assert calls == dict.fromkeys(sizes, 2)
+
+
+def failing(mesh, failures):
+    def agree(failure):
+        raise_together(failure, mesh)
+
+    try:
+        with failing_together(agree):
+            if mesh.rank in failures:
+                raise failures[mesh.rank]
+    except ValueError as error:
+        return type(error), str(error)
+    return None
+
+
+def test_what_fails_on_one_rank_fails_on_all():
+    sizes = {"dp": 2, "tp": 2}
+    assert ranks.run(4, failing, {}, mesh=sizes) == [None] * 4
+    found = ranks.run(4, failing, {1: ValueError("the disk is füll"), 3: Damaged("of 3")}, mesh=sizes)
+    told = (ValueError, "rank 1: the disk is füll")
+    assert found == [told, (ValueError, "the disk is füll"), told, (Damaged, "of 3")]
+    assert ranks.run(2, failing, {0: Damaged("here")}, mesh={"dp": 2}) == [(Damaged, "here"), (Damaged, "rank 0: here")]
 
 
 def test_one_process_is_its_own_table():

@@ -563,6 +563,9 @@ def test_counts_that_are_refused(layer):
                 form(layer, tiles)("tiled", *t)
         with pytest.raises(ValueError, match=f"tiles is {tiles}"):
             torch.vmap(lambda x, k=tiles: form(layer, k)("tiled", x, *tensors[1:]))(tensors[0].detach())
+    for tiles in (2.5, "2", None):
+        with pytest.raises(TypeError, match=r"tiles is .*; give a whole number, such as 4"):
+            form(layer, tiles)("tiled", *tensors)
 
 
 def test_arguments_that_are_refused():

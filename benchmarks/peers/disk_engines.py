@@ -212,7 +212,7 @@ def ours(order: dict[str, Any]) -> dict[str, Callable]:
         return lambda: [p.wait() for p in pending]
 
     def commit() -> None:
-        store.commit(next(steps), {}, lambda: None)
+        store.commit(next(steps), {})
 
     for i in range(blocks):
         memory = [buffers.take((n,), torch.float32, disk.busy) for _ in leaves]

@@ -195,7 +195,7 @@ def write_params(read: Callable[[str], Tensor], plan: Plan, nvme: Nvme) -> Tree:
         store.flush()
         del value, like
     assert store is not None  # a model has leaves
-    store.commit(0, {}, lambda: None)
+    store.commit(0, {})
     store.finish()
     return pytree.map_named(lambda name, _: DiskTensor(store, name), plan.like)
 

@@ -162,7 +162,7 @@ VALUES = (
         help="The order of a pipeline's passes, with pp: gpipe, 1f1b, zb-v, ..., or the path of a table (.txt).",
     ),
     click.option(
-        "--chunks", type=int, help="The stages of a rank of pp: more for interleaved ones, 2 for zb-v and dualpipe-v."
+        "--chunks", type=int, help="The stages of a rank of pp: more for interleaved ones; else as the schedule has."
     ),
     click.option("--layout", help="The layers of each stage, such as 8,9,9,6; cost: by their times."),
     click.option("--prefetch", type=int, help="The number of layers that stage 3 gathers ahead of use."),

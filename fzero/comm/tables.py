@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather, all_gather_same
+from fzero.core.storage import Damaged
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
 BY_RANK = ("pp", "rp", "dp", "ep", "cp", "tp")  # the axes in the order in which ranks are numbered, the outermost first
@@ -90,6 +92,48 @@ def barrier(mesh: Mesh) -> None:
         for axis in mesh.axes:
             token = all_gather(token, axis, leaf="commit")[:1]
     float(token)  # a GPU's collective has come this far
+
+
+def raise_together(failure: ValueError | None, mesh: Mesh) -> None:
+    """Return when all ranks of the mesh have called this with None; else raise, on each of them, its own failure or
+    that of the first rank that has one.
+
+    Communicates: one float32 over each axis, in the phase "commit", and if a rank failed its text.
+    """
+    kind = 0 if failure is None else 2 if isinstance(failure, Damaged) else 1
+    with mesh.ledger.phase("commit"):
+        highest = torch.tensor([float(kind)], device=device_of(mesh))
+        for axis in mesh.axes:
+            highest = all_gather(highest, axis, leaf="commit").amax(0, keepdim=True)
+        if not float(highest):  # a GPU's collective has come this far
+            return
+        text = list(str(failure or "").encode())
+        sizes = gather_rows(torch.tensor([kind, len(text)], device=device_of(mesh)), mesh, leaf="commit").tolist()
+        row = torch.tensor(text + [0] * (max(size for _, size in sizes) - len(text)), dtype=torch.uint8)
+        texts = gather_rows(row.to(device_of(mesh)), mesh, leaf="commit").tolist()
+    if failure is not None:
+        raise failure
+    rank = next(rank for rank, (kind, _) in enumerate(sizes) if kind)
+    said = f"rank {rank}: {bytes(texts[rank][: sizes[rank][1]]).decode()}"
+    raise Damaged(said) if sizes[rank][0] == 2 else ValueError(said)
+
+
+def raise_own(failure: ValueError | None) -> None:
+    """`raise_together` of one rank."""
+    if failure is not None:
+        raise failure
+
+
+@contextlib.contextmanager
+def failing_together(agree: Callable[[ValueError | None], None]) -> Iterator[None]:
+    """A context behind which the ranks agree: if it fails on one of them, it fails on all. agree: `raise_together` of
+    their mesh."""
+    failure = None
+    try:
+        yield
+    except ValueError as error:
+        failure = error
+    agree(failure)
 
 
 def device_of(mesh: Mesh) -> str:

@@ -228,7 +228,7 @@ def _flash_preferred(q: Tensor, *rest: Tensor, **options: Any) -> str:
 def _blocked_serves(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str:
     if q.shape[1] > k.shape[1]:
         return f"there are {q.shape[1]} queries of {k.shape[1]} positions; it takes at most as many"
-    return ""
+    return "" if q.numel() else f"the queries {list(q.shape)} are empty, and blocks are not"
 
 
 def _fused_serves(

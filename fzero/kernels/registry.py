@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from fzero.core.autodiff import first_order
 from fzero.core.observe import note
 from fzero.core.observe import observe as observe
@@ -131,7 +133,7 @@ class Op:
             if why := form.reason_against(args, options, first_order()):
                 raise ValueError(f"{self.name}: impl={impl!r} does not serve this call: {why}; use auto or reference")
             return form.name, form.run
-        if impl == "auto":
+        if impl == "auto" and not (isinstance(args[0], Tensor) and args[0].numel() == 0):  # nothing to be fast at
             plain = first_order()
             for form in self.ordered(args, options):
                 why = form.reason_against(args, options, plain) or form.prefers(*args, **options)

@@ -58,7 +58,8 @@ class Cache(NamedTuple):
 
 class Ctx(NamedTuple):
     """The context of a model's functions: everything but parameters and activations. Tensors in it are not
-    differentiated.
+    differentiated. A model computes in `dtype`, float32 unless it is given, whatever dtype its parameters have: for
+    those in float64 write Ctx(dtype=torch.float64).
 
     >>> Ctx(dtype=torch.bfloat16).remat.every  # the defaults: one process, no recomputation, no dropout
     0

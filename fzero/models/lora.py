@@ -66,9 +66,9 @@ def lora(
     sum, made for it (see `LowRankSum`).
 
     The new leaves are `<name>_lora_a` [L, in, rank], normal with standard deviation 1/√in, and `<name>_lora_b` [L,
-    rank, out], zero. So training begins at `model`, with the same values for the same key. To train only them, freeze
-    the leaves that `LORA` does not match. If a mesh axis shards a dim of w, the factor that has this dim is sharded in
-    the same way; the other factor is whole on all ranks, and its gradient is summed over that axis.
+    rank, out], zero. So training begins at `model`, with the same values for the same key. To train only them, give
+    zero_plan frozen=models.frozen_leaves(model.config). If a mesh axis shards a dim of w, the factor that has this dim
+    is sharded in the same way; the other factor is whole on all ranks, and its gradient is summed over that axis.
 
     Of a model made from a module (see from_module, from_huggingface) the weights are as torch has them, [L, out, in],
     `<name>_lora_a` is [L, rank, in] and `<name>_lora_b` [L, out, rank], as peft has them; `targets` says which, such as

@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fzero.core.arguments import expect_count, expect_kind
 from fzero.core.autodiff import first_order, needs_grad
 from fzero.core.stack import Fetch, Put
 from fzero.core.vjp_pair import vjp_pair
@@ -52,6 +53,7 @@ def tile_spans(size: int, tiles: int, what: str = "the dim") -> list[slice]:
 
     Raises ValueError if a tile would be empty.
     """
+    expect_kind("tiles", tiles, int, "give a whole number, such as 4")
     if not 1 <= tiles <= size:
         raise ValueError(f"tiles is {tiles}; {what} has size {size}, so tiles must be in 1..{size}")
     each, more = divmod(size, tiles)
@@ -66,8 +68,7 @@ def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
 
     At most ahead + 1 tiles are alive, including the one in use. An error in `fetch` is raised when its tile is taken.
     """
-    if ahead < 0:
-        raise ValueError(f"ahead is {ahead}; it must be at least 0")
+    expect_count("ahead", ahead, least=0)
     if ahead == 0:
         yield fetch
         return
@@ -390,6 +391,7 @@ def tiled_layer_backward(
 
 def _apply(kind: str, x: Tensor, params: Sequence[Tensor], tiles: int, tokens: int = 0, impl: str = "auto") -> Tensor:
     """The layer as a differentiable function of x [..., D] and its parameters."""
+    expect_count("tokens", tokens, least=0)
     layer = _layer(kind, params, tiles, impl)
     if not first_order():
         return layer.plain(x, *params)

@@ -1,8 +1,8 @@
-"""The memory through which all transfers to and from a disk pass: allocated once, lent as buffers, never more than its
-size."""
+"""The memory through which all transfers to and from a disk pass: allocated ahead of them, and lent as buffers."""
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 import weakref
@@ -12,6 +12,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from fzero.core.host_memory import HUGE as HUGE
 from fzero.core.host_memory import round_to_pages as round_to_pages
 from fzero.core.host_memory import take_pages
 from fzero.core.storage import PAGE
+from fzero.offload.disk_config import BUFFERS
 
 
 class Buffer(NamedTuple):
@@ -32,23 +34,36 @@ class Buffer(NamedTuple):
 class BufferPool:
     """A pool of `size` bytes, rounded up to whole huge pages, from which `take` lends Buffers.
 
-    The memory is that of `take_pages`.
+    The memory is that of `take_pages`: one region, and one more for each time that the pool grew. fixed: whether it
+    never grows.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = -(-size // HUGE) * HUGE
-        remedy = "give them less memory (nvme.buffer_mb, --buffer-mb)"
-        self.memory = take_pages(self.size, "the offload buffers", remedy, align=HUGE, awaited=True)
-        self.free: list[tuple[int, int]] = [(0, self.size)]  # (offset, size), in order
+    def __init__(self, size: int, *, fixed: bool = True) -> None:
+        self.size, self.fixed = 0, fixed
+        self.regions: list[tuple[int, np.ndarray]] = []  # the offset of its first byte, and its memory
+        self.free: list[tuple[int, int]] = []  # (offset, size), in order
         self.returned: SimpleQueue[tuple[int, int]] = SimpleQueue()
         self.leaving: deque[Copied] = deque()  # memory that copies to a GPU read, oldest first
         self.lock = threading.Lock()
         self.lent = self.peak = 0
+        self.grow(size)
+
+    def grow(self, size: int) -> None:
+        """Add a region of `size` bytes, rounded up to whole huge pages."""
+        size = -(-size // HUGE) * HUGE
+        memory = take_pages(size, "the offload buffers", f"give them less memory ({BUFFERS})", align=HUGE, awaited=True)
+        with self.lock:
+            # a page lies between two regions, so that free memory of both is never merged
+            start = self.regions[-1][0] + len(self.regions[-1][1]) + PAGE if self.regions else 0
+            self.regions.append((start, memory))
+            self.free.append((start, size))
+            self.size += size
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, busy: Callable[[], bool] = lambda: False) -> Buffer:
         """Lend an uninitialised Buffer of `shape`; while `busy()`, wait for memory to be returned.
 
-        Raises ValueError if the pool is too small for the buffers that are held at the same time.
+        If the pool is too small for the buffers that are held at the same time it grows, or raises ValueError if it is
+        fixed.
         """
         n = math.prod(shape) * dtype.itemsize
         size = max(PAGE, round_to_pages(n))
@@ -62,13 +77,17 @@ class BufferPool:
             if self._release(wait=True):
                 continue
             if not working and self.returned.empty():
-                raise ValueError(
-                    f"the offload buffers are {self.size:,} bytes, of which {self.lent:,} are in use, and {size:,} "
-                    "more are needed at once; give them more (nvme.buffer_mb, --buffer-mb)"
-                )
+                if self.fixed:
+                    raise ValueError(
+                        f"the offload buffers are {self.size:,} bytes, of which {self.lent:,} are in use, and {size:,} "
+                        f"more are needed at once; give them more, or leave their size out ({BUFFERS})"
+                    )
+                self.grow(size)
+                continue
             with suppress(Empty):
                 self.returned.put(self.returned.get(timeout=0.05))
-        block = self.memory[offset : offset + size]
+        start, memory = self.regions[bisect.bisect(self.regions, offset, key=lambda region: region[0]) - 1]
+        block = memory[offset - start : offset - start + size]
         raw = torch.from_numpy(block)
         weakref.finalize(block, self._return, offset, size).atexit = False
         return Buffer(raw, raw[:n].view(dtype).view(shape))
@@ -100,8 +119,8 @@ class BufferPool:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies in this memory."""
-        start = self.memory.ctypes.data
-        return start <= storage.data_ptr() < start + self.size
+        at = storage.data_ptr()
+        return any(memory.ctypes.data <= at < memory.ctypes.data + len(memory) for _, memory in self.regions)
 
     def _return(self, offset: int, size: int) -> None:
         # Called when the last reference is dropped, in any thread, even by a garbage collection inside `take`: it may

@@ -26,6 +26,7 @@ from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
 from fzero.core.storage import PAGE, Damaged, context, is_url, kvstore
 from fzero.offload.buffer_pool import Buffer, BufferPool, round_to_pages
+from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import NEXT, DiskIO, DiskRequest, file_system, mount_point, open_direct, serves_direct
 from fzero.sharding.slices import largest_shard, row_blocks
 from fzero.sharding.spec import Spec
@@ -147,9 +148,11 @@ class Chunks:
             buffers,
             disk,
         )
-        self.direct = not is_url(folder) and serves_direct(Path(folder))
+        self.read_only = not create and not is_url(folder) and not os.access(folder, os.W_OK)
+        self.direct = not is_url(folder) and (self.reads_direct() if self.read_only else serves_direct(Path(folder)))
         self.files: dict[tuple[str, int, int], int] = {}  # (leaf, slot, layer) -> descriptor
         self.arrays: dict[str, Any] = {}
+        self.made: list[Path] = []
         self.synced: set[int] = set()  # slots all of whose files were synced since they were opened
         self.in_place = self.direct and file_system(mount_point(folder)) in IN_PLACE
         if not self.direct and not is_url(folder):
@@ -175,9 +178,33 @@ class Chunks:
             return
         for name, kept in self.leaves.items():
             for slot in range(kept.slots):
-                for layer in range(kept.layers):
-                    create = not held or (slot not in held and kept.slots > 1)
+                create = not held or (slot not in held and kept.slots > 1)
+                for layer in range(kept.layers if not (create and self.read_only) else 0):
                     self.files[name, slot, layer] = self._open_file(name, kept, slot, layer, create)
+
+    def expect_writable(self) -> None:
+        """Raise ValueError for a store that was opened to be read alone."""
+        if self.read_only:
+            raise ValueError(
+                f"{self.folder}: may be read and not written by this user; its state can be looked at, and not "
+                f"trained: copy the store, or give a folder that this user may write ({FOLDER})"
+            )
+
+    def reads_direct(self) -> bool:
+        """Whether the files that are there, of a store that may not be written, take direct reads."""
+        for name, kept in self.leaves.items():
+            for slot in range(kept.slots):
+                path = self.path(name, slot, 0)
+                if path.is_file():
+                    fd = open_direct(path, write=False)
+                    os.close(fd) if fd is not None else None
+                    return fd is not None
+        return False
+
+    @property
+    def gone(self) -> bool:
+        """Whether somebody removed the store."""
+        return not is_url(self.folder) and not Path(self.folder, "arrays").is_dir()
 
     def path(self, name: str, slot: int, layer: int) -> Path:
         """The file of a chunk."""
@@ -191,7 +218,9 @@ class Chunks:
             raise Damaged(
                 f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint"
             )
-        fd = open_direct(path, make=create)
+        if create:
+            self.made.append(path)
+        fd = open_direct(path, make=create, write=not self.read_only)
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"
         if create:
             try:
@@ -214,8 +243,10 @@ class Chunks:
             total = sum(k.slots * k.layers * k.file_bytes for k in self.leaves.values()) * self.ranks
             return ValueError(
                 f"{self.folder}: {error.strerror}; the store needs {total:,} bytes: make room, or give "
-                "another folder (--nvme)"
+                f"another folder ({FOLDER})"
             )
+        if self.gone:
+            return ValueError(f"{self.folder}: is gone, with the state in it; resume from a checkpoint")
         return ValueError(
             f"{self.folder}: {error.strerror or error}; the store holds its last complete step: resume from it when "
             "the disk works again, or from a checkpoint"
@@ -324,6 +355,12 @@ class Chunks:
                 del self.files[name, slot, layer]
                 self.path(name, slot, layer).unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Close the files and remove those that this object made: nobody will write them."""
+        self.close()
+        for path in self.made:
+            path.unlink(missing_ok=True)
+
     def close(self) -> None:
         for fd in self.files.values():
             os.close(fd)
@@ -352,7 +389,8 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
     except (ValueError, RuntimeError) as error:
         message = str(error).split(" [")[0].splitlines()[0]
         raise Damaged(
-            f"{folder}/arrays/{name}: {message}; resume from a checkpoint, or start the run in another folder (--nvme)"
+            f"{folder}/arrays/{name}: {message}; resume from a checkpoint, or start the run in another folder "
+            f"({FOLDER})"
         ) from None
 
 

@@ -13,6 +13,10 @@ from fzero.core.foreign import parse_toml, read_text_file
 from fzero.core.storage import PAGE, is_url, user_folder
 from fzero.offload.disk_io import DiskSettings, mount_point
 
+# What sets a disk, for errors: in a program, and of a run.
+FOLDER = "fzero.Nvme(folder); --nvme of a run"
+BUFFERS = "buffer_bytes of fzero.Nvme; nvme.buffer_mb or --buffer-mb of a run"
+
 
 def config_file() -> Path:
     """The user's file of settings: $XDG_CONFIG_HOME/fzero/config.toml, by default in ~/.config."""

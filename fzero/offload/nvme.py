@@ -6,12 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fzero.comm.tables import barrier
+from fzero.comm.tables import raise_together
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder
 from fzero.core.storage import is_url
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import LeafFiles
+from fzero.offload.disk_config import FOLDER, load_settings
 from fzero.offload.disk_io import DiskIO, DiskSettings, DiskTraffic
 from fzero.offload.scratch import ScratchFile
 from fzero.offload.store import VersionedStore
@@ -26,12 +27,13 @@ class Nvme:
     """The disk folder of one run on this rank. Buffers, threads and files are made when they are first needed.
 
     folder: of the store, on a disk that all ranks see (or a URL that tensorstore knows); None if nothing is on a disk.
-    buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the plan needs (see
-    `need`).
+    buffer_bytes: the memory through which all transfers to and from the disk pass; None: what the state and the step
+    need of it (`pool_bytes` says how much that is).
     slots: versions of the state on the disk. With 2 every step is atomic, each further one keeps a checkpoint without a
     copy; 1 takes the least space. verify: whether to checksum every write and compare when a store is opened again.
-    settings: block size and threads of the disk.
-    Raises ValueError for fewer than 2^20 bytes of buffers and for no slot.
+    settings: block size and threads of this rank's transfers; None: those that `fzero bench disk` wrote down for this
+    disk, or the usual ones, whose threads the ranks of the plan share.
+    Raises ValueError for fewer than 2^20 bytes of buffers, for no slot, and for an invalid file of settings.
 
     >>> import tempfile
     >>> nvme = Nvme(tempfile.mkdtemp(), slots=3)  # for init_state and make_train_step; close() ends its threads
@@ -47,26 +49,24 @@ class Nvme:
         buffer_bytes: int | None = None,
         slots: int = 2,
         verify: bool = True,
-        settings: DiskSettings = DiskSettings(),  # noqa: B008
+        settings: DiskSettings | None = None,
     ) -> None:
         if buffer_bytes is not None and buffer_bytes < 1 << 20:
             raise ValueError(f"offload: buffer_bytes is {buffer_bytes:,}; it must be at least {1 << 20:,}")
-        self.folder, self.buffer_bytes, self.slots, self.verify, self.settings = (
-            folder,
-            buffer_bytes,
-            slots,
-            verify,
-            settings,
-        )
-        self.needed = 0
+        self.folder, self.buffer_bytes, self.slots, self.verify = folder, buffer_bytes, slots, verify
+        self.shared = settings is None  # threads, among the ranks
+        measured = load_settings(folder) if settings is None and folder is not None else DiskSettings()
+        self.settings, self.needed, self.ranks = settings or measured, 0, 1
         self._buffers: BufferPool | None = None
         self._disk: DiskIO | None = None
         self._scratch: ScratchFile | None = None
         self.store: VersionedStore | None = None
 
-    def need(self, size: int) -> None:
-        """Request at least `size` bytes of buffers, before they are made."""
-        self.needed = max(size, self.needed)
+    def need(self, size: int, ranks: int = 1) -> None:
+        """Request at least `size` bytes of buffers, on each of the `ranks` that share the disk."""
+        self.needed, self.ranks = max(size, self.needed), max(ranks, self.ranks)
+        if self._buffers is not None and self._buffers.size < self.pool_bytes:
+            self._buffers.grow(self.pool_bytes - self._buffers.size)
 
     @property
     def pool_bytes(self) -> int:
@@ -76,13 +76,13 @@ class Nvme:
     @property
     def buffers(self) -> BufferPool:
         if self._buffers is None:
-            self._buffers = BufferPool(self.pool_bytes)
+            self._buffers = BufferPool(self.pool_bytes, fixed=self.buffer_bytes is not None)
         return self._buffers
 
     @property
     def disk(self) -> DiskIO:
         if self._disk is None:
-            self._disk = DiskIO(self.settings)
+            self._disk = DiskIO(self.settings.share(self.ranks) if self.shared else self.settings)
         return self._disk
 
     @property
@@ -92,7 +92,7 @@ class Nvme:
             if self.folder is None or is_url(self.folder):
                 raise ValueError(
                     f"offload: activations and gradients on a disk need a local folder and it is {self.folder}; "
-                    "name one (--nvme DIR)"
+                    f"name one ({FOLDER})"
                 )
             path = Path(self.folder, SCRATCH)
             try:
@@ -100,7 +100,7 @@ class Nvme:
                 self._scratch = ScratchFile(path, self.buffers, self.disk)
             except OSError as error:
                 raise ValueError(
-                    f"{error.filename or path}: {error.strerror}; give a folder that this user may write (--nvme)"
+                    f"{error.filename or path}: {error.strerror}; give a folder that this user may write ({FOLDER})"
                 ) from None
         return self._scratch
 
@@ -110,7 +110,7 @@ class Nvme:
         """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one."""
         if self.folder is None:
             raise ValueError(
-                f"offload: {next(iter(leaves))} is offloaded to a disk and no folder is named; name one (--nvme DIR)"
+                f"offload: {next(iter(leaves))} is offloaded to a disk and no folder is named; name one ({FOLDER})"
             )
         if self.store is not None:
             self.store.close()
@@ -118,7 +118,7 @@ class Nvme:
             self.folder,
             leaves,
             streams=(self.buffers, self.disk),
-            ranks=StoreRanks(mesh.rank, mesh.size, partial(barrier, mesh)),
+            ranks=StoreRanks(mesh.rank, mesh.size, partial(raise_together, mesh=mesh)),
             slots=self.slots,
             verify=self.verify,
             owner=owner,

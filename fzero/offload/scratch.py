@@ -16,6 +16,7 @@ from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import PAGE
 from fzero.offload.buffer_pool import Buffer, BufferPool
 from fzero.offload.chunk_files import RowRead, Rows
+from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import LATER, NEXT, DiskIO, DiskRequest, serves_direct
 from fzero.sharding.slices import row_blocks
 
@@ -105,7 +106,7 @@ class ScratchFile:
         """The ValueError to raise for a failed transfer."""
         return ValueError(
             f"{self.folder}: {error.strerror or error}, of activations or gradients ({self.end:,} bytes so far); "
-            "make room, or give a folder on another disk (--nvme)"
+            f"make room, or give a folder on another disk ({FOLDER})"
         )
 
     def read(self, key: Any, rows: Rows | None = None, *, priority: int = NEXT) -> RowRead:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.comm.tables import failing_together, raise_own
 from fzero.core.gpu_copies import Copied
 from fzero.core.storage import Damaged, write_text
 from fzero.offload import store_owner
@@ -74,6 +75,7 @@ class VersionedStore:
         """Begin the next version, in a slot that holds no needed step; does nothing if a version has been begun."""
         if self.target is not None:
             return
+        self.chunks.expect_writable()
         self.expect_last()
         held = {self.record.slot, *self.record.pinned} if self.record is not None and self.slots > 1 else set()
         free = [slot for slot in range(self.slots) if slot not in held]
@@ -128,31 +130,35 @@ class VersionedStore:
         for error in filter(None, (pending.error for pending in writing)):
             raise self.chunks.failed(error) from error
 
-    def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
+    def commit(self, step: int, values: dict[str, Any], agree: Callable[[ValueError | None], None] = raise_own) -> None:
         """Make the version written since `begin` the last complete step.
 
         Without a `begin`, that is the old leaves with new values.
-        step: its number. values: the small values of the state. barrier: a function that returns when all ranks have
-        called it.
+        step: its number. values: the small values of the state. agree: `raise_together` of the ranks: where a write
+        failed on one of them, none makes the step.
         """
         before = self.record
         slot = self.target
         if slot is None:
             assert before is not None, "nothing was committed yet, and begin was not called"
             slot = before.slot
+        with failing_together(agree):
+            self._finish_slot(slot)
+            self.expect_last()
+        self.target = None
+        self._put(StepManifest(step, slot, values, before.pinned if before else {}))
+
+    def _finish_slot(self, slot: int) -> None:
+        """Make the version that is written durable, with its checksums."""
         if self.target is not None:
             self.flush()
             sums = {name: [self._sum(name, i) for i in range(kept.layers)] for name, kept in self.leaves.items()}
-            if before is None:
+            if self.record is None:
                 self.fixed = {name: found for name, found in sums.items() if self.leaves[name].slots == 1}
             self._durably(lambda: self.chunks.sync(slot))
             if self.verify:
                 text = json.dumps(sums | (self.fixed if self.slots > 1 else {}))
                 self._durably(lambda: write_text(self.folder, sums_name(slot, self.chunks.rank), text))
-        self.expect_last()
-        barrier()
-        self.target = None
-        self._put(StepManifest(step, slot, values, before.pinned if before else {}))
 
     def _sum(self, name: str, layer: int) -> int:
         return sum(sum(blocks) for blocks in self.sums.get((name, layer), {}).values()) % WORD
@@ -172,7 +178,7 @@ class VersionedStore:
         if keep > self.slots - 2:
             raise ValueError(
                 f"{self.folder}: {self.slots} slots keep {max(0, self.slots - 2)} checkpoints and {keep} are asked "
-                f"for; use nvme.slots={keep + 2}"
+                f"for; use nvme.slots={keep + 2} (slots of fzero.Nvme)"
             )
         record = self._last()
         pinned = sorted({**record.pinned, record.slot: record.step}.items(), key=lambda item: -item[1])[:keep]
@@ -199,7 +205,7 @@ class VersionedStore:
         folder since. Rank 0 reads it, who wrote it: on another node a file may come late."""
         store_owner.expect_owner(self, self.folder, self.chunks.rank)
         if self.chunks.rank == 0 and self.record is not None and read_step_manifest(self.folder) != self.record:
-            raise store_owner.another_state(self.folder)
+            raise self.chunks.failed(OSError()) if self.chunks.gone else store_owner.another_state(self.folder)
 
     def _put(self, record: StepManifest) -> None:
         self.record = record

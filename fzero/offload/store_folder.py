@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fzero.comm.tables import failing_together, raise_own
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.storage import Damaged, is_url, write_text
 from fzero.offload import store_owner
 from fzero.offload.buffer_pool import BufferPool
 from fzero.offload.chunk_files import Chunks, LeafFiles
+from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import DiskIO
 from fzero.offload.store import VersionedStore
 from fzero.offload.store_manifest import (
     STEP,
     STORE,
+    StepManifest,
     check_same_store,
     describe_store,
     read_description,
@@ -40,7 +44,8 @@ class StoreRanks(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    barrier: Callable[[], None] = lambda: None  # returns when all ranks have called it
+    # returns when all ranks have called it with None, else raises on all of them: see `raise_together`
+    agree: Callable[[ValueError | None], None] = raise_own
 
 
 def open_store(
@@ -83,46 +88,65 @@ def _open(
     resume: bool,
 ) -> VersionedStore:
     """`open_store`, which unlocks the folder if this fails."""
-    (buffers, disk), (rank, size, barrier) = streams, ranks
+    (buffers, disk), (rank, size, agree) = streams, ranks
     if slots < 1:
-        raise ValueError(f"nvme.slots is {slots}; it must be at least 1, and 2 or more for steps that survive a kill")
+        raise ValueError(
+            f"nvme.slots is {slots} (slots of fzero.Nvme); it must be at least 1, and 2 or more for steps that survive "
+            "a kill"
+        )
     leaves = {
         name: kept._replace(slots=min(kept.slots, slots) if kept.slots == 1 else slots) for name, kept in leaves.items()
     }
-    wanted = describe_store(leaves, size, slots, owner or {}, verify=verify)
-    record, sums = None, verify
-    if resume:
-        opened = read_store(folder)
-        check_same_store(folder, json.loads(json.dumps(wanted)))
-        if opened is None:
-            raise ValueError(f"{folder}: holds no complete step yet; start the run again")
-        record, sums = opened[1], opened[0]["verify"]
-        if verify and not sums:
-            raise ValueError(f"{folder}: was written without checksums; use nvme.verify=false")
-        if record.dirty:
-            raise Damaged(
-                f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its "
-                "run ended; resume from a checkpoint, and use nvme.slots=2 to survive a kill"
-            )
-        if rank == 0:
-            store_owner.lock(folder)
-    elif rank == 0:
-        _take_over(folder, wanted)
-    barrier()
+    wanted, record, sums = describe_store(leaves, size, slots, owner or {}, verify=verify), None, verify
+    with failing_together(agree):
+        if resume:
+            record, sums = _expect_store(folder, wanted, verify=verify)
+            if rank == 0:
+                store_owner.lock(folder)
+        elif rank == 0:
+            _take_over(folder, wanted)
+    with failing_together(agree):
+        chunks = _make_chunks(folder, partial(Chunks, folder, leaves, rank, size, buffers, disk, create=not resume))
     try:
-        chunks = Chunks(folder, leaves, rank, size, buffers, disk, create=not resume)
-        barrier()
-        chunks.open({record.slot, *record.pinned} if record is not None else set())
+        with failing_together(agree):
+            held = {record.slot, *record.pinned} if record is not None else set()
+            _make_chunks(folder, partial(chunks.open, held))
+            store = VersionedStore(chunks, slots, sums)
+            if record is not None:
+                store.record = record
+                store.check(record.slot) if verify else None
+    except BaseException:
+        chunks.discard()
+        raise
+    return store
+
+
+def _make_chunks(folder: str | Path, make: Callable[[], Any]) -> Any:
+    """What `make` returns; raises ValueError for a folder that may not be written."""
+    try:
+        return make()
     except OSError as error:
         raise ValueError(
-            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
+            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write ({FOLDER})"
         ) from None
-    store = VersionedStore(chunks, slots, sums)
-    if record is not None:
-        store.record = record
-        if verify:
-            store.check(record.slot)
-    return store
+
+
+def _expect_store(folder: str | Path, wanted: dict[str, Any], *, verify: bool) -> tuple[StepManifest, bool]:
+    """(the last complete step, whether there are checksums) of the store that is described by `wanted`; raises
+    ValueError for another one, and one without a step."""
+    opened = read_store(folder)
+    check_same_store(folder, json.loads(json.dumps(wanted)))
+    if opened is None:
+        raise ValueError(f"{folder}: holds no complete step yet; start the run again")
+    record, sums = opened[1], opened[0]["verify"]
+    if verify and not sums:
+        raise ValueError(f"{folder}: was written without checksums; use verify=False (nvme.verify=false of a run)")
+    if record.dirty:
+        raise Damaged(
+            f"{folder}: with one slot, step {record.step + 1} was being written over step {record.step} when its run "
+            "ended; resume from a checkpoint, and use two slots (nvme.slots=2) to survive a kill"
+        )
+    return record, sums
 
 
 def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
@@ -133,7 +157,7 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         if record is not None and not record.done:
             raise ValueError(
                 f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or "
-                "give another folder (--nvme)"
+                f"give another folder ({FOLDER})"
             )
     if is_url(folder):
         write_text(folder, STORE, signed_text(wanted))
@@ -144,7 +168,9 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         store_owner.lock(path)
         others = sorted({entry.name for entry in path.iterdir()} - OURS)
         if found is None and others:
-            raise ValueError(f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder (--nvme)")
+            raise ValueError(
+                f"{folder}: is not empty ({others[0]}) and holds no store; give an empty folder ({FOLDER})"
+            )
         (path / STEP).unlink(missing_ok=True)
         if found is None or _geometry(found) != _geometry(wanted):
             remove_entry(path / "arrays")
@@ -152,12 +178,12 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         make_folder(path, "sums")
         write_text(folder, STORE, signed_text(wanted))
     except NotADirectoryError as error:
-        raise ValueError(f"{error.filename}: is not a folder; give one (--nvme)") from None
+        raise ValueError(f"{error.filename}: is not a folder; give one ({FOLDER})") from None
     except FileExistsError as error:
-        raise ValueError(f"{error.filename}: is a file; give a folder (--nvme)") from None
+        raise ValueError(f"{error.filename}: is a file; give a folder ({FOLDER})") from None
     except OSError as error:
         raise ValueError(
-            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write (--nvme)"
+            f"{error.filename or folder}: {error.strerror}; give a folder that this user may write ({FOLDER})"
         ) from None
 
 

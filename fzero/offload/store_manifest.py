@@ -15,9 +15,9 @@ import torch
 
 from fzero.core.foreign import expect_entries, parse_json, short
 from fzero.core.paths import leaf_fault
-from fzero.core.pytree import nearest
 from fzero.core.storage import Damaged, read_text
 from fzero.offload.chunk_files import LeafFiles
+from fzero.offload.disk_config import FOLDER
 from fzero.sharding.slices import largest_shard
 from fzero.sharding.spec import Spec
 
@@ -108,6 +108,9 @@ def step_manifest_text(record: StepManifest) -> str:
     return signed_text({**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}})
 
 
+SAME = "open it with the model, optimizer and plan that it was made with, or give the folder of this run"
+
+
 def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
     """Raise ValueError if the store in `folder` is not the one described by `wanted`, naming the first difference."""
     found = read_description(folder)
@@ -119,24 +122,19 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
     leaves = found["leaves"]
     for name, leaf in wanted["leaves"].items():
         if name not in leaves:
-            raise ValueError(
-                f"{folder}: is the store of another model or optimizer: it has no {name}{nearest(name, leaves)}; "
-                "give the folder of this run"
-            )
+            raise ValueError(f"{folder}: is the store of another model or optimizer: it has no {name}; {SAME}")
         if {"cut": leaf.get("cut"), **leaves[name]} != {"cut": None, **leaf}:  # earlier versions did not write it
             there, here = (f"{'frozen ' * x['fixed']}{x['dtype']} {x['shape']}" for x in (leaves[name], leaf))
             raise ValueError(
-                f"{folder}: is the store of another model or mesh: {name} is {there} there and {here} here; "
-                "give the folder of this run"
+                f"{folder}: is the store of another model, optimizer or mesh: {name} is {there} there and {here} here; "
+                f"{SAME}"
             )
     extra = sorted(set(leaves) - set(wanted["leaves"]))
     if extra:
-        raise ValueError(
-            f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; give the folder of this run"
-        )
+        raise ValueError(f"{folder}: is the store of another model or optimizer: it has {extra[0]} too; {SAME}")
     for key, fix in (
         ("ranks", "use the same number of processes"),
-        ("slots", "keep nvme.slots"),
+        ("slots", f"use slots={found.get('slots')} (nvme.slots of a run)"),
         ("owner", "give the folder of this run"),
     ):
         if found.get(key) != wanted[key]:
@@ -202,7 +200,7 @@ def read_description(folder: str | Path) -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Damaged(
             f"{folder}/{STORE}: is not the description of a store ({error}); "
-            "resume from a checkpoint, or start the run in another folder (--nvme)"
+            f"resume from a checkpoint, or start the run in another folder ({FOLDER})"
         ) from None
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.storage import is_url
+from fzero.offload.disk_config import FOLDER
 
 # By (folder, rank) the store that was opened last in this process, and by folder the descriptor that holds its lock.
 OWNERS: weakref.WeakValueDictionary[tuple[str, int], Any] = weakref.WeakValueDictionary()
@@ -37,7 +38,7 @@ def lock(folder: str | Path) -> None:
         os.close(descriptor)
         raise ValueError(
             f"{folder}: another process has this store open, and a store has one owner; end that one, or give another "
-            "folder (--nvme)"
+            f"folder ({FOLDER})"
         ) from None
     except OSError:  # no locks here: a commit still looks whether the last step is its own
         os.close(descriptor)

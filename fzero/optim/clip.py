@@ -20,7 +20,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     A norm that is NaN or inf makes every update NaN or 0 (inf becomes NaN), so a bad step cannot pass for a good one.
     Differs from torch.nn.utils.clip_grad_norm_: no 1e-6 in the denominator.
     Communicates: one psum per axis that shards any leaf, of one number per set of axes.
-    Raises ValueError for a max_norm that is not a finite number >= 0.
+    Raises ValueError for a max_norm that is not a finite number > 0.
 
     >>> tx = clip_by_global_norm(1.0)
     >>> tx.update({"w": torch.tensor([3.0, 4.0])}, tx.init({}), {})[0]["w"]
@@ -28,7 +28,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
 
     Ref: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
-    check_number("clip_by_global_norm", max_norm=max_norm)
+    check_bound("clip_by_global_norm", max_norm=max_norm)
 
     def scale(size: Tensor) -> Tensor:
         # max_norm / max(norm, max_norm) is min(1, max_norm / norm) without a division by a zero norm; 0 / 0 only at
@@ -62,17 +62,28 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     return on(WHOLE)
 
 
+def check_bound(owner: str, **bounds: float | Tensor) -> None:
+    """Raise ValueError for a bound that is no number above 0; the value of a tensor may not be known yet."""
+    check_number(owner, **bounds)
+    for name, value in bounds.items():
+        if not isinstance(value, Tensor) and value == 0:
+            raise ValueError(
+                f"{owner}: {name} is {value}, which makes every update 0; give a number above 0, or leave the clipping "
+                "out"
+            )
+
+
 @checked()
 def clip_by_value(max_value: float) -> GradientTransformation:
     """Limit each element of the updates to [-max_value, max_value]; NaN stays NaN.
 
-    Raises ValueError for a max_value that is not a finite number >= 0.
+    Raises ValueError for a max_value that is not a finite number > 0.
 
     >>> tx = clip_by_value(1.0)
     >>> tx.update({"w": torch.tensor([3.0, -0.5])}, tx.init({}), {})[0]["w"]
     tensor([ 1.0000, -0.5000])
     """
-    check_number("clip_by_value", max_value=max_value)
+    check_bound("clip_by_value", max_value=max_value)
 
     def donate(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         return overwrite(lambda name, g: g.clamp_(-max_value, max_value), name_tree(grads), grads), ()

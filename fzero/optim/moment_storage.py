@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fzero.optim.base import GradientTransformation, Pass, Piece
 from fzero.optim.leafwise import Slot, leafwise, moment, rows_of, without_partial
 from fzero.optim.masks import Mask, check_mask, decay_predicate
 from fzero.optim.sharded_leaves import WHOLE, ShardedLeaves
-from fzero.sharding.slices import shard_dim
+from fzero.sharding.slices import largest_block, shard_dim
 
 SMALL = 4096  # elements of a whole leaf below which it is not kept in 8 bits (Dettmers et al. 2022, section 2.1)
 ROUNDING = ("nearest", "stochastic")
@@ -65,31 +66,38 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return low, high
 
 
-def _coded(owner: str, kept: Storage, name: str, p: Tensor) -> bool:
-    """Whether the moments of this leaf are in 8 bits; raises ValueError if blocks would straddle shards."""
+def _coded(kept: Storage, name: str, p: Tensor) -> bool:
+    """Whether the moments of this leaf are in 8 bits."""
     whole = kept.shards.shape(name, tuple(p.shape))
-    if torch.Size(whole).numel() < SMALL or p.dim() <= shard_dim(name) + 1:
-        return False
-    if whole[-1] != p.shape[-1] and p.shape[-1] % kept.block:
-        fits = max(n for n in (1 << i for i in range(13)) if p.shape[-1] % n == 0)
+    return torch.Size(whole).numel() >= SMALL and p.dim() > shard_dim(name) + 1
+
+
+def check_leaves(owner: str, kept: Storage, names: Callable[[Tree], None], params: Tree) -> None:
+    """Raise ValueError if `names` does, or if blocks of 8-bit moments would straddle shards of any of the leaves."""
+    names(params)
+    if kept.bits is None:
+        return
+    coded = {name: p for name, p in pytree.named_leaves(params).items() if _coded(kept, name, p)}
+    cut = {n: p.shape[-1] for n, p in coded.items() if kept.shards.shape(n, tuple(p.shape))[-1] != p.shape[-1]}
+    wrong = [name for name, size in cut.items() if size % kept.block]
+    if wrong:
+        fits = largest_block(cut.values(), 4096)
         raise ValueError(
-            f"{owner}: rows of {name} are cut into parts of {p.shape[-1]} elements, "
-            f"which blocks of {kept.block} do not divide; "
-            f"use block={fits} or less"
+            f"{owner}: rows of {wrong[0]} are cut into parts of {cut[wrong[0]]} elements, which blocks of {kept.block} "
+            f"do not divide; use {f'block={fits}, or ' if fits else ''}state_bits=None (optim.states=bf16 of a run)"
         )
-    return True
 
 
-def _slots(owner: str, kept: Storage, moments: int) -> list[Slot]:
+def _slots(kept: Storage, moments: int) -> list[Slot]:
     if kept.bits is None:
         return [moment(kept.dtype)] * moments
 
     def codes(name: str, p: Tensor) -> Tensor:
         wide = torch.promote_types(p.dtype, torch.float32)
-        return torch.zeros_like(p, dtype=torch.uint8 if _coded(owner, kept, name, p) else wide)
+        return torch.zeros_like(p, dtype=torch.uint8 if _coded(kept, name, p) else wide)
 
     def scales(name: str, p: Tensor) -> Tensor:
-        blocks = optim_lowbit.blocks_of(p.shape[-1], kept.block) if _coded(owner, kept, name, p) else 0
+        blocks = optim_lowbit.blocks_of(p.shape[-1], kept.block) if _coded(kept, name, p) else 0
         return p.new_zeros((*p.shape[:-1], blocks), dtype=torch.float32)
 
     spec = lambda name, spec: without_partial(spec)  # noqa: E731
@@ -162,12 +170,12 @@ def with_kernel(
 
     pure = leafwise(
         state_type,
-        _slots(owner, kept, moments),
+        _slots(kept, moments),
         scalars,
         lambda g, slots, p, scalars, decay: step(g, slots, p, scalars, decay, fixed),
         info=info,
         needs="elementwise" if exact or kept.shards is not WHOLE else "matrix",
-        check=check_mask(owner, mask),
+        check=partial(check_leaves, owner, kept, check_mask(owner, mask)),
         vary=kept.shards.vary,
     )
     # The scales of rows fill no whole pages of a disk.

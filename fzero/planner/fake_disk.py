@@ -106,9 +106,9 @@ class PlannedStore:
         for pending in writing:
             pending.wait()
 
-    def commit(self, step: int, values: dict[str, Any], barrier: Callable[[], None]) -> None:
+    def commit(self, step: int, values: dict[str, Any], agree: Callable[[Any], None]) -> None:
         self.flush()
-        barrier()
+        agree(None)
 
     def abandon(self) -> None:
         """Discard the version being written."""

@@ -19,16 +19,14 @@ from fzero.core import pytree
 from fzero.core.device import HOST
 from fzero.core.precision import Policy
 from fzero.core.pytree import Tree
-from fzero.core.storage import is_url
 from fzero.kernels.registry import Kernels
 from fzero.models import Model
 from fzero.models.base import Start
 from fzero.models.lora import column_norms, frozen_leaves
 from fzero.models.score import SCORE
 from fzero.models.vocabulary import grow_tables
-from fzero.offload import DiskSettings, Nvme
-from fzero.offload.buffer_pool import round_to_pages
-from fzero.offload.disk_config import load_settings
+from fzero.offload import Nvme
+from fzero.offload.buffer_need import buffer_need
 from fzero.optim import GradientTransformation, Schedule, with_average, with_lr_scale
 from fzero.run import run_folder
 from fzero.run.batch_ramp import shared_batch
@@ -42,7 +40,6 @@ from fzero.run.stages import token_rates
 from fzero.sharding import Mesh, Plan, fake_mesh, make_mesh, zero_plan
 from fzero.sharding.context import Context
 from fzero.sharding.memory import Offload
-from fzero.sharding.slices import is_stacked, local_numel
 from fzero.train.eval import make_eval_step
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack
@@ -124,9 +121,9 @@ def build(
     t = config.train
     rates = token_rates(config)
     tx = optimizer_of(config, rates, max(1, plan.delayed))
-    nvme = make_nvme(config, folder, mesh) if nvme is None else nvme
+    nvme = make_nvme(config, folder) if nvme is None else nvme
     if nvme is not None:
-        nvme.need(buffer_bytes(plan, config))
+        nvme.need(buffer_bytes(plan, config), mesh.size)
     execution = Execution(
         t.remat,
         bool(t.compiled),
@@ -206,35 +203,20 @@ def with_objective(config: RunConfig, model: Model) -> Model:
     return models.dpo(model, config.dpo.beta, config.dpo.smoothing) if config.objective == "dpo" else model
 
 
-def make_nvme(config: RunConfig, folder: Path | None, mesh: Mesh) -> Nvme | None:
+def make_nvme(config: RunConfig, folder: Path | None) -> Nvme | None:
     """The store of the leaves that a config puts on a disk; None if it puts none there."""
     if "nvme" not in Offload.parse(config.offload).memories:
         return None
     n = config.nvme
     place = n.folder or (str(folder / run_folder.NVME) if folder is not None else None)
     size = n.buffer_mb << 20 if n.buffer_mb else None
-    settings = load_settings(place) if place is not None and not is_url(place) else DiskSettings()
-    return Nvme(place, buffer_bytes=size, slots=n.slots, verify=n.verify, settings=settings.share(mesh.size))
+    return Nvme(place, buffer_bytes=size, slots=n.slots, verify=n.verify)
 
 
 def buffer_bytes(plan: Plan, config: RunConfig) -> int:
-    """The bytes of buffers that a rank's step needs: for parameters ahead of their use, activations, gradients, and the
-    update's units."""
-    policy = plan.policy
-    parts: dict[str, int] = {}
-    sums: dict[str, int] = {}
-    for name, leaf in plan.leaves.items():
-        part, layers = name.split("/")[0], leaf.shape[0] if is_stacked(name) else 1
-        for held, spec, dtype in ((parts, leaf.params, policy.param), (sums, leaf.grads, policy.accumulate)):
-            if spec.memory == "nvme":
-                size = local_numel(leaf.shape, spec, plan.sizes) // layers * dtype.itemsize
-                held[part] = held.get(part, 0) + round_to_pages(size)
-    tokens = config.train.micro_batch * config.data.seq_len * config.model.d_model * policy.compute.itemsize
-    acts = 4 * round_to_pages(tokens) if plan.acts == "nvme" else 0
-    forward = (config.prefetch + 3) * max(parts.values(), default=0) + 2 * max(sums.values(), default=0) + acts
-    total = sum(leaf.numel() for leaf in pytree.leaves(plan.like)) * 4
-    update = min(max(total // 4, 64 << 20), 512 << 20)
-    return max(forward, update)
+    """The bytes of buffers that a rank's step needs."""
+    t, width = config.train, config.model.d_model * plan.policy.compute.itemsize
+    return buffer_need(plan, prefetch=config.prefetch, activation_bytes=t.micro_batch * config.data.seq_len * width)
 
 
 def local_micro_batches(config: RunConfig, mesh: Mesh) -> int:

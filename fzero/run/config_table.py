@@ -19,6 +19,7 @@ from fzero.run.config_checks import (
 )
 from fzero.run.config_versions import current_keys
 from fzero.run.recipes import FINE_TUNING, recipe
+from fzero.sharding import Pipeline
 
 DEFAULT_PRESET = "llama-tiny"
 
@@ -107,6 +108,8 @@ def apply_table(value: Any, table: Table, where: str = "") -> Any:
         else:
             changes[key] = check_type(name, new, hint)
             check_leaf(name, changes[key])
+    if isinstance(value, Pipeline):
+        changes = value.with_followers(changes)
     try:
         return replace(value, **changes)
     except ValueError as error:

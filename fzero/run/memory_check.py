@@ -9,7 +9,7 @@ the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,7 +33,6 @@ from fzero.run.config import RunConfig
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERROR
 from fzero.sharding.slices import is_stacked, local_numel
-from fzero.sharding.spec import MEMORIES
 from fzero.train.row import schedule_of
 from fzero.train.state import meta_state
 from fzero.train.state_on_disk import leaves_on_disk
@@ -76,8 +75,8 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     terms = micro_batches.bit_length() if plan.reduce == "canonical" else 1
     part = max(part_numels(plan).values())
     terms *= min(2, plan.delayed or 1)  # the sums of an update that is not made yet, and of the next one
-    sums = numel(plan, plan.grads, ("device",)) * policy.accumulate.itemsize
-    sums += numel(plan, plan.grads, ("host",)) * sums_dtype(job).itemsize
+    sums = sum(sizes_of_sums(plan, "device")) * policy.accumulate.itemsize
+    sums += sum(sizes_of_sums(plan, "host")) * sums_dtype(job).itemsize
     grads = terms * sums + 2 * part * policy.param.itemsize
     at_rest = pytree.leaves(plan.params)
     moved = plan.mesh.link().size > 1 and any("dp" in spec.axes for spec in at_rest)
@@ -157,10 +156,16 @@ def snapshot_room(job: Job, available: int) -> int:
     return max(64 << 20, (available - (sum(needed) - needed.state)) // 2)
 
 
-def numel(plan: Plan, specs: Tree, memories: Collection[str] = MEMORIES) -> int:
-    """The elements of the parameters that one rank holds by `specs` in these memories."""
+def numel(plan: Plan, specs: Tree) -> int:
+    """The elements of the parameters that one rank holds by `specs`."""
     pairs = zip(pytree.leaves(plan.like), pytree.leaves(specs))
-    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs if spec.memory in memories)
+    return sum(local_numel(leaf.shape, spec, plan.sizes) for leaf, spec in pairs)
+
+
+def sizes_of_sums(plan: Plan, memory: str) -> list[int]:
+    """The elements of each sum of gradients that one rank keeps in a memory."""
+    there = [leaf for leaf in plan.leaves.values() if leaf.trained and leaf.grads.memory == memory]
+    return [local_numel(leaf.shape, leaf.grads, plan.sizes) for leaf in there]
 
 
 def part_numels(plan: Plan) -> dict[str, int]:
@@ -193,16 +198,7 @@ def disk_needed(job: Job) -> int:
     like = meta_state(plan, job.tx)
     state = store_bytes(leaves_on_disk(like, specs_of(job), plan).values(), job.nvme.slots)
     dtype = sums_dtype(job)
-    off = [
-        (leaf, spec)
-        for (name, leaf), spec in zip(pytree.named_leaves(plan.like).items(), pytree.leaves(plan.grads))
-        if spec.memory == "nvme" and name not in plan.frozen
-    ]
-    grads = (
-        0
-        if config.train.update == "backward"
-        else sum(local_numel(leaf.shape, spec, plan.sizes) * dtype.itemsize for leaf, spec in off)
-    )
+    grads = 0 if config.train.update == "backward" else sum(sizes_of_sums(plan, "nvme")) * dtype.itemsize
     acts = 0
     if plan.acts == "nvme":
         kept = -(-layers_alive(job) // Remat.parse(config.train.remat).every)
@@ -313,8 +309,7 @@ def sizes_on_host(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     plan, t, d_model = job.plan, job.config.train, job.model.config.d_model
     leaves = bytes_of_state(job) if leaves is None else leaves
     state = [n for place, n in leaves.values() if place == "host"]
-    pairs, itemsize = zip(pytree.leaves(plan.like), pytree.leaves(plan.grads)), sums_dtype(job).itemsize
-    grads = [local_numel(x.shape, spec, plan.sizes) * itemsize for x, spec in pairs if spec.memory == "host"]
+    grads = [size * sums_dtype(job).itemsize for size in sizes_of_sums(plan, "host")]
     acts = []
     if plan.acts == "host":
         inputs = t.micro_batch * job.config.data.seq_len * d_model * job.policy.compute.itemsize

@@ -95,11 +95,15 @@ def shard_over_pp(name: str, leaf: Any, spec: Spec, sizes: Mapping[str, int]) ->
     return replace(spec, dims=((*spec.dims[0], "pp"), *spec.dims[1:]))
 
 
-def in_memory(specs: dict[str, Spec], named: dict[str, Any], sizes: Mapping[str, int], tier: Tier) -> dict[str, Spec]:
-    """The specs with the memory of a tier, for the largest leaves that hold its fraction of the elements."""
+def in_memory(
+    specs: dict[str, Spec], named: Mapping[str, Any], itemsizes: Mapping[str, int], sizes: Mapping[str, int], tier: Tier
+) -> dict[str, Spec]:
+    """The specs with the memory of a tier, for the largest leaves that hold its fraction of the bytes.
+
+    itemsizes: the bytes of an element of each leaf that the group has, which alone count and move.
+    """
     if tier.memory == "device":
         return specs  # as the model's own rules have them
-    names = select_largest(
-        {name: local_numel(leaf.shape, specs[name], sizes) for name, leaf in named.items()}, tier.fraction
-    )
+    held = {name: local_numel(named[name].shape, specs[name], sizes) * size for name, size in itemsizes.items()}
+    names = select_largest(held, tier.fraction)
     return {name: replace(spec, memory=tier.memory) if name in names else spec for name, spec in specs.items()}

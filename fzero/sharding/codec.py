@@ -25,7 +25,7 @@ from torch import Tensor
 from fzero.core.pytree import nearest
 from fzero.sharding.moves import rounded_once
 from fzero.sharding.sign_sums import served_by_all
-from fzero.sharding.slices import is_stacked, shard_dim
+from fzero.sharding.slices import is_stacked, largest_block, shard_dim
 
 Plan = Any  # fzero.sharding.plan.Plan, which is made with this
 LeafPlan = Any
@@ -54,7 +54,9 @@ class Codec:
         is given each rank's own term of a sum, and sends the signs of its momentum (see fzero.optim.onebit_adam).
     hpz: whether parameters rest over dp and rp, and each rank keeps, from their first use in a step on, the codes that
         dp alone shards: they pass between the ranks of rp, which are slow links, once a step.
-    block: the elements that share a scale, a power of two from 16 to 8192.
+    block: the elements that share a scale, a power of two from 16 to 8192: of parameters those of a row, of gradients
+        neighbours in what one rank is sent, which are of two rows, or two small leaves of a layer, where the block does
+        not divide the last dim (docs/codec.md says what that costs).
     loco: what `grads` loses is kept by the rank that sends it: beta, the part of it that is added to what it sends
         next, in (0, 1]; None: it is lost.
     reset: after so many steps these errors are dropped, again and again; None: never.
@@ -90,29 +92,31 @@ class Codec:
         if not 16 <= self.block <= 8192 or self.block & (self.block - 1):
             raise ValueError(f"codec: block is {self.block}; it must be a power of two from 16 to 8192")
         if not (self.params or self.grads or self.hpz):
-            raise ValueError('codec: nothing is coded; write "params=int8", "grads=int4", "hpz", or several')
+            raise ValueError("codec: nothing is coded; write params=int8, or grads=int4, or params=int8,grads=int4")
         if self.loco is not None and not 0 < self.loco <= 1:
             raise ValueError(f"codec: loco is {self.loco}; it must be above 0 and at most 1 (see LoCo's beta)")
         if self.reset is not None and self.reset < 1:
             raise ValueError(f"codec: reset is {self.reset}; it is a number of steps, at least 1")
         if self.loco is not None and not self.grads:
             raise ValueError(
-                f"codec: loco is {self.loco} and grads is not given, whose errors it keeps; write grads=int4,loco"
+                f"codec: loco is {self.loco} and grads is not given, whose errors it keeps; write "
+                f"{replace(self, grads='int4')}"
             )
         if self.reset is not None and self.loco is None:
             raise ValueError(
                 f"codec: reset is {self.reset} and loco is not given, whose errors it drops; write "
-                f"loco,reset={self.reset}"
+                f"{replace(self, grads=self.grads or 'int4', loco=0.8)}"
             )
-
         if self.errors and (self.errors not in ERROR_KINDS or self.loco is None):
+            given = {"grads": self.grads or "int4", "loco": self.loco or 0.8}
+            written = [str(replace(self, errors=kind, **given)) for kind in ERROR_KINDS]
             raise ValueError(
-                f"codec: errors is {self.errors!r}; it is how the errors of loco rest: write "
-                f"loco,errors={' or '.join(ERROR_KINDS)}"
+                f"codec: errors is {self.errors!r}; it is how the errors of loco rest: write {' or '.join(written)}"
             )
         if self.signs and (self.params or self.hpz or self.loco is not None or self.block != 128):
             raise ValueError(
-                f"codec: grads is {SIGNS}, whose optimizer has errors and scales of its own; write grads={SIGNS} alone"
+                f"codec: grads is {SIGNS}, whose optimizer has errors and scales of its own; write "
+                f"{Codec(grads=SIGNS, local=self.local)}"
             )
         if self.local and not self.signs:
             raise ValueError(
@@ -205,14 +209,15 @@ def coded_plan(plan: Plan, codec: Codec | str) -> Plan:
 def expect_blocks(codec: Codec, leaves: Mapping[str, LeafPlan], sizes: Mapping[str, int]) -> None:
     """Raise ValueError for rows of errors in codes that are cut elsewhere than between blocks: another mesh would have
     other blocks."""
-    for name, leaf in leaves.items():
-        parts = math.prod(sizes[axis] for axis in leaf.compute.dims[-1])
-        own = leaf.shape[-1] // parts
-        if codec.errors and parts > 1 and own % codec.block:
-            raise ValueError(
-                f"codec {codec}: rows of {name} are cut into parts of {own} elements, which blocks of {codec.block} do "
-                "not divide; use a smaller block=N, or leave errors out"
-            )
+    parts = {name: math.prod(sizes[axis] for axis in leaf.compute.dims[-1]) for name, leaf in leaves.items()}
+    cut = {name: leaves[name].shape[-1] // n for name, n in parts.items() if n > 1}
+    wrong = [name for name, size in cut.items() if size % codec.block]
+    if codec.errors and wrong:
+        fits = largest_block(cut.values(), 8192)
+        raise ValueError(
+            f"codec {codec}: rows of {wrong[0]} are cut into parts of {cut[wrong[0]]} elements, which blocks of "
+            f"{codec.block} do not divide; {f'use block={fits}, or ' if fits else ''}leave errors out"
+        )
 
 
 def over_nodes(name: str, leaf: LeafPlan, sizes: Mapping[str, int]) -> LeafPlan:
@@ -264,7 +269,7 @@ def expect_codec(codec: Codec, plan: Plan, on_disk: bool) -> None:
     if codec.hpz and sizes["rp"] == 1:
         raise ValueError(
             f"codec {codec}: hpz keeps what the ranks of a node hold together, and needs the nodes as rp, which is 1; "
-            "for two nodes of 8 write --mesh dp=8,rp=2"
+            "for two nodes of 8 write the mesh dp=8,rp=2"
         )
     if codec.params and plan.policy.gather:
         raise ValueError(
@@ -279,7 +284,7 @@ def expect_signs(codec: Codec, plan: Plan) -> None:
     if plan.stage >= 2 and plan.reduce != "once" and sizes["rp"] == 1:
         raise ValueError(
             f"codec {codec}: the optimizer needs whole gradients of a step, and stage {plan.stage} sums each "
-            'micro-batch into shards; use reduce="once", or stage 0 or 1, or rp, over which signs are sent then'
+            'micro-batch into shards; use reduce="once", or stage 0 or 1 (or write these ranks as rp)'
         )
     if codec.local and plan.stage and sizes["rp"] == 1:
         raise ValueError(

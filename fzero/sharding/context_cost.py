@@ -176,7 +176,8 @@ def expect_fit(context: Context, heads: Heads, cp: int, tp: int) -> None:
         fits = ", ".join(str(n) for n in range(1, heads.queries + 1) if heads.queries % n == 0)
         over = f" of a rank of tp={tp}" if tp > 1 else ""
         raise ValueError(
-            f"context ulysses: cp={cp} does not divide the {heads.queries} heads{over}; use cp in {{{fits}}}, or gather"
+            f"context ulysses: cp={cp} does not divide the {heads.queries} heads{over}; use cp in {{{fits}}}, "
+            "or the form gather"
         )
     if context.inner and (cp % context.inner or heads.keys % context.inner):
         both = math.gcd(cp, heads.keys)

@@ -39,24 +39,27 @@ class Pipeline:
         fzero.sharding.pipeline.read_schedule), or the path of a file with one, which ends in .txt or has a separator. A
         table is kept as its text.
     chunks: the stages of a rank: any number for the interleaved ones, 2 for zb-v and dualpipe-v, else 1. A table has
-        its own.
+        its own. 0: as the schedule has, or 1.
     layout: the number of layers of each stage, such as "8,9,9,6", or "auto": as even as they go, or as a table says.
 
     >>> Pipeline("interleaved", chunks=2)
     Pipeline(schedule='interleaved', chunks=2, layout='auto')
+    >>> Pipeline("zb-v").chunks
+    2
     >>> print(Pipeline("0F0 0F1 0B0 0B1 \\n 1F0 1B0 1F1 1B1").name)
     table
     """
 
     schedule: str | Schedule = "1f1b"
-    chunks: int = 1
+    chunks: int = 0
     layout: str = "auto"
 
     def __post_init__(self) -> None:
         expect_kind("schedule", self.schedule, (str, Schedule), 'write schedule="1f1b"')
         expect_kind("layout", self.layout, str, 'write layout="auto", or the layers of each stage: "8,9,9,6"')
-        expect_count("chunks", self.chunks)
+        expect_count("chunks", self.chunks, least=0)
         object.__setattr__(self, "schedule", text_of(self.schedule))
+        object.__setattr__(self, "chunks", self.chunks or chunks_of(str(self.schedule)) or 1)
         if self.has_table:
             self._expect_table()
             return
@@ -67,6 +70,11 @@ class Pipeline:
                 f"schedule {self.schedule} has {'one chunk' if wanted == 1 else f'{wanted} chunks'} a rank and chunks "
                 f"is {self.chunks}; use chunks={wanted}, or schedule {fits}"
             )
+
+    def with_followers(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Changes of fields, with the chunks of a new schedule that has a number of its own where none is given."""
+        follow = chunks_of(str(changes["schedule"])) if "schedule" in changes else 0
+        return {"chunks": follow, **changes} if follow else dict(changes)
 
     @property
     def has_table(self) -> bool:
@@ -107,6 +115,11 @@ class Pipeline:
             raise ValueError(
                 f"layout is {self.layout}, and schedule {table.name} is a table with a line of layers; give one of them"
             )
+
+
+def chunks_of(schedule: str) -> int:
+    """The chunks of a rank that a schedule has, 1 for a table; 0 if it takes any number."""
+    return FAMILIES[schedule].chunks or 0 if schedule in SCHEDULES else 1
 
 
 def text_of(given: str | Schedule) -> str:

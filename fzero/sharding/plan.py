@@ -279,13 +279,15 @@ def zero_plan(
     params, grads, opt = stage_specs(compute, shards, stage, sizes, reduce)
     use, (params, opt) = params, at_rest_over_pp(named, params, opt, sizes)
     offload = Offload.parse(offload) if isinstance(offload, str) else offload
-    floats = {name: leaf for name, leaf in named.items() if name not in fixed}
-    params = in_memory(params, named, sizes, offload.params)
-    grads, opt = in_memory(grads, floats, sizes, offload.grads), in_memory(opt, floats, sizes, offload.opt)
     moved, never = moved_and_frozen(model)
     params, use = ({**specs, **whole_over_data(moved, compute)} for specs in (params, use))
     out = fixed | never | frozen_names(frozen, [name for name in named if name not in fixed | never])
-    leaves = leaves_of(named, (compute, params, grads, opt, use), fixed, out, moved, policy)
+    dtypes = dtypes_at_rest(named, fixed, moved, policy)
+    fetched = {name: dtype.itemsize for name, dtype in dtypes.items() if name not in moved}
+    trained = {name: policy.state.itemsize for name in named if name not in out}
+    params = in_memory(params, named, fetched, sizes, offload.params)
+    grads, opt = (in_memory(x, named, trained, sizes, tier) for x, tier in ((grads, offload.grads), (opt, offload.opt)))
+    leaves = leaves_of(named, (compute, params, grads, opt, use), dtypes, out, moved)
     float8 = gathered_as_float8(getattr(model, "linear", ""), leaves, policy)
     rest = pipeline, stages, context if sizes["cp"] > 1 else None, heads_of(model, sizes["tp"]), 0, dispatch, routed
     users = outside_users(model, named, stages)
@@ -307,23 +309,30 @@ def check_all_dims(named: Mapping[str, Any], specs: Mapping[str, Spec], sizes: M
         check_dims(name, named[name].shape, spec, sizes)
 
 
+def dtypes_at_rest(
+    named: Mapping[str, Any], fixed: frozenset[str], moved: frozenset[str], policy: Policy
+) -> dict[str, torch.dtype]:
+    """The dtypes of parameters at rest. fixed: those that keep theirs. moved: those that a rule moves."""
+    return {
+        name: leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
+        for name, leaf in named.items()
+    }
+
+
 def leaves_of(
     named: Mapping[str, Any],
     specs: tuple[dict[str, Spec], ...],
-    fixed: frozenset[str],
+    dtypes: Mapping[str, torch.dtype],
     frozen: frozenset[str],
     moved: frozenset[str],
-    policy: Policy,
 ) -> dict[str, LeafPlan]:
     """The LeafPlans of leaves. specs: as they are used, of parameters, gradients and optimizer states at rest, and
-    between micro-batches. fixed: those that keep their dtype. frozen: those that no gradient trains; moved: those
-    of them that a rule moves."""
+    between micro-batches. frozen: those that no gradient trains; moved: those of them that a rule moves."""
     found = {}
     for name, leaf in named.items():
-        dtype = leaf.dtype if name in fixed else wide_dtype(policy) if name in moved else policy.param
         compute, params, grads, opt, use = (one[name] for one in specs)
         told = {"trained": name not in frozen, "moved": name in moved}
-        found[name] = LeafPlan(tuple(leaf.shape), dtype, compute, params, grads, opt, use, **told)
+        found[name] = LeafPlan(tuple(leaf.shape), dtypes[name], compute, params, grads, opt, use, **told)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -189,6 +189,16 @@ def is_stacked(name: str) -> bool:
 def shard_dim(name: str) -> int:
     """The dim of a leaf that dp shards: the first of a layer."""
     return 1 if is_stacked(name) else 0
+
+
+def largest_block(sizes: Iterable[int], most: int) -> int:
+    """The largest block of elements, a power of two from 16 to `most`, that divides all of these sizes; 0 if none does.
+
+    >>> largest_block([64, 96], 4096), largest_block([24], 4096)
+    (32, 0)
+    """
+    common = math.gcd(*sizes)
+    return max((n for n in (1 << i for i in range(4, most.bit_length())) if common % n == 0), default=0)
 
 
 def check_dims(name: str, shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> None:

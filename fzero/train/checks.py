@@ -85,7 +85,7 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
     if plan.acts != "device" and not remat.every:
         raise ValueError(
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
-            "or every:K"
+            "or every:2"
         )
     fetched = any("dp" in leaf.use.axes or leaf.params.memory != "device" for leaf in plan.leaves.values())
     if execution.resident and not (fetched and layered):
@@ -119,7 +119,8 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         )
     if update in ("speculate", "backward") and not (offloaded and layered):
         raise ValueError(
-            f'update="{update}" is for a layered Model with offloaded states; give the plan offload="opt=..."'
+            f'update="{update}" is for a layered Model with offloaded states; give the plan '
+            f'offload="{"opt=host" if update == "speculate" else "params=nvme,opt=nvme"}"'
         )
 
 

@@ -20,6 +20,7 @@ from fzero.models import base
 from fzero.models.layers import block_keys
 from fzero.models.user_functions import keyed_model
 from fzero.offload import Nvme, ScratchTensor
+from fzero.offload.buffer_need import disk_of
 from fzero.optim.norm import Squared, widen
 from fzero.optim.sharded_leaves import shards_of
 from fzero.sharding import Plan
@@ -52,6 +53,7 @@ def make_backward(
     The gradient of the total * seed, as this rank has it before anything is summed over ranks, goes to the `sink.put`
     of its turn, as of a Reducer, part of the model by part. ready, update: see `run_row`.
     """
+    disk_of(nvme, plan, how.prefetch)
     if isinstance(loss_fn, base.Model):
         loss_fn = keyed_model(loss_fn)
         ctx = context_of(plan, how)

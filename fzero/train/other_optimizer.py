@@ -43,7 +43,7 @@ def with_optimizer(state: TrainState, tx: GradientTransformation, plan: Plan, *,
     if any(isinstance(leaf, DiskTensor) for leaf in pytree.leaves(state)):
         raise ValueError(
             "with_optimizer: the state rests on a disk, whose store has the leaves of one optimizer; save a "
-            "checkpoint, and restore it into a state with offload=host"
+            'checkpoint, and restore it by a plan with offload="opt=host" or offload=""'
         )
     old = pytree.named_leaves(state.opt_state)
     fresh = bind(tx, shards_of(plan)).init(updated(plan, state))

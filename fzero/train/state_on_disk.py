@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.comm.collectives import all_gather
-from fzero.comm.tables import barrier
+from fzero.comm.tables import raise_together
 from fzero.core import gpu, prng, pytree
 from fzero.core.arguments import checked
 from fzero.core.copy_buckets import start_fetch
@@ -22,6 +22,7 @@ from fzero.core.precision import init_scaler
 from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
+from fzero.offload.buffer_need import disk_of
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.sharding import Plan
@@ -198,12 +199,9 @@ def first_values(
 
 def open_in(nvme: Nvme | None, leaves: dict[str, LeafFiles], plan: Plan, *, resume: bool) -> VersionedStore:
     """The store of some leaves in `nvme`."""
-    if nvme is None:
-        raise ValueError(
-            f"offload: {next(iter(leaves))} rests on a disk by the plan; give nvme=fzero.Nvme(folder) to "
-            "init_state and the step"
-        )
-    return nvme.open(leaves, plan.mesh, owner=owner_table(plan), resume=resume)
+    disk = disk_of(nvme, plan)
+    assert disk is not None  # as some of its leaves rest there
+    return disk.open(leaves, plan.mesh, owner=owner_table(plan), resume=resume)
 
 
 def owner_table(plan: Plan) -> dict[str, Any]:
@@ -232,7 +230,7 @@ def commit(nvme: Nvme | None, state: TrainState, plan: Plan) -> None:
     names = [name for name in leaves if owner[name] is None or name in beside]
     small = dict(zip(names, start_fetch([leaves[name] for name in names]).wait()))
     values = {name: to_text(leaf) for name, leaf in small.items()}
-    nvme.store.commit(int(small["step"]), values, partial(barrier, plan.mesh))
+    nvme.store.commit(int(small["step"]), values, partial(raise_together, mesh=plan.mesh))
 
 
 def values_beside(plan: Plan) -> frozenset[str]:

@@ -112,7 +112,7 @@ def make_train_step(
         clipping by the norm): the same, and no gradient of layers is kept; "delayed" (a plan `.with_updates(k)`): k
         updates a step, of a k-th of its micro-batches each, with gradients at the parameters before the last update
         (PipeDream-2BW: other numbers). `grad_norm` is then the largest one, and `skipped` says if any update was.
-    nvme: the one given to `init_state`, if the plan puts anything on a disk; each step then commits its store.
+    nvme: that of `init_state`, made before or after, if the plan puts anything on a disk; a step commits its store.
 
     The first call checks that all ranks run the same program (RankError names the first difference), on rows of their
     own, that tokens are in a Model's vocabulary, and that parameters reach the loss. A step raises ValueError if the

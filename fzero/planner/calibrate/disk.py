@@ -34,6 +34,7 @@ THREADS = (1, 2, 4)
 DEPTHS = (1, 2, 4)  # requests under way, for each thread
 DEPTH = 2
 CLOSE = 0.95  # rates above this fraction of each other count as equal: disks are no steadier
+NOISY = 1.5  # how much the raw rates may vary during a measurement whose best settings are kept
 
 
 class Row(NamedTuple):
@@ -196,7 +197,8 @@ def table(found: Found) -> str:
 def bench_disk(
     folder: Path, *, size: int, seconds: float, write_config: bool, progress: Callable[[str], None] = lambda line: None
 ) -> str:
-    """Measure the disk of `folder` with two files of `size` bytes, save the best settings for the user, return a text.
+    """Measure the disk of `folder` with two files of `size` bytes, save the best settings for the user, unless the disk
+    was too busy to tell, and return a text.
 
     Raises ValueError for an unsuitable folder or an invalid settings file, see `open_files` and `save_settings`.
     """
@@ -210,7 +212,7 @@ def bench_disk(
 
         found = sweep(files, seconds, say=say)
         held = cached(files)
-    best = found.best
+    best, busy = found.best, found.spread > NOISY
     assert best.settings is not None  # as of all rows of a sweep
     enough = choose_depth([row for row in found.rows if row.settings == best.settings])
     lines = [
@@ -224,14 +226,12 @@ def bench_disk(
         + ("" if held is None else f"; afterwards it held {100 * held:.0f}% of the files")
         + ". Caches of a host or of the drive itself are unknown.",
         *([] if has_fio() else ["fio is not installed; with it the bar is the faster of two."]),
-        *(
-            [f"the disk was busy: its raw rates varied by {found.spread:.1f}x meanwhile; measure again."]
-            if found.spread > 1.5
-            else []
-        ),
+        *([f"the disk was busy: its raw rates varied by {found.spread:.1f}x meanwhile; measure again."] * busy),
         f"best: {named(best.settings)}; a depth of {enough} (requests under way for each thread) is enough.",
     ]
-    if write_config:
+    if busy:
+        lines.append("no settings were written: others would be the best on a disk that is not busy")
+    elif write_config:
         path = save_settings(mount, best.settings, {kind: rate.gbs for kind, rate in best.rates.items()})
         lines.append(f'written to {path}, [disk."{mount}"]')
     else:

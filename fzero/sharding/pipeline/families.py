@@ -84,9 +84,10 @@ def _check_placement(name: str, family: Family, stages: Stages, v: int) -> None:
     if family.chunks not in (None, v):
         what = "one stage" if family.chunks == 1 else f"{family.chunks} stages"
         fits = ", ".join(other for other, one in FAMILIES.items() if one.chunks in (None, v))
+        instead = f"; for these take {fits}" if p * v == len(stages.ranks) else ""
         raise ValueError(
             f"schedule {name} has {what} a rank; {len(stages.ranks)} stages on {p} ranks are {len(stages.ranks) / p:g}"
-            f"; for these take {fits}" * (p * v == len(stages.ranks))
+            f"{instead}"
         )
     wanted = place(p, v, family.placement)
     if stages.ranks != wanted:
@@ -105,7 +106,7 @@ def _check_parts(name: str, family: Family, p: int, v: int, m: int) -> None:
     if m < least:
         raise ValueError(
             f"schedule {name} on {p} ranks needs at least {least} micro-batches, and there "
-            f"{'is' if m == 1 else 'are'} {m}; take {least} or more, or another schedule"
+            f"{'is' if m == 1 else 'are'} {m}; take at least {least}, or another schedule"
         )
     if family.groups and v > 1 and not group_size(p, m):
         below = next(n for n in range(m - 1, 0, -1) if group_size(p, n))

@@ -41,10 +41,13 @@ def expect_early(how: StreamedUpdate, plan: Plan, slots: int, skips: bool) -> No
         for name, spec in pytree.named_leaves(tree).items()
         if name not in plan.frozen
     ]
-    if skips and not (slots > 1 and all(spec.memory == "nvme" for spec in specs)):
+    away = all(spec.memory == "nvme" for spec in specs)
+    if skips and not (slots > 1 and away):
+        fixes = ['the plan offload="params=nvme,opt=nvme"'] * (not away) + ["fzero.Nvme slots=2"] * (slots < 2)
         raise ValueError(
             'update="backward": a step whose gradient is not finite is undone by not committing it, which needs '
-            "params=nvme,opt=nvme and two slots; offload both, or make the step with skip_nonfinite=False"
+            f"params=nvme,opt=nvme and two slots; give {' and '.join(fixes)}, or the step "
+            "skip=fzero.Skip(nonfinite=False)"
         )
 
 

@@ -40,6 +40,8 @@ from fzero.optim.combine import split_chain
 from fzero.optim.in_units import columns_of
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
+from fzero.train.state import meta_state, state_specs
+from fzero.train.state_on_disk import leaves_on_disk, on_disk, owner_of
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 from fzero.train.update.old_values import OldValues
 
@@ -73,6 +75,22 @@ class StreamedUpdate:
         self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
+        self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.whole and on_disk(plan) else 0, plan.mesh.size)
+
+    def largest_layer(self, tx: GradientTransformation) -> int:
+        """The most bytes on a disk of a layer that is updated as a whole."""
+        plan, sizes = self.plan, dict.fromkeys(self.whole, 0)
+        like = meta_state(plan, tx)
+        owner = owner_of(like, plan)
+        for name, files in leaves_on_disk(like, state_specs(plan, tx), plan).items():
+            of = owner[name]
+            if of is not None and of in sizes:
+                sizes[of] += files.file_bytes
+        for name in sizes:
+            if plan.leaves[name].grads.memory == "nvme":
+                lead = shard_dim(name)
+                sizes[name] += math.prod(self.shards[name][lead:]) * plan.policy.accumulate.itemsize
+        return max(sizes.values())
 
     def units(self, width: int) -> list[UpdateUnit]:
         """The units, with `width` bytes of buffers per parameter."""
