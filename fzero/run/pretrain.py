@@ -144,7 +144,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         config,
         data.load_tokenizer(path),
         read_chat(path),
-        text_ends.start_files(init) if init else {},
+        text_ends.start_files(init, templates=not config.data.template) if init else {},
         **(text_ends.start_ids(init) if init else {}),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
         corpus_sha256=corpus.corpus_digest(path),

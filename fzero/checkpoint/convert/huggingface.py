@@ -27,7 +27,7 @@ from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.pytree import Tree
-from fzero.core.storage import write_text
+from fzero.core.storage import write_text, write_texts
 from fzero.models import build
 
 # ---- import ----
@@ -108,8 +108,7 @@ def save_hf(
             write_text(partial, "tokenizer.json", source.read_text(encoding="utf-8"))
             about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_len}
             write_text(partial, "tokenizer_config.json", json.dumps(about, indent=2) + "\n")
-        for name, content in files.items():
-            write_text(partial, name, content)
+        write_texts(partial, files)
         _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
         partial.rename(folder)
     except BaseException:
