@@ -46,6 +46,13 @@ FAMILIES = {
 CORE = ("Qwen2 that names another class", "GPT-2 with vocab.json", "Llama 2", "tokens that the vocabulary lacks")
 
 
+def skip_older():
+    """Skip on releases before 5.20, which lose the spaces of Llama 3 and take other classes of some models."""
+    transformers = pytest.importorskip("transformers", reason=WHY)
+    if not hasattr(transformers.PreTrainedTokenizerFast, "_tokenizer_json_has_byte_level"):
+        pytest.skip(f"transformers {transformers.__version__} loses the spaces of Llama 3")
+
+
 def differences(folder, texts=TEXTS):
     """The texts of which fzero and AutoTokenizer have other ids."""
     theirs = auto_tokenizer.load_theirs(folder)
@@ -84,7 +91,7 @@ def test_ids_are_those_of_auto_tokenizer(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("compared", "many"), [(True, 100), (False, 300)])
 def test_drawn_folders_have_the_ids_of_auto_tokenizer(compared, many, tmp_path, monkeypatch):
     """Without the comparison at the door, the classes that fzero knows are alike; with it, none differs in silence."""
-    pytest.importorskip("transformers", reason=WHY)
+    skip_older()
     if not compared:
         monkeypatch.setattr(auto_tokenizer, "expect_same_ids", lambda *_: None)
     same, refused, wrong = 0, list[str](), []
@@ -110,7 +117,7 @@ def test_drawn_folders_have_the_ids_of_auto_tokenizer(compared, many, tmp_path, 
 
 @pytest.mark.slow
 def test_the_class_of_a_model_type_is_that_of_transformers():
-    pytest.importorskip("transformers", reason=WHY)
+    skip_older()
     from transformers.models.auto import tokenization_auto
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
