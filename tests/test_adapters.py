@@ -282,8 +282,8 @@ def test_an_entry_that_changes_an_adapter_is_refused_by_name(folder, tmp_path):
         return peft.open_adapter(change(folder, tmp_path / name, **about), folder / "qwen3", chats.QWEN3)
 
     for i, (about, said) in enumerate((
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'; fzero has .*let PEFT save it"),
-        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "pissa_niter_4"}, "weights is 'pissa_niter_4'; .*another model at each load: let PEFT"),
+        ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion"),
         ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\]; fzero has None alone"),
         ({"use_dorra": True}, r"use_dorra is True \(did you mean use_dora\?\); fzero does not know what that changes"),
         ({"target_modules": ["q_proj"]}, "layers.0.self_attn.o_proj: target_modules does not name it, and factors"),

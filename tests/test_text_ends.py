@@ -173,23 +173,42 @@ def test_a_prompt_begins_and_an_answer_ends_as_the_folder_says(place, tmp_path, 
     assert end_tokens(read_chat(folder), tokenizer) == [256, 258]
 
 
+def ends_of(kind, ids):
+    """(eos_token_id of config.json, generation_config.json) of a folder whose texts end at `ids`."""
+    odd = {"_from_model_config": True, "transformers_version": "4.40.0", "a_new_entry": [1]}
+    return {
+        "config": (ids, None),
+        "generation": (None, {"eos_token_id": ids}),
+        "parted": (ids[:1], {"eos_token_id": ids[1:], "pad_token_id": 256}),
+        "one": (ids[0], {"eos_token_id": ids[-1]}),
+        "none": (ids, {"eos_token_id": None, "bos_token_id": None}),
+        "empty": (ids, {"eos_token_id": []}),
+        "odd": (ids, {**odd, "eos_token_id": ids[0]}),
+    }[kind]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "begins", "map alone"])
-def test_generate_on_the_export_stops_where_sample_stops(place, case, tmp_path, fz, capsys):
-    """The second token that the model says after each of several prompts is the only end, in turn."""
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("config", "plain"), ("config", "begins"), ("generation", "map alone"), ("parted", "plain"), ("one", "begins"),
+     ("none", "plain"), ("empty", "plain"), ("odd", "plain")],
+)  # fmt: skip
+def test_generate_on_the_export_stops_where_sample_stops(place, case, kind, tmp_path, fz, capsys):
+    """The second token that the model says after each of several prompts is an end, in turn."""
     transformers = pytest.importorskip("transformers")
     found = set()
-    for i, prompt in enumerate(("a", "b", "1+1", "zz")):
-        ends = {"eos_token_id": [256]}
+    for i, prompt in enumerate(("a", "1+1")):
+        ends = [256]
         for _ in range(2):  # first without the end, to see what the model says
-            folder = folder_of(place, tmp_path / f"{i}-{len(ends['eos_token_id'])}", case, **ends)
-            run = run_of(folder, tmp_path / f"{i}-{len(ends['eos_token_id'])}-run", fz)
+            eos, generation = ends_of(kind, ends)
+            folder = folder_of(place, tmp_path / f"{i}-{len(ends)}", case, generation=generation, eos_token_id=eos)
+            run = run_of(folder, tmp_path / f"{i}-{len(ends)}-run", fz)
             trained, tokenizer = weights.load(run), start_tokenizer(run)
             ids, stops = conversations.prompt_ids(run, tokenizer, prompt, chat=False)
             begin = torch.from_numpy(ids.astype("int64"))[None]
             ours = generate(trained.model, trained.params, begin, 12, prng.key(0), sampling=Sampling(0.0), eos=stops)
             said = ours[0, len(ids) :].tolist()
-            ends = {"eos_token_id": [256, said[min(2, len(said) - 1)]]}
+            ends = [256, said[min(2, len(said) - 1)]]
         out = tmp_path / f"{i}-out"
         assert fz("export", run, "--out", out)[::2] == (0, "")
         theirs = transformers.AutoModelForCausalLM.from_pretrained(out)

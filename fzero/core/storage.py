@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fzero.core.files import naming, replacing, sync_folder
+from fzero.core.files import make_folder, naming, replacing, sync_folder
 from fzero.core.foreign import read_text_file
 from fzero.core.object_store import Objects, context, is_url, url_spec
 
@@ -26,6 +27,7 @@ __all__ = [
     "sync_folder",
     "user_folder",
     "write_text",
+    "write_texts",
 ]
 
 PAGE = 4096  # bytes: a direct transfer to or from a disk begins and ends at a multiple of this
@@ -102,6 +104,13 @@ def write_text(folder: str | Path, name: str, text: str) -> None:
         return
     with replacing(Path(folder, name)) as file:
         file.write(text.encode())
+
+
+def write_texts(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files {name: content}, as `write_text` does; a name may be in a folder of its own: "more/a.txt"."""
+    for name, content in files.items():
+        *folders, last = name.split("/")
+        write_text(make_folder(folder, *folders), last, content)
 
 
 def sync_file_system(path: Path) -> None:

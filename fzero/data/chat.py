@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fzero.core.foreign import expect_entries, read_json, read_text_file, short
-from fzero.core.storage import write_text
+from fzero.core.storage import write_texts
 from fzero.data.special_tokens import CONFIG, special_tokens
 from fzero.data.tokenizers import Tokenizer, token_dtype
 
-TEMPLATE = "chat_template.jinja"
+TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second a folder, of others by name
+TOOLS = "tool_use"  # the name of a template for conversations with tools
 MARKS = "\U0010fffe\U0010ffff"  # no text has them: Unicode says they are no characters
 PROBE = "an answer\u2063"  # in no template
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and whatever else the template reads
@@ -36,7 +37,12 @@ class Chat(NamedTuple):
     """
 
     template: str
-    tokens: dict[str, str] = {}  # noqa: RUF012  (of SPECIAL, by name; never mutated)
+    tokens: dict[str, str] = {}  # noqa: RUF012  (by name; never mutated)
+    tools: str = ""  # another template, for conversations with tools
+
+    def template_of(self, tools: Sequence[Any] | None) -> str:
+        """The template of a conversation with these tools."""
+        return self.tools if self.tools and tools is not None else self.template
 
 
 class Example(NamedTuple):
@@ -54,24 +60,34 @@ def read_chat(folder: str | Path) -> Chat | None:
     Raises ValueError naming a file that is not in its form.
     """
     folder = Path(folder)
+    templates = {Path(name).stem: text for name, text in template_files(folder).items()}
     if (folder / TEMPLATE).is_file():
-        return Chat(read_text_file(folder / TEMPLATE), special_tokens(folder))
-    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
-    found = template_in(about, str(folder / CONFIG))
-    return None if found is None else Chat(found, special_tokens(folder))
+        templates["default"] = read_text_file(folder / TEMPLATE)
+    if not templates:
+        about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+        templates = templates_in(about, str(folder / CONFIG))
+    if "default" not in templates:
+        return None
+    return Chat(templates["default"], special_tokens(folder), templates.get(TOOLS, ""))
 
 
-def template_in(about: dict[str, Any], name: str) -> str | None:
-    """The chat template in the content of a tokenizer_config.json; raises ValueError naming the file `name`."""
-    found = about.get("chat_template")
-    if isinstance(found, list):  # several by name
-        for one in found:
+def template_files(folder: Path) -> dict[str, str]:
+    """{name: content} of the files in a folder's additional_chat_templates."""
+    return {f"{TEMPLATES}/{path.name}": read_text_file(path) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+
+
+def templates_in(about: dict[str, Any], name: str) -> dict[str, str]:
+    """{name: template} in the content of a tokenizer_config.json, of which one without a name is "default"; raises
+    ValueError naming the file `name`."""
+    templates = about.get("chat_template")
+    if isinstance(templates, list):
+        for one in templates:
             if not isinstance(one, dict):
                 raise ValueError(f"{name}: chat_template has {short(one)}; it must be tables of name and template")
             expect_entries(one, {"name": str, "template": str}, f"{name}: chat_template")
-        found = next((one["template"] for one in found if one["name"] == "default"), None)
-    expect_entries({"chat_template": found}, {"chat_template": str | None}, name)
-    return found
+        return {one["name"]: one["template"] for one in templates}
+    expect_entries({"chat_template": templates}, {"chat_template": str | None}, name)
+    return {} if templates is None else {"default": templates}
 
 
 def chat_files(chat: Chat, about: dict[str, Any]) -> dict[str, str]:
@@ -83,14 +99,17 @@ def chat_files(chat: Chat, about: dict[str, Any]) -> dict[str, str]:
         if isinstance(there, dict) and there.get("content") == text:
             tokens[name] = there  # which says more of it
     files = {CONFIG: json.dumps({**about, **tokens}, indent=2, ensure_ascii=False) + "\n"}
-    return files if template_in(about, CONFIG) == chat.template else files | {TEMPLATE: chat.template}
+    have = templates_in(about, CONFIG)
+    if (have.get("default"), have.get(TOOLS, "")) == (chat.template, chat.tools):
+        return files
+    more = {f"{TEMPLATES}/{TOOLS}.jinja": chat.tools} if chat.tools else {}
+    return files | {TEMPLATE: chat.template} | more
 
 
 def write_chat(folder: Path, chat: Chat) -> None:
     """Write the files that `read_chat` reads; entries of a tokenizer_config.json that is there stay."""
     about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
-    for name, content in chat_files(chat, about).items():
-        write_text(folder, name, content)
+    write_texts(folder, chat_files(chat, about))
 
 
 def template_texts(chat: Chat) -> list[str]:
@@ -126,7 +145,7 @@ def spans_of(
     if not turns:
         raise ValueError("the conversation has no assistant turn, so there is nothing to learn from it")
     text, marked = _render(chat, messages, tools, False)
-    if _program(chat.template).marks:
+    if _program(chat.template_of(tools)).marks:
         if not marked:
             raise ValueError("the template marks no text of this conversation as the assistant's ({% generation %})")
         return [(text, marked)]
@@ -289,7 +308,7 @@ def _render(
     chat: Chat, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """(the text, the spans that the template marks)."""
-    program = _program(chat.template)
+    program = _program(chat.template_of(tools))
     try:
         text = program.render(
             messages=list(messages), tools=tools, documents=None, add_generation_prompt=prompt, **chat.tokens

@@ -18,12 +18,14 @@ from fzero.core.files import make_folder, remove_entry
 from fzero.core.foreign import expect_regular, json_text, read_text_file, short
 from fzero.core.storage import write_text
 from fzero.data import work_folder
+from fzero.data.auto_tokenizer import read_tokenizer_json
 from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
 from fzero.data.near_duplicates import leave_out_near
 from fzero.data.preparing import PREPARING, Preparing
 from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
 from fzero.data.stretches import stretches_of
+from fzero.data.tokenizer_classes import TOKENIZER
 from fzero.data.tokenizers import USUAL_EOS, Tokenizer, byte_tokenizer, json_tokenizer, train_bpe, words_of_bpe
 from fzero.data.tokens import FORMAT, SPLITS, VERSION
 from fzero.data.workers import apart
@@ -196,9 +198,12 @@ def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
     if spec.partition(":")[0] == "bpe":
         raise ValueError(f"tokenizer={spec!r}: wanted the one that made the tokens: bytes, or a tokenizer.json")
     try:
-        content = read_text_file(_tokenizer_json(spec))
+        path = _tokenizer_json(spec)
+        loaded = path.name == TOKENIZER and (path.parent / "config.json").is_file()
+        content = read_tokenizer_json(path.parent, path.parent) if loaded else read_text_file(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{spec}: cannot be read as a tokenizer.json ({error})") from None
+    assert content is not None  # the file is there
     return json_tokenizer(content, spec, eos)
 
 

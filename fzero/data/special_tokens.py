@@ -1,127 +1,93 @@
-"""The special tokens that a model's folder names: in special_tokens_map.json, tokenizer_config.json, or by the class of
-its tokenizer in `transformers`, as AutoTokenizer takes them.
+"""The special tokens that a model's folder names: in special_tokens_map.json, tokenizer_config.json, added_tokens.json,
+or by the class of its tokenizer in `transformers`, as AutoTokenizer takes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fzero.core.foreign import read_json, read_text_file
+from fzero.core.foreign import read_json
+from fzero.data.tokenizer_classes import CLASSES, class_of
 
-CONFIG, MAP, TOKENIZER = "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"
+CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FURTHER = "additional_special_tokens"  # the list of others
-END = "<|endoftext|>"
-# What a class of transformers takes for a token that no file names; other classes take none.
-LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-CLASSES: dict[str, dict[str, str]] = {
-    "LlamaTokenizer": LLAMA,
-    "CodeLlamaTokenizer": LLAMA,
-    "GPT2Tokenizer": {"bos_token": END, "eos_token": END, "unk_token": END},
-    "Qwen2Tokenizer": {"eos_token": END, "unk_token": END, "pad_token": END},
-    "GemmaTokenizer": {
-        **{"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
-        **{"pad_token": "<pad>", "mask_token": "<mask>"},
-    },
-}
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of a token
-PLAIN = "TokenizersBackend"  # the class of a tokenizer.json alone
-# The class that a model_type has, which is taken in place of another one, or where none is named.
-CLASS_OF: dict[str, str] = dict.fromkeys(("olmo2", "phi3", "mistral", "mixtral"), PLAIN)
-CLASS_OF |= dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
-CLASS_OF |= {"gpt2": "GPT2Tokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer"}
-ALWAYS = ("qwen2",)  # whatever class the file names
+
+
+class FolderTokens(NamedTuple):
+    """The tokens that a folder names apart from its vocabulary. A token is its text, or a table with its flags."""
+
+    class_name: str  # as in tokenizer_classes.class_of
+    about: dict[str, Any]  # tokenizer_config.json
+    named: dict[str, Any]  # bos_token and the like
+    extra: list[Any]  # special tokens without a name
+    listed: dict[int, dict[str, Any]]  # by id, of added_tokens_decoder, else of added_tokens.json
+    complete: bool  # whether no others of tokenizer.json are taken
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """{name: text} of the tokens of SPECIAL that a folder names; raises ValueError naming a file that is no JSON."""
-    about, beside = read_both(folder)
-    named: dict[str, Any] = {**CLASSES.get(class_of(folder, about), {}), **about, **beside}
-    texts = {name: named[name].get("content") if isinstance(named[name], dict) else named[name]
-             for name in SPECIAL if name in named}  # fmt: skip
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def class_of(folder: Path, about: dict[str, Any]) -> str:
-    """The class that AutoTokenizer takes for a folder with this tokenizer_config.json; "" for a run, which names its
-    tokens."""
-    hf = read_json(folder / "config.json", wide=True) if (folder / "config.json").is_file() else {}
-    model_type, named = hf.get("model_type"), about.get("tokenizer_class") or hf.get("tokenizer_class")
-    if not isinstance(model_type, str):
-        return ""
-    usual = CLASS_OF.get(model_type)
-    named = named.removesuffix("Fast") if isinstance(named, str) else None
-    if named is None:
-        return usual or PLAIN
-    if usual != PLAIN and named == "LlamaTokenizer" and is_byte_level(folder):
-        return PLAIN
-    return usual if usual == PLAIN or (usual and model_type in ALWAYS) else named
-
-
-def is_byte_level(folder: Path) -> bool:
-    """Whether the tokenizer.json of a folder is of bytes, as that of Llama 3, whose class is not LlamaTokenizer."""
-    return (folder / TOKENIZER).is_file() and '"ByteLevel"' in read_text_file(folder / TOKENIZER)
-
-
-def named_tokens(folder: Path) -> list[Any]:
-    """The special tokens that a folder names, as texts or tables of FLAGS, in the order in which AutoTokenizer takes
-    them."""
-    about, named = read_both(folder)
-    extra = about.get("extra_special_tokens")
-    of_model = extra.values() if isinstance(extra, dict) else ()
-    return [*by_id(about), *special_tokens(folder).values(), *of_model, *further(about, named)]
-
-
-def by_id(about: dict[str, Any]) -> list[Any]:
-    """The tokens that a tokenizer_config.json lists by their ids, in their order."""
-    listed = about.get("added_tokens_decoder")
-    listed = listed if isinstance(listed, dict) else {}
-    return [listed[key] for key in sorted(listed, key=lambda key: int(key) if key.isdecimal() else 0)]
-
-
-def read_both(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of tokenizer_config.json, and of a special_tokens_map.json that is read beside it."""
-    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
-    beside = (folder / MAP).is_file() and "added_tokens_decoder" not in about
-    return about, read_json(folder / MAP, wide=True) if beside else {}
-
-
-def further(about: dict[str, Any], named: dict[str, Any]) -> list[Any]:
-    """The list of special tokens besides SPECIAL of the contents of `read_both`."""
-    lists = (about.get("extra_special_tokens"), about.get(FURTHER), named.get(FURTHER))
-    return next((tokens for tokens in lists if isinstance(tokens, list) and tokens), [])
+    """{name: text} of the special tokens that a folder names; raises ValueError naming a file that is no JSON."""
+    return {name: text_of(token) for name, token in read_tokens(folder).named.items()}
 
 
 def text_of(token: Any) -> str:
-    """The text of one of `named_tokens`, "" if it has none."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
+    """The text of a token."""
+    return token["content"] if isinstance(token, dict) else token
 
 
-def with_special(about: dict[str, Any], named: dict[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
-    """The first of the contents of `read_both` in whose list of further special tokens these are, too."""
-    key = "extra_special_tokens" if isinstance(about.get("extra_special_tokens"), list) else FURTHER
-    there = [*by_id(about), *further(about, named), *(of.get(name) for of in (about, named) for name in SPECIAL)]
-    new = [text for text in tokens if text not in map(text_of, there)]
-    return {**about, key: [*further(about, named), *new]} if new else about
+def is_token(value: Any) -> bool:
+    """Whether an entry of a file is a token."""
+    return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
 
 
-def mark_special(json: str, folder: Path) -> str:
-    """The content of a tokenizer.json, in which the tokens that a folder names apart, and the vocabulary has, are
-    whole: AutoTokenizer does not split them, whether the file says so or not."""
-    from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Library
+def take_named(entries: dict[str, Any]) -> dict[str, Any]:
+    """The extra_special_tokens of entries that have names, which are taken out."""
+    extra = entries.get("extra_special_tokens")
+    return dict(entries.pop("extra_special_tokens")) if isinstance(extra, dict) else {}
 
-    library = Library.from_str(json)
-    have, new = {token.content for token in library.get_added_tokens_decoder().values()}, []
-    for one in named_tokens(folder):
-        text = text_of(one)
-        if not text or text in have or library.token_to_id(text) is None:
-            continue
-        flags = {name: value for name, value in one.items() if name in FLAGS} if isinstance(one, dict) else {}
-        have.add(text)
-        new.append(AddedToken(text, **{"special": True, "normalized": False, **flags}))
-    library.add_tokens(new)
-    return library.to_str() if new else json
+
+def read_tokens(folder: Path) -> FolderTokens:
+    """The tokens of a folder, in the order in which AutoTokenizer takes its files."""
+    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+    class_name = class_of(folder, about)
+    builder = CLASSES.get(class_name)
+    entries, listed = dict(about), about.get("added_tokens_decoder")
+    if not entries.get("extra_special_tokens"):
+        entries["extra_special_tokens"] = entries.pop("additional_special_tokens", None)
+    apart = take_named(entries)
+    named = {**(builder.tokens if builder else {}), **apart, **entries}
+    if (folder / MAP).is_file() and "added_tokens_decoder" not in about:
+        first, more = entries.get("extra_special_tokens"), read_json(folder / MAP, wide=True)
+        entries |= more
+        if isinstance(first, list) and isinstance(more.get("extra_special_tokens"), list):
+            entries["extra_special_tokens"] = [*first, *more["extra_special_tokens"]]
+        apart |= take_named(entries)
+        named |= apart | more
+    extra = entries.get("extra_special_tokens") or entries.get("additional_special_tokens")
+    order = dict.fromkeys([*SPECIAL, *(name for name in named if name.endswith("_token")), *apart])
+    named = {name: named[name] for name in order if is_token(named.get(name))}
+    extra = [one for one in extra if is_token(one)] if isinstance(extra, list) else []
+    by_id: dict[int, dict[str, Any]] = {}
+    if isinstance(listed, dict):
+        tables = {i: token for i, token in listed.items() if isinstance(token, dict) and is_token(token)}
+        by_id = {int(i): token for i, token in tables.items() if i.isdecimal()}
+    elif "added_tokens_decoder" not in about and (folder / ADDED).is_file():
+        special = {text_of(token) for token in (*named.values(), *extra)}
+        for text, i in read_json(folder / ADDED, wide=True).items():
+            if isinstance(i, int):
+                by_id[i] = {"content": text, "special": text in special, "normalized": text not in special}
+    return FolderTokens(class_name, about, named, extra, by_id, "added_tokens_decoder" in about)
+
+
+def with_special(about: dict[str, Any], beside: dict[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
+    """A tokenizer_config.json in whose list of special tokens without a name these are, too; beside: the
+    special_tokens_map.json that is read beside it."""
+    keys = ("extra_special_tokens", "additional_special_tokens")
+    lists = (of.get(key) for of in (about, beside) for key in keys)
+    extra = next((one for one in lists if isinstance(one, list) and one), [])
+    listed = about.get("added_tokens_decoder")
+    there = [*extra, *(listed.values() if isinstance(listed, dict) else ()), *about.values(), *beside.values()]
+    texts = {text_of(one) for one in there if is_token(one)}
+    new = [text for text in tokens if text not in texts]
+    return {**about, keys[not isinstance(about.get(keys[0]), list)]: [*extra, *new]} if new else about

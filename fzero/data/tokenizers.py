@@ -8,13 +8,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.foreign import read_text_file, short
 from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
 
@@ -79,15 +82,7 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokeni
     Raises ValueError if the content does not parse, if eos is not in the vocabulary, or if it is None and the
     vocabulary does not have exactly one usual name.
     """
-    from tokenizers import Tokenizer as Library
-
-    try:
-        with _silent_stderr():
-            library = Library.from_str(json)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and a panic is not even that
-        raise ValueError(f"{name}: not a Hugging Face tokenizer.json ({short(str(error), 300)})") from None
+    library = library_of(json, name)
     library.no_padding()
     library.no_truncation()
     library.encode_special_tokens = True
@@ -121,6 +116,19 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokeni
         return library.decode([i for i in _as_list(ids) if i != eos_id], skip_special_tokens=False)
 
     return Tokenizer(name, vocab_size, eos_id, encode, encode_all, decode, json)
+
+
+def library_of(json: str, name: str) -> "Library":
+    """The tokenizer of the library of a tokenizer.json; raises ValueError if the content does not parse."""
+    from tokenizers import Tokenizer as Library
+
+    try:
+        with _silent_stderr():
+            return Library.from_str(json)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception, and a panic is not even that
+        raise ValueError(f"{name}: not a Hugging Face tokenizer.json ({short(str(error), 300)})") from None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from fzero.checkpoint.convert import huggingface, peft
 from fzero.checkpoint.convert.decoders import save_decoder
 from fzero.checkpoint.convert.upcycle import Upcycle, upcycled_config, upcycled_leaves
 from fzero.core import pytree
-from fzero.core.storage import write_text
+from fzero.core.storage import write_texts
+from fzero.data.auto_tokenizer import changed_on_load
 from fzero.data.chat import read_chat
 from fzero.models.decoders.config import DecoderConfig
 from fzero.models.presets import body_of, without_adapters
@@ -98,14 +99,25 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     if isinstance(value.model, models.LoRAConfig):
         trained = weights.load(run, wide=True, ema=ema)
         write(huggingface.in_memory(models.merge(trained.model, trained.params)))
-        return f"{out}: the model of {run} after step {trained.step}, with its adapters merged", trained.warnings
+        text = f"{out}: the model of {run} after step {trained.step}, with its adapters merged"
+        return text, [*trained.warnings, *other_tokenizer(out)]
     snapshot = weights.snapshot_of(run, value)
     if snapshot is not None:
         write(on_disk(run, value, snapshot, ema=ema))
         step, passed = snapshot.record.step, [] if ema else weights.without_masters(value, snapshot)
     else:
         step, passed = weights.read_newest(run, value, read)
-    return f"{out}: the model of {run} after step {step}", passed
+    return f"{out}: the model of {run} after step {step}", [*passed, *other_tokenizer(out)]
+
+
+def other_tokenizer(folder: Path) -> list[str]:
+    """A line about a folder whose tokenizer AutoTokenizer does not take as it is."""
+    name = changed_on_load(folder)
+    line = (
+        f"{folder}: AutoTokenizer builds a {name} in place of its tokenizer.json, with other ids; load that by "
+        "PreTrainedTokenizerFast.from_pretrained"
+    )
+    return [line] if name else []
 
 
 def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str]]:
@@ -121,8 +133,7 @@ def export_adapter(run: Path, out: Path, *, ema: bool = False) -> tuple[str, lis
     has_text = run_folder.read_environment(run)["tokenizer"] != ""
     _, files = text_ends.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
     peft.save_adapter(out, value.model, trained.params, base=str(base))
-    for name, content in files.items():
-        write_text(out, name, content)
+    write_texts(out, files)
     return f"{out}: the adapters of {run} after step {trained.step}, on {base}", trained.warnings
 
 

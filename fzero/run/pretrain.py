@@ -41,7 +41,7 @@ from fzero.run.resume import auto_resume, changed_run, new_stage, rollback
 from fzero.run.resume.newest_state import expect_disk, expect_leaves, expect_new, load_newest_state
 from fzero.run.stages import change_stage, split_changes, stages_of
 from fzero.run.transforms import make_transforms
-from fzero.run.vocabulary import added_tokens, expect_added, growth_lines
+from fzero.run.vocabulary import expect_added, growth_lines, start_texts
 from fzero.sharding import Mesh
 from fzero.train.state import TrainState
 
@@ -148,7 +148,7 @@ def create_folder(attempt: Attempt, init: Path | None) -> None:
         config,
         data.load_tokenizer(path),
         read_chat(path),
-        text_ends.with_added(text_ends.start_files(init), added_tokens(config.data, init)) if init else {},
+        start_texts(config.data, init) if init else {},
         **(text_ends.start_ids(init) if init else {}),
         corpus=run_folder.DATA if path == folder / run_folder.DATA else str(path.resolve()),
         corpus_sha256=corpus.corpus_digest(path),

@@ -43,7 +43,7 @@ from fzero.core.foreign import (
     read_json,
     read_text_file,
 )
-from fzero.core.storage import write_text
+from fzero.core.storage import write_text, write_texts
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
@@ -110,8 +110,7 @@ def create_run(
     """Write config.json, environment.json, tokenizer.json, the chat template and `files` {name: content} into `folder`;
     config.json last: with it the folder is a run."""
     make_folder(folder)
-    for name, content in files.items():
-        write_text(folder, name, content)
+    write_texts(folder, files)
     if chat is not None:
         write_chat(folder, chat)
     if tokenizer and tokenizer.json:

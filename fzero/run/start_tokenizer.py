@@ -7,8 +7,10 @@ from typing import Any
 
 from fzero.checkpoint.convert import peft
 from fzero.core.foreign import read_json, read_text_file
+from fzero.data.auto_tokenizer import read_tokenizer_json
 from fzero.data.chat import Chat, read_chat
-from fzero.data.special_tokens import CONFIG, mark_special, special_tokens
+from fzero.data.special_tokens import CONFIG, special_tokens
+from fzero.data.tokenizer_classes import TOKENIZER
 from fzero.data.tokenizers import Tokenizer, json_tokenizer
 from fzero.run import run_folder
 
@@ -46,16 +48,16 @@ def start_chat(init: Path, template: str = "") -> Chat | None:
 
 
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
-    """The tokenizer.json in `folder` or beside a config.json, None if there is none; its eos is the one that
-    config.json names."""
-    path = next(
-        (place / "tokenizer.json" for place in (folder, hf_config.parent) if (place / "tokenizer.json").is_file()), None
-    )
-    if path is None:
+    """The tokenizer in `folder` or beside a config.json, as AutoTokenizer loads it, None if there is none; its eos is
+    the one that config.json names."""
+    places = [place for place in (folder, hf_config.parent) if (place / TOKENIZER).is_file()]
+    place = (places or [folder])[0]
+    beside = place if (place / CONFIG).is_file() else hf_config.parent
+    content = read_tokenizer_json(place, beside)
+    if content is None:
         return None
     recorded = read_json(hf_config, wide=True).get("eos_token_id")
     eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
-    place = path.parent if (path.parent / CONFIG).is_file() else hf_config.parent
     if eos is None:
-        eos = special_tokens(place).get("eos_token")
-    return json_tokenizer(mark_special(read_text_file(path), place), str(path), eos)
+        eos = special_tokens(beside).get("eos_token")
+    return json_tokenizer(content, str(place / TOKENIZER), eos)

@@ -1,10 +1,12 @@
 """Where texts of a model begin and end: the files and ids of its folder that say so. A run keeps them as they were, and
 an export gives them back, with the tokens at which the run's own texts end.
 
-tokenizer_config.json    special tokens, padding_side, model_max_length
-special_tokens_map.json  special tokens
-generation_config.json   the ids at which `generate` stops, and how it draws
-config.json              bos_token_id, eos_token_id, pad_token_id: in a run's environment.json, as token_ids
+tokenizer_config.json      special tokens, padding_side, model_max_length
+special_tokens_map.json    special tokens
+added_tokens.json          more of them, in folders of before
+generation_config.json     the ids at which `generate` stops, and how it draws
+additional_chat_templates  chat templates by name, beside chat_template.jinja
+config.json                bos_token_id, eos_token_id, pad_token_id: in a run's environment.json, as token_ids
 """
 
 from __future__ import annotations
@@ -16,23 +18,23 @@ from typing import Any
 
 from fzero.checkpoint.convert import peft
 from fzero.core.foreign import expect_entries, parse_json, read_json, read_text_file
-from fzero.data.chat import chat_files, end_tokens, read_chat
-from fzero.data.special_tokens import CONFIG, MAP, with_special
+from fzero.data.chat import chat_files, end_tokens, read_chat, template_files
+from fzero.data.special_tokens import ADDED, CONFIG, MAP, with_special
 from fzero.data.tokenizers import Tokenizer
 from fzero.run import run_folder
 
 GENERATION = "generation_config.json"
-FILES = (CONFIG, MAP, GENERATION)
+FILES = (CONFIG, MAP, ADDED, GENERATION)
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def start_files(init: Path, *others: Path) -> dict[str, str]:
+def start_files(init: Path, *others: Path, templates: bool = True) -> dict[str, str]:
     """{name: content} of the FILES of what a run starts from: a run, a folder of another system, or an adapter, which
-    may have its base's; others: folders that may have what `init` lacks."""
+    may have its base's; others: folders that may have what `init` lacks; templates: with additional_chat_templates."""
     places = [init, *others]
     if peft.is_adapter(init):
-        return start_files(peft.base_of(init)) | files_in(init)
-    return {name: text for place in reversed(places) for name, text in files_in(place).items()}
+        return start_files(peft.base_of(init), templates=templates) | files_in(init, templates=templates)
+    return {name: text for place in reversed(places) for name, text in files_in(place, templates=templates).items()}
 
 
 def with_added(files: dict[str, str], tokens: Sequence[str]) -> dict[str, str]:
@@ -44,9 +46,10 @@ def with_added(files: dict[str, str], tokens: Sequence[str]) -> dict[str, str]:
     return files | {CONFIG: json.dumps(with_special(about, named, tokens), indent=2, ensure_ascii=False) + "\n"}
 
 
-def files_in(folder: Path) -> dict[str, str]:
-    """{name: content} of the FILES in a folder."""
-    return {name: read_text_file(folder / name) for name in FILES if (folder / name).is_file()}
+def files_in(folder: Path, *, templates: bool = True) -> dict[str, str]:
+    """{name: content} of the FILES in a folder, and of its additional_chat_templates."""
+    found = {name: read_text_file(folder / name) for name in FILES if (folder / name).is_file()}
+    return found | (template_files(folder) if templates else {})
 
 
 def start_ids(init: Path) -> dict[str, Any]:
@@ -98,7 +101,10 @@ def export_entries(folder: Path, tokenizer: Tokenizer | None) -> tuple[dict[str,
     chat template."""
     ids, files, chat = run_ids(folder), files_in(folder), read_chat(folder)
     if chat is not None:
-        files |= chat_files(chat, parse_json(files.get(CONFIG, "{}"), str(folder / CONFIG), wide=True))
+        about = parse_json(files.get(CONFIG, "{}"), str(folder / CONFIG), wide=True)
+        if "token_ids" not in run_folder.read_environment(folder):  # no class of transformers built its tokenizer
+            about = {"tokenizer_class": "PreTrainedTokenizerFast", **about}
+        files |= chat_files(chat, about)
     if tokenizer is None:
         return ids, files
     stops = stop_ids(folder, tokenizer)

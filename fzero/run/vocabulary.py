@@ -7,18 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fzero.checkpoint.convert import peft
 from fzero.core import pytree
 from fzero.core.pytree import Tree
 from fzero.core.tables import Table, check_type
 from fzero.data.added_tokens import add_tokens, expect_json, missing_tokens
 from fzero.data.chat import read_chat
-from fzero.data.special_tokens import named_tokens, text_of
 from fzero.data.tokenizers import Tokenizer, load_tokenizer
 from fzero.models import ModelConfig
 from fzero.models.lora import TABLES, LoRAConfig
 from fzero.models.vocabulary import with_vocab_size
-from fzero.run import weights
+from fzero.run import text_ends, weights
 from fzero.run.config import Data, RunConfig
 from fzero.run.start_tokenizer import start_chat, start_tokenizer
 
@@ -66,8 +64,7 @@ def start_model(init: Path, table: Table) -> StartModel:
 
 def grown_tokenizer(init: Path, asked: Sequence[str], template: str) -> Tokenizer:
     """The tokenizer of what a run starts from with the tokens of `data.add_tokens`, by the chat template
-    `data.template` or the model's. Those that its folder names and its vocabulary lacks come first, as AutoTokenizer
-    gives them ids.
+    `data.template` or the model's.
 
     Raises ValueError as `start_tokenizer` and `add_tokens`, and for "template" where there is no template.
     """
@@ -78,9 +75,7 @@ def grown_tokenizer(init: Path, asked: Sequence[str], template: str) -> Tokenize
 def tokens_to_add(init: Path, tokenizer: Tokenizer, asked: Sequence[str], template: str) -> list[str]:
     """The tokens of `grown_tokenizer`."""
     expect_json(tokenizer)
-    folder = peft.base_of(init) if peft.is_adapter(init) else init
-    unknown = list(dict.fromkeys(missing_of(tokenizer, [text for text in map(text_of, named_tokens(folder)) if text])))
-    chat, tokens = start_chat(init, template), unknown
+    chat, tokens = start_chat(init, template), list[str]()
     for text in asked:
         if text == TEMPLATE and chat is None:
             raise ValueError(
@@ -94,6 +89,12 @@ def tokens_to_add(init: Path, tokenizer: Tokenizer, asked: Sequence[str], templa
 def added_tokens(data: Data, init: Path) -> list[str]:
     """The tokens that a run's tokenizer gets."""
     return tokens_to_add(init, start_tokenizer(init), data.add_tokens, data.template) if data.add_tokens else []
+
+
+def start_texts(data: Data, init: Path) -> dict[str, str]:
+    """The files of `text_ends` that a run starts from, with the tokens that it adds."""
+    files = text_ends.start_files(init, templates=not data.template)
+    return text_ends.with_added(files, added_tokens(data, init))
 
 
 def missing_of(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:

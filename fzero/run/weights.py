@@ -209,7 +209,7 @@ def load_start(init: Path) -> TrainedWeights:
         named = pytree.named_leaves(below.params)
         adapter = peft.open_adapter(init, base, below.model.config)
         peft.expect_base(init, base, named)
-        named |= {name: entry.give() for name, entry in adapter.leaves.items()}
+        named |= peft.adapter_leaves(adapter, named)
         model = models.build(adapter.config)
         params = model.init(lambda name, shape, std, mean=0.0, dtype=None: named[name])
         return TrainedWeights(config_of(adapter.config), model, params, 0, [*below.warnings, *adapter.notes])

@@ -19,7 +19,7 @@ from fzero.checkpoint.convert.safetensors import Entry
 from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.core.files import remove_entry
 from fzero.core.foreign import read_json
-from fzero.core.storage import write_text
+from fzero.core.storage import write_text, write_texts
 from fzero.models.decoders.config import DecoderConfig, read_decoder
 
 
@@ -132,8 +132,7 @@ def save_decoder(
                 made.unlink()
         write_text(partly, "config.json", json.dumps({**content, "torch_dtype": dtype, **(eos or {})}, indent=2) + "\n")
         write_tokenizer(partly, tokenizer, config.max_len)
-        for name, text in files.items():
-            write_text(partly, name, text)
+        write_texts(partly, files)
         partly.rename(folder)
     except BaseException:
         shutil.rmtree(partly, ignore_errors=True)

@@ -27,7 +27,7 @@ from fzero.checkpoint.convert.safetensors import Entry, write_safetensors
 from fzero.core import pytree
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.pytree import Tree
-from fzero.core.storage import write_text
+from fzero.core.storage import write_text, write_texts
 from fzero.models import build
 
 # ---- import ----
@@ -105,8 +105,7 @@ def save_hf(
     try:
         write_text(partial, "config.json", json.dumps(hf, indent=2) + "\n")
         write_tokenizer(partial, source, config.max_len)
-        for name, content in files.items():
-            write_text(partial, name, content)
+        write_texts(partial, files)
         _write_tensors(partial, _tensors(family, rows, leaves), max_shard_bytes)
         partial.rename(folder)
     except BaseException:

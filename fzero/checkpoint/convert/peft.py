@@ -51,9 +51,12 @@ UNUSED = {
     *("auto_mapping", "eva_config", "fan_in_fan_out", "inference_mode", "megatron_core", "peft_version"),
     *("qalora_group_size", "revision", "runtime_config", "task_type"),
 }
-INITS = ("gaussian", "eva", "orthogonal")  # which the factors in a file replace; others change the base's weights too
+INITS = ("gaussian", "eva", "orthogonal")  # which the factors in a file replace
+# Which, when PEFT loads the adapter, also take a product of their first factors out of the base's weights. Those that
+# draw random numbers for it (pissa_niter_N) compute another model at each load.
+SUBTRACTED = ("pissa", "olora", "OLoRA")
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "init_lora_weights": (True, False, None, *INITS),
+    "init_lora_weights": (True, False, None, *INITS, *SUBTRACTED),
     "bias": ("none",),
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
@@ -85,6 +88,8 @@ class Adapter(NamedTuple):
     config: LoRAConfig
     leaves: dict[str, Entry]  # ours, each made on request
     notes: list[str]  # lines about what is not taken over
+    stored: dict[str, bool]  # the weights of ours, and whether transformers has them as [out, in]
+    subtracted: str  # of SUBTRACTED in small letters, or ""
 
 
 class _Place(NamedTuple):
@@ -178,7 +183,8 @@ def save_adapter(folder: str | Path, config: LoRAConfig, params: Tree, *, base: 
 def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
     """The adapter in `folder`, for the model of config `inner` in the folder `base`; its factors are read later.
 
-    Raises ValueError of one line for an adapter of another kind than LoRA or DoRA, and for one of another base.
+    Those of SUBTRACTED have twice the rank: see `add_subtracted`. Raises ValueError of one line for an adapter of
+    another kind than LoRA or DoRA, and for one of another base.
     """
     about = _read_about(folder / CONFIG)
     if not (folder / TENSORS).is_file():
@@ -218,11 +224,48 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
                 )
     alpha = about["lora_alpha"] * (math.sqrt(rank) if about.get("use_rslora") else 1.0)
     targets = rf"^({'|'.join(re.escape(name) for name in names)})$"
+    subtracted = str(about.get("init_lora_weights")).lower() if about.get("init_lora_weights") in SUBTRACTED else ""
     config = LoRAConfig(inner, rank, float(alpha), targets, dora)
+    if subtracted:
+        narrow = next((name for name in names if min(leaves[name].shape[-2:]) < rank), None)
+        if narrow is not None:
+            raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {narrow} has rows or columns")
+        config = LoRAConfig(inner, 2 * rank, 2 * float(alpha), targets, dora)
     _expect_selected(about, [place.module for place in modules], {name.rpartition(".")[0] for name in tensors}, folder)
     rate = about.get("lora_dropout", 0.0)
     notes = [f"{folder}: was trained with lora_dropout {rate}; fzero trains factors without dropout"] if rate else []
-    return Adapter(config, {name: _stacked(name, parts) for name, parts in found.items()}, notes)
+    if subtracted:
+        notes.append(
+            f"{folder}: init_lora_weights is {subtracted!r}, which PEFT takes out of the base; fzero has its first "
+            f"factors beside the others, which makes the rank {2 * rank}"
+        )
+    stored = {row.ours: row.transposed for _, row, _ in modules if row.ours in names}
+    return Adapter(config, {name: _stacked(name, parts) for name, parts in found.items()}, notes, stored, subtracted)
+
+
+def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The leaves of an adapter for the base `named`.
+
+    One of SUBTRACTED has, after its factors, those that PEFT takes out of the base when it loads the adapter, with a
+    minus: W - s B0 A0 + s B A = W + s [B, -B0] [A; A0], where s B0 A0 is the best product of that rank (PiSSA, Meng et
+    al. 2024, arXiv:2404.02948), or that of the first columns of Q and rows of R (OLoRA, Bueyuekakyuez 2024,
+    arXiv:2406.01775).
+    """
+    leaves = {name: entry.give() for name, entry in adapter.leaves.items()}
+    scale, rank = adapter.config.alpha / adapter.config.rank, adapter.config.rank // 2
+    for name, transposed in adapter.stored.items() if adapter.subtracted else ():
+        weight, a, b = named[name].float(), leaves[f"{name}_lora_a"].float(), leaves[f"{name}_lora_b"].float()
+        if adapter.subtracted == "pissa":
+            left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+            root = sizes[..., :rank].sqrt()
+            first, second = left[..., :rank] * root[..., None, :] / scale, right[..., :rank, :] * root[..., None]
+        else:
+            q, r = torch.linalg.qr(weight.mT if transposed else weight)
+            first, second = q[..., :rank], r[..., :rank, :]
+            first, second = (second.mT, first.mT) if transposed else (first, second)
+        leaves[f"{name}_lora_a"] = torch.cat([a, first], -1)
+        leaves[f"{name}_lora_b"] = torch.cat([b, -second], -2)
+    return leaves
 
 
 def _read_about(where: Path) -> dict[str, Any]:
@@ -232,11 +275,15 @@ def _read_about(where: Path) -> dict[str, Any]:
     if about["peft_type"] != "LORA":
         raise ValueError(f"{where}: peft_type is {short(about['peft_type'])}; fzero has LORA alone")
     expect_entries(about, {**KINDS, **SELECTED}, str(where))
+    if not 0.0 < about["lora_alpha"] < math.inf:
+        raise ValueError(f"{where}: lora_alpha is {short(about['lora_alpha'])}; it must be a positive number")
     known = UNUSED | {name.removesuffix("?") for name in (*KINDS, *SELECTED)}
     for name, value in about.items():
         if name in PLAIN and value not in PLAIN[name]:
-            fix = "; it changes the base's weights when it is loaded: let PEFT save it as plain LoRA"
-            fix = f"{fix} (path_initial_model_for_weight_conversion)" if name == "init_lora_weights" else ""
+            random = name == "init_lora_weights" and str(value).startswith("pissa")
+            fix = "; it changes the base's weights when it is loaded" if name == "init_lora_weights" else ""
+            fix += " by random numbers, another model at each load" if random else ""
+            fix += ": let PEFT save it as plain LoRA (path_initial_model_for_weight_conversion)" if fix else ""
             allowed = " or ".join(map(repr, dict.fromkeys(map(str, PLAIN[name])))) if fix else repr(PLAIN[name][0])
             raise ValueError(f"{where}: {name} is {short(value)}; fzero has {allowed} alone{fix}")
         if name not in PLAIN and name not in known and value is not None:
