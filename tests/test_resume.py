@@ -3,12 +3,14 @@ test_checkpoint_ranks.py."""
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from close import assert_same
-from launched import TINY, write_text
+from launched import TINY, torchrun, write_text
+from launched import rows as launched_rows
 
 import fzero
 from fzero import checkpoint, optim
@@ -191,6 +193,39 @@ def test_a_command_that_resumes_by_itself_may_name_the_placement(tmp_path):
     """`--auto-resume` with values of the placement that are not the run's."""
     create_run(tmp_path / "run", placed(), None, corpus="data")
     assert allowed_changes({"zero": 3, "prefetch": 2}, tmp_path / "run", None) == {"zero": 3, "prefetch": 2}
+
+
+def test_a_command_that_resumes_by_itself_may_name_other_numbers(tmp_path):
+    """Those that `--resume` may change, as far as they differ; nothing else."""
+    create_run(tmp_path / "run", placed(), None, corpus="data")
+    same = to_table(placed())["optim"]["beta2"]
+    given = {"optim": {"lr": 0.5, "beta2": same, "schedule": {"name": "linear"}}, "train": {"steps": 900}}
+    wanted = {"optim": {"lr": 0.5, "schedule": {"name": "linear"}}, "train": {"steps": 900}}
+    assert allowed_changes(given, tmp_path / "run", None) == wanted
+    for key, value in (("train.batch", 128), ("data.seq_len", 8), ("model.n_layers", 7), ("train.seed", 5)):
+        table = {}
+        put(table, key, value)
+        with pytest.raises(ValueError, match=rf"^{key} is {value} here and .*, which is to be resumed"):
+            allowed_changes(table, tmp_path / "run", None)
+
+
+@pytest.mark.slow
+def test_a_job_whose_numbers_change_goes_on_with_them_on_one_process_and_on_two(tmp_path, monkeypatch, fz):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    command = [*TINY, "--reduce", "canonical", "--prompt", ""]
+    code, _, err = fz("pretrain", *command, "--steps", 3, "--out", "one")
+    assert code == 0, err
+    shutil.copytree("one", "two")
+    changed = [*command, "--steps", 5, "--lr", 1e-3, "--set", "optim.clip=0", "--auto-resume"]
+    code, out, err = fz("pretrain", *changed, "--out", "one")
+    lines = ("optim.lr = 0.001", "optim.clip = 0.0", "train.steps = 5, not 3")
+    assert code == 0 and all(f"from step 3 on: {line}" in out for line in lines), err
+    code, out, err = fz("pretrain", *changed, "--out", "one")  # as a scheduler that starts it again
+    assert code == 0 and "one: is complete: it has made its 5 steps" in out and "from step" not in out, err
+    out = torchrun(tmp_path, 2, *changed, "--out", "two")
+    assert all(f"from step 3 on: {line}" in out for line in lines)
+    assert launched_rows(tmp_path / "two") == launched_rows(tmp_path / "one")
 
 
 @pytest.mark.slow
