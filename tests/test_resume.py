@@ -24,6 +24,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table, to_table
 from fzero.run.resume import changed_run
 from fzero.run.resume.auto_resume import allowed_changes
+from fzero.run.resume.newest_state import to_memory
 from fzero.run.run_folder import create_run
 from fzero.train.state import meta_state
 
@@ -309,6 +310,46 @@ def test_an_optimizer_around_another_goes_on_with_its_state(name):
             fzero.with_optimizer(new, plain, plan)
     back, _ = train(fzero.make_train_step(MODEL, plain, plan), fzero.with_optimizer(new, plain, plan, **lost), 1)
     assert int(back.opt_state.count) == 7
+
+
+@pytest.mark.parametrize(
+    "name, offload, policy",
+    [
+        ("an average of a chain", "params=nvme,opt=nvme", "bf16"),
+        pytest.param("clipping", "params=nvme,opt=nvme", "fp32", marks=pytest.mark.slow),
+        pytest.param("an average", "opt=nvme", "bf16", marks=pytest.mark.slow),
+        pytest.param("a scale of the rate", "opt=nvme,params=host", "fp16", marks=pytest.mark.slow),
+        pytest.param("accumulation", "params=nvme,opt=nvme", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_an_optimizer_around_another_goes_on_with_a_state_on_a_disk(name, offload, policy, tmp_path):
+    """In another folder, with the bits of a state in memory, and the old store as it was."""
+    plain, (tx, _) = optim.adamw(1e-2), AROUND[name]
+    found = []
+    for where in ("", offload):
+        old, new = (fzero.Nvme(tmp_path / part, buffer_bytes=1 << 20) if where else None for part in ("a", "b"))
+        plan = fzero.zero_plan(0, MODEL, MESH, policy=POLICIES[policy], offload=where)
+        state = fzero.init_state(MODEL, plain, plan, seed=0, nvme=old)
+        state, _ = train(fzero.make_train_step(MODEL, plain, plan, nvme=old), state, 2)
+        if where:
+            with pytest.raises(ValueError, match=r"rests on a disk, in .*a; give with_optimizer a folder for the new"):
+                fzero.with_optimizer(state, tx, plan)
+        changed = fzero.with_optimizer(state, tx, plan, nvme=new)
+        if old is not None:
+            old.close()
+            again = fzero.reopen_state(plain, plan, old)
+            assert int(again.step) == 2
+            old.close()
+        begun = pytree.map(torch.clone, to_memory(changed))
+        changed, losses = train(fzero.make_train_step(MODEL, tx, plan, nvme=new), changed, 2)
+        found.append((pytree.named_leaves(begun), pytree.named_leaves(to_memory(changed)), losses))
+        if new is not None:
+            new.close()
+    for a, b in zip(found[0][:2], found[1][:2]):
+        assert a.keys() == b.keys()
+        for leaf in a:
+            assert_same(b[leaf], a[leaf])
+    assert found[0][2] == found[1][2]
 
 
 def test_what_a_resumed_run_may_change():
