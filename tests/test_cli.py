@@ -206,7 +206,8 @@ def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_of_an_import_ends_the_command_after_it(number, monkeypatch):
     """A module that swallows the exception of a handler, as PyTorch does around numpy, would stay half made."""
-    body = f"try:\n    os.kill(os.getpid(), {int(number)})\n    whole = sum(range(1000))\nexcept BaseException:\n    pass\n"
+    kill = f"    os.kill(os.getpid(), {int(number)})\n    whole = sum(range(1000))\n"
+    body = f"try:\n{kill}except BaseException:\n    pass\n"
     Path("half_made.py").write_text(f"import os\n{body}")
     monkeypatch.syspath_prepend(os.getcwd())
     before = signal.getsignal(signal.SIGINT)
