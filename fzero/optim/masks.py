@@ -38,11 +38,12 @@ def decay_matrices(name: str, leaf: Tensor) -> bool:
 
     It is one if it has two dims or more, in any tree. The layers that a leaf under `blocks/` is stacked of are no dim:
     a bias [L, D] there has one. With a number below it, as in `blocks/0/mlp/w`, the leaf is of one layer and all dims
-    count, but for `blocks/0/weight`, which `from_module` stacks of layers that are nn.Sequential. By their names norms, biases, scales and positions are none, whatever their dims: those
-    of whose last step (or the one above `weight`, `w`, `kernel`, `0`, ...) norm, ln, bias, scale, gain, gamma, beta,
-    pos, position, wpe or cls is the last whole word, but for such as embedding, token and table: `attn_norm`,
-    `position_embeddings` and `LayerNorm_0`, but not `normalizer`, `bias_net` and `norm/linear`. So is a last step b or
-    b_*.
+    count, but for `blocks/0/weight`, which `from_module` stacks of layers that are nn.Sequential.
+
+    By their names norms, biases, scales and positions are none, whatever their dims: those of whose last step (or the
+    one above `weight`, `w`, `kernel`, `0`, ...) norm, ln, bias, scale, gain, gamma, beta, pos, position, wpe or cls is
+    the last whole word, but for such as embedding, token and table: `attn_norm`, `position_embeddings` and
+    `LayerNorm_0`, but not `normalizer`, `bias_net` and `norm/linear`. So is a last step b or b_*.
 
     >>> decay_matrices("encoder/dense/kernel", torch.zeros(4, 8)), decay_matrices("encoder/dense/bias", torch.zeros(8))
     (True, False)

@@ -42,7 +42,7 @@ from fzero.train.moved import moved_apart
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import commit
+from fzero.train.state_on_disk import commit, on_disk
 from fzero.train.sum_check import noting_sums
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
@@ -127,6 +127,8 @@ def make_train_step(
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
+    if nvme is None and on_disk(plan):
+        raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     skips = skip.nonfinite or skip.spike is not None
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
