@@ -127,8 +127,6 @@ def make_train_step(
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
-    if nvme is None and on_disk(plan):
-        raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     skips = skip.nonfinite or skip.spike is not None
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
@@ -208,6 +206,8 @@ def early_start(
     update: str, streamed: StreamedUpdate | None, plan: Plan, nvme: Nvme | None, skips: bool
 ) -> Callable[[TrainState], EarlyUpdate | SpeculativeUpdate] | None:
     """The function from a state to its update in the backward pass; None for an update at the end."""
+    if nvme is None and on_disk(plan):
+        raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     slots = nvme.slots if nvme is not None else 1
     if streamed is not None and update == "backward":
         expect_early(streamed, plan, slots, skips)
