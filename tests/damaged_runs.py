@@ -82,10 +82,14 @@ class Runs:
         shutil.copyfile(self.full / "samples.jsonl", self.run / "samples.jsonl")
         self.files = sorted(str(path.relative_to(self.run)) for path in self.run.rglob("*") if path.is_file())
         self.sound = {}
-        for command in COMMANDS:
+
+    def sound_of(self, command):
+        """(exit code, answer) of a command on the sound run."""
+        if command not in self.sound:
             self.lay()
-            code, out, err = self.call(*self.words(command), may_fail=True)
-            self.sound[command] = (code, self.answer(command, out), err)
+            code, out, _ = self.call(*self.words(command), may_fail=True)
+            self.sound[command] = (code, self.answer(command, out))
+        return self.sound[command]
 
     def call(self, *words, may_fail=False):
         places = {"RUN": self.work, "NEW": self.new, "FULL": self.full, "TEXT": self.folder / "text.txt"}
@@ -139,6 +143,7 @@ class Runs:
 
     def faults(self, name, kind, command, rng):
         """What is wrong with a command on the run of which the file `name` is damaged; "" for nothing."""
+        sound = self.sound_of(command)
         self.lay()
         damage(self.work / name, kind, self.outside, rng)
         before = content(self.outside) | content(self.full, top=True)
@@ -162,14 +167,12 @@ class Runs:
             problem += f"exit code 2 with {err[-300:]}"
         if before != content(self.outside) | content(self.full, top=True):
             problem += "a file outside has changed"
-        if not problem and code == 0 and self.sound[command][0] == 0 and not self.may_differ(name, command):
+        if not problem and code == 0 and sound[0] == 0 and not self.may_differ(name, command):
             found = self.answer(command, out)
             said = (
                 "passed over" in out + err or "damaged" in out + err
             )  # an earlier checkpoint serves, and a line says so
-            problem += (
-                "" if said or found == self.sound[command][1] else f"other results: {str(found)[:300]} {out[-300:]}"
-            )
+            problem += "" if said or found == sound[1] else f"other results: {str(found)[:300]} {out[-300:]}"
         return problem
 
     def may_differ(self, name, command):

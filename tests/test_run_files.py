@@ -180,9 +180,9 @@ def test_no_flipped_bit_of_a_run_is_read_as_another_value(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", damaged_runs.RUNS)
+@pytest.mark.parametrize("kind", ["disk", "words"])
 def test_no_file_of_a_run_that_is_not_as_it_was_written_leads_to_a_hang_or_another_result(kind, tmp_path, fz):
-    expect_no_faults(fz, tmp_path, kind, seed=0, most=12)
+    expect_no_faults(fz, tmp_path, kind, seed=0, most=10)
 
 
 @pytest.mark.exhaustive
