@@ -35,7 +35,7 @@ RUNS = {  # by kind: the words that start the run
     "disk": ("pretrain", *MLP, "--offload", "params=nvme,opt=nvme", "--set", "nvme.slots=3"),
     "disk of masters": ("pretrain", *MLP, "--offload", "opt=nvme", "--precision", "bf16"),
     "words": ("pretrain", *LLAMA),
-    "lora": ("finetune", "--init", "BASE", "--lora", "rank=2,on=attn", "--seq-len", 16),
+    "lora": ("finetune", "--objective", "text", "--init", "BASE", "--lora", "rank=2,on=attn", "--seq-len", 16),
 }
 COMMANDS = {
     "resume": ("pretrain", "--out", "RUN", "--resume", "--prompt", "a"),
