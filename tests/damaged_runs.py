@@ -5,6 +5,7 @@ traceback and changes no other file.
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ RUNS = {  # by kind: the words that start the run
     "disk": ("pretrain", *MLP, "--offload", "params=nvme,opt=nvme", "--set", "nvme.slots=3"),
     "disk of masters": ("pretrain", *MLP, "--offload", "opt=nvme", "--precision", "bf16"),
     "words": ("pretrain", *LLAMA),
-    "lora": ("finetune", "--objective", "text", "--init", "BASE", "--lora", "rank=2,on=attn", "--seq-len", 16),
+    "lora": ("finetune", "--chat-template", "TEMPLATE", "--init", "BASE", "--lora", "rank=2,on=attn", "--seq-len", 16),
 }
 COMMANDS = {
     "resume": ("pretrain", "--out", "RUN", "--resume", "--prompt", "a"),
@@ -71,11 +72,23 @@ class Runs:
         self.run, self.full, self.work = self.folder / "run", self.folder / "full", self.folder / "work"
         self.new, self.outside = self.folder / "new", self.folder / "outside"
         (self.folder / "text.txt").write_text("\n".join(f"line {i}: {i * i}" for i in range(300)))
+        chats = ({"messages": [turn("user", f"{i}?"), turn("assistant", f"{i * i}")]} for i in range(300))
+        (self.folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+        (self.folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
         settings = [word for setting in SETTINGS for word in ("--set", setting)]
         if "BASE" in RUNS[kind]:
             self.call("pretrain", *LLAMA, *WORDS, *FP32, *settings, "--data", "TEXT", "--out", self.folder / "base")
         precision = () if "--precision" in RUNS[kind] else FP32
-        self.start = (*RUNS[kind], *WORDS, *precision, *settings, "--data", "TEXT", "--prompt", "a")
+        self.start = (
+            *RUNS[kind],
+            *WORDS,
+            *precision,
+            *settings,
+            "--data",
+            "CHATS" if kind == "lora" else "TEXT",
+            "--prompt",
+            "a",
+        )
         self.call(*self.start, "--stop-at", 4, "--out", self.run)
         shutil.copytree(self.run, self.full)
         self.call("pretrain", "--out", self.full, "--resume", "--prompt", "a")
@@ -93,8 +106,12 @@ class Runs:
 
     def call(self, *words, may_fail=False):
         places = {"RUN": self.work, "NEW": self.new, "FULL": self.full, "TEXT": self.folder / "text.txt"}
-        places |= {"BASE": self.folder / "base", "SOUND": self.run}
-        words = [re.sub(r"^(RUN|NEW|FULL|TEXT|BASE|SOUND)\b", lambda m: str(places[m[0]]), str(word)) for word in words]
+        places |= {"BASE": self.folder / "base", "SOUND": self.run, "CHATS": self.folder / "chats.jsonl"}
+        places["TEMPLATE"] = self.folder / "chat.jinja"
+        words = [
+            re.sub(r"^(RUN|NEW|FULL|TEXT|BASE|SOUND|CHATS|TEMPLATE)\b", lambda m: str(places[m[0]]), str(word))
+            for word in words
+        ]
         code, out, err = self.fz(*words)
         assert may_fail or code == 0, (words, err)
         return code, out, err
@@ -178,6 +195,11 @@ class Runs:
     def may_differ(self, name, command):
         """Whether a file is a record whose numbers a command shows."""
         return (command == "report" and name in RECORDS) or (command in ("replay", "bisect") and name in RECORDS)
+
+
+def turn(role, content):
+    """A message of a conversation."""
+    return {"role": role, "content": content}
 
 
 def role_of(name):
