@@ -1,5 +1,5 @@
 """`python -m fzero` is `fzero`."""
 
-from fzero.cli.main import main
+from fzero.cli.start import start
 
-main()
+start()

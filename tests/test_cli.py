@@ -203,6 +203,28 @@ def test_a_signal_ends_a_run_after_its_step(fz, number, expected):
     assert checkpoint.steps(Path("run/checkpoints")) == [step]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_of_an_import_ends_the_command_after_it(number, monkeypatch):
+    """A module that swallows the exception of a handler, as PyTorch does around numpy, would stay half made."""
+    kill = f"    os.kill(os.getpid(), {int(number)})\n    whole = sum(range(1000))\n"
+    body = f"try:\n{kill}except BaseException:\n    pass\n"
+    Path("half_made.py").write_text(f"import os\n{body}")
+    monkeypatch.syspath_prepend(os.getcwd())
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        signals.interrupt_after_imports()
+        with pytest.raises((signals.Stopped, KeyboardInterrupt)), signals.raise_on_sigterm():
+            import half_made
+
+            assert half_made.whole == 499500
+            time.sleep(5)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.modules.pop("half_made", None)
+    assert not issubclass(signals.Stopped, Exception)  # `except Exception` is for failures
+
+
 def test_the_second_interrupt_is_at_once():
     with signals.stop_signals() as received, pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)

@@ -46,6 +46,17 @@ OTHER_TREES = {  # names and shapes of other libraries -> whether they decay
     "positional_embedding": ((16, 8), False),
     "blocks/attn/in_proj": ((2, 8, 8), True),
     "blocks/gate": ((2, 8), False),  # stacked: a vector of each of two layers
+    # a list of layers, each with leaves of its own; a number below `blocks` is of an nn.Sequential if a weight follows
+    **dict.fromkeys(
+        ("blocks/0/w", "blocks/11/mlp/w_in", "blocks_enc/2/attn/q/weight", "blocks/0/kernel"), ((4, 8), True)
+    ),
+    **dict.fromkeys(("blocks/0/embedding", "blocks/3/conv/w"), ((4, 8), True)),
+    **dict.fromkeys(
+        ("blocks/0/norm/weight", "blocks/0/ln_1/scale", "blocks/0/bias", "blocks/0/weight", "blocks/1/0/weight"),
+        ((3, 8), False),
+    ),
+    **dict.fromkeys(("blocks/0/b", "blocks/0/mlp/b_in", "blocks/2/gate", "blocks/0/norm"), ((8,), False)),
+    **dict.fromkeys(("blocks/2/weight", "blocks/1/mlp/w_in"), ((2, 4, 8), True)),
     "expose/compose": ((4, 4), True),
     "scaled/w": ((4, 4), True),
     "0": ((4, 4), True),

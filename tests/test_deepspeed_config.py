@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 
@@ -560,3 +561,33 @@ def test_a_published_config_trains_by_command(name, fz, tmp_path):
     rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses and all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_schedule_without_an_optimizer_is_that_of_every_leaf(fz, tmp_path):
+    """As there, where each group of parameters has the scheduler's rate; muon has two."""
+    warm = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-4, "warmup_num_steps": 10}}
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4, "cycle_momentum": False}}
+    for source in ({"scheduler": warm}, {"scheduler": cycle}):
+        muon = fzero.config_from_deepspeed(source, {"preset": "mlp-tiny"}).optim
+        assert (muon.name, muon.lr, muon.lr_rest) == ("muon", 1e-4, 1e-4)
+        adamw = fzero.config_from_deepspeed(source, {"preset": "mlp-tiny", "optim": {"name": "adamw"}}).optim
+        assert (adamw.lr, adamw.lr_rest) == (1e-4, 0.0)
+        for own in ({"lr": 0.5}, {"lr_rest": 0.25}):
+            found = fzero.config_from_deepspeed(source, {"preset": "mlp-tiny", "optim": own}).optim
+            assert (found.lr, found.lr_rest) == (own.get("lr", 1e-4), own.get("lr_rest", 3e-3))
+    (tmp_path / "ds.json").write_text(json.dumps({"scheduler": warm}))
+    code, out, err = fz("config", "--deepspeed", tmp_path / "ds.json", "--model", "mlp-tiny")
+    assert code == 0 and re.search(r"^lr_rest = 0.0001\b", out, re.M), err
+    code, out, err = fz(
+        "config", "--deepspeed", tmp_path / "ds.json", "--model", "mlp-tiny", "--set", "optim.name=lion"
+    )
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    "key", ["loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"]
+)
+def test_a_wrong_loss_scale_is_named_by_its_key(key):
+    for value in (-200, 1e5) if key == "initial_scale_power" else (-1,):
+        with pytest.raises(ValueError, match=rf"fp16: {key} is {value}.*initial_scale_power.*hysteresis"):
+            fzero.config_from_deepspeed({"fp16": {"enabled": True, key: value}}, {"preset": "mlp-tiny"})

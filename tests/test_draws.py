@@ -485,3 +485,23 @@ def test_a_model_of_ones_own_may_not_write(write):
         ValueError, match=r"test_draws\.py:\d+ .* writes? in(to the block's argument .*)? in place|in place"
     ):
         steps_of(BASE._replace(block=block))
+
+
+def test_what_has_no_setup_context_is_one_line_that_says_what_to_do():
+    """A Function of torch.distributions, or of a user, under torch.func."""
+    params, mesh, tx = {"w": torch.ones(4)}, fzero.one_process(), fzero.optim.sgd(0.1)
+    plan = fzero.zero_plan(0, params, mesh)
+
+    def loss(params, batch):
+        drawn = torch.distributions.Dirichlet(params["w"] + 1).rsample()
+        return (drawn * batch["x"]).sum(), torch.tensor(4.0)
+
+    with pytest.raises(ValueError, match=r"torch.autograd.Function without setup_context.*by the batch.*Dirichlet"):
+        fzero.make_train_step(loss, tx, plan)(fzero.init_state(params, tx, plan, seed=0), {"x": torch.ones(4)})
+
+
+def test_a_step_without_the_disk_of_its_plan_is_refused_when_it_is_made():
+    params = {"w": torch.ones(4)}
+    plan = fzero.zero_plan(0, params, fzero.one_process(), policy=fzero.bf16(), offload="opt=nvme")
+    with pytest.raises(ValueError, match=r"^the plan puts a part of the state on a disk; give nvme="):
+        fzero.make_train_step(lambda params, batch: (params["w"].sum(), torch.tensor(1.0)), fzero.optim.sgd(0.1), plan)

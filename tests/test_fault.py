@@ -219,11 +219,15 @@ def test_auto_resume_starts_goes_on_and_ends(fz, folder):
 
 
 DISAGREEING = {
-    "a flag": (["--lr", "0.5"], "optim.lr is 0.5 here and 0.02 in whole"),
+    "a flag": (["--batch", "16"], "train.batch is 16 here and 8 in whole"),
+    "the optimizer": (["--set", "optim.name=sgd"], "optim.name is sgd here and muon in whole"),
+    "the length": (["--seq-len", "8"], "data.seq_len is 8 here and "),
+    "the seed": (["--seed", 5], "seed is 5 here and "),
     "a setting": (["--set", "model.n_layers=3"], "model.n_layers is 3 here and 2 in whole"),
     "the preset": (["--model", "gpt2-tiny"], "preset is gpt2-tiny here and llama-tiny in whole"),
     "the corpus": (["--data", "other.txt"], "/other.txt here and "),
-    "the steps": (["--steps", 13], "train.steps is 13 here and 12 in whole"),
+    "a number of a complete run": (["--lr", "0.5"], "whole: is complete: it has made its 12 steps; --steps N"),
+    "a wrong number": (["--lr", "-1"], "lr is -1"),
     "the family": (["--set", "model.family=gpt2"], "model.family is gpt2 here and llama in whole"),
     "weights": (["--init", "whole"], "--init is whole here and no other run in whole"),
     "no such key": (["--set", "train.stepps=3"], "unknown key 'train.stepps' (did you mean steps?)"),

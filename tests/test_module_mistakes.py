@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_modules import points_of, square_loss
 from torch import nn
+from torch.nn.utils import spectral_norm, weight_norm
 
 import fzero
 from fzero import models, optim
@@ -131,6 +132,18 @@ def clamps_a_weight(self, x):
 
 
 REFUSED = {
+    "batch statistics": (
+        lambda: net(lambda i: nn.BatchNorm1d(4, track_running_stats=False)).eval(),
+        r"1 \(BatchNorm1d\) keeps no running statistics, so that it always .*; use LayerNorm or GroupNorm$",
+    ),
+    "weight norm by a hook": (
+        lambda: net(lambda i: weight_norm(nn.Linear(4, 4))),
+        r"1 \(Linear\): torch.nn.utils.weight_norm makes .* remove_weight_norm\(module\) and use .*parametrizations",
+    ),
+    "spectral norm by a hook": (
+        lambda: net(lambda i: spectral_norm(nn.Linear(4, 4))),
+        r"1 \(Linear\): torch.nn.utils.spectral_norm makes .* remove_spectral_norm\(module\) and .* in \.eval\(\)$",
+    ),
     "batch normalisation": (lambda: net(lambda i: nn.BatchNorm1d(4)), r"1 \(BatchNorm1d\) keeps running statistics"),
     "a tensor that is no buffer": (
         lambda: net(layer_of(lambda self, x: self.linear(x) * self.mask, mask=torch.ones(4))),

@@ -24,7 +24,7 @@ from remedies import tried
 import fzero
 from fzero import models, optim
 from fzero.core import precision, pytree
-from fzero.core.storage import PAGE
+from fzero.core.storage import PAGE, Damaged
 from fzero.offload import (
     BufferPool,
     DiskIO,
@@ -42,7 +42,14 @@ from fzero.offload.buffer_pool import HUGE
 from fzero.offload.disk_config import save_settings
 from fzero.offload.disk_io import mount_point, serves_direct
 from fzero.offload.store_folder import StoreRanks, release_store
-from fzero.offload.store_manifest import STEP, STORE, read_step_manifest, read_store, step_manifest_text
+from fzero.offload.store_manifest import (
+    STEP,
+    STORE,
+    read_description,
+    read_step_manifest,
+    read_store,
+    step_manifest_text,
+)
 from fzero.offload.update_units import RowBlock, begin_ahead, cut_units
 from fzero.sharding.slices import MOST_ELEMENTS, row_blocks
 from fzero.train.batch import local_batch
@@ -1124,3 +1131,16 @@ def test_another_process_is_refused_while_the_owner_lives(tmp_path):
     state_on(folder, resume=True)[0].close()
     process.kill()
     process.join()
+
+
+@pytest.mark.parametrize("name, read", [(STEP, read_step_manifest), (STORE, read_description)])
+def test_a_small_file_of_a_store_that_was_changed_is_damaged(name, read, tmp_path):
+    nvme, *_ = state_on(tmp_path)
+    nvme.close()
+    text = (tmp_path / name).read_text()
+    assert read(tmp_path) is not None
+    for old, new in (('"sum"', '"sun"'), ("true", "false"), ("blocks", "blocus"), (": 0", ": 1"), (": []", ": [0]")):
+        if old in text:
+            (tmp_path / name).write_text(text.replace(old, new, 1))
+            with pytest.raises(Damaged, match=name):
+                read(tmp_path)

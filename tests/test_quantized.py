@@ -186,3 +186,13 @@ def test_bad_arguments_are_refused_by_name(arguments, message):
         models.quantized(models.lora(models.build(config_of("llama")), 2))
     with pytest.raises(ValueError, match="the model has no weights in codes"):
         models.quantize_weights(models.build(config_of("llama")), {})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weights_that_are_no_numbers_have_no_codes(kind, value):
+    plain = models.build(models.MLPConfig())
+    params = models.init_params(plain, prng.key(0))
+    params["blocks"]["w_in"][1, 2, 3] = value
+    with pytest.raises(ValueError, match=r"^quantize_weights: blocks/w_in has 1 elements that are NaN or infinite"):
+        models.quantize_weights(models.quantized(plain, kind, 16, targets="/w_"), params)

@@ -3,12 +3,14 @@ test_checkpoint_ranks.py."""
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from close import assert_same
-from launched import TINY, write_text
+from launched import TINY, torchrun, write_text
+from launched import rows as launched_rows
 
 import fzero
 from fzero import checkpoint, optim
@@ -22,6 +24,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, from_table, to_table
 from fzero.run.resume import changed_run
 from fzero.run.resume.auto_resume import allowed_changes
+from fzero.run.resume.newest_state import to_memory
 from fzero.run.run_folder import create_run
 from fzero.train.state import meta_state
 
@@ -193,6 +196,39 @@ def test_a_command_that_resumes_by_itself_may_name_the_placement(tmp_path):
     assert allowed_changes({"zero": 3, "prefetch": 2}, tmp_path / "run", None) == {"zero": 3, "prefetch": 2}
 
 
+def test_a_command_that_resumes_by_itself_may_name_other_numbers(tmp_path):
+    """Those that `--resume` may change, as far as they differ; nothing else."""
+    create_run(tmp_path / "run", placed(), None, corpus="data")
+    same = to_table(placed())["optim"]["beta2"]
+    given = {"optim": {"lr": 0.5, "beta2": same, "schedule": {"name": "linear"}}, "train": {"steps": 900}}
+    wanted = {"optim": {"lr": 0.5, "schedule": {"name": "linear"}}, "train": {"steps": 900}}
+    assert allowed_changes(given, tmp_path / "run", None) == wanted
+    for key, value in (("train.batch", 128), ("data.seq_len", 8), ("model.n_layers", 7), ("train.seed", 5)):
+        table = {}
+        put(table, key, value)
+        with pytest.raises(ValueError, match=rf"^{key} is {value} here and .*, which is to be resumed"):
+            allowed_changes(table, tmp_path / "run", None)
+
+
+@pytest.mark.slow
+def test_a_job_whose_numbers_change_goes_on_with_them_on_one_process_and_on_two(tmp_path, monkeypatch, fz):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    command = [*TINY, "--reduce", "canonical", "--prompt", ""]
+    code, _, err = fz("pretrain", *command, "--steps", 3, "--out", "one")
+    assert code == 0, err
+    shutil.copytree("one", "two")
+    changed = [*command, "--steps", 5, "--lr", 1e-3, "--set", "optim.clip=0", "--auto-resume"]
+    code, out, err = fz("pretrain", *changed, "--out", "one")
+    lines = ("optim.lr = 0.001", "optim.clip = 0.0", "train.steps = 5, not 3")
+    assert code == 0 and all(f"from step 3 on: {line}" in out for line in lines), err
+    code, out, err = fz("pretrain", *changed, "--out", "one")  # as a scheduler that starts it again
+    assert code == 0 and "one: is complete: it has made its 5 steps" in out and "from step" not in out, err
+    out = torchrun(tmp_path, 2, *changed, "--out", "two")
+    assert all(f"from step 3 on: {line}" in out for line in lines)
+    assert launched_rows(tmp_path / "two") == launched_rows(tmp_path / "one")
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_where_its_last_attempt_was(tmp_path, fz, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -274,6 +310,46 @@ def test_an_optimizer_around_another_goes_on_with_its_state(name):
             fzero.with_optimizer(new, plain, plan)
     back, _ = train(fzero.make_train_step(MODEL, plain, plan), fzero.with_optimizer(new, plain, plan, **lost), 1)
     assert int(back.opt_state.count) == 7
+
+
+@pytest.mark.parametrize(
+    "name, offload, policy",
+    [
+        ("an average of a chain", "params=nvme,opt=nvme", "bf16"),
+        pytest.param("clipping", "params=nvme,opt=nvme", "fp32", marks=pytest.mark.slow),
+        pytest.param("an average", "opt=nvme", "bf16", marks=pytest.mark.slow),
+        pytest.param("a scale of the rate", "opt=nvme,params=host", "fp16", marks=pytest.mark.slow),
+        pytest.param("accumulation", "params=nvme,opt=nvme", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_an_optimizer_around_another_goes_on_with_a_state_on_a_disk(name, offload, policy, tmp_path):
+    """In another folder, with the bits of a state in memory, and the old store as it was."""
+    plain, (tx, _) = optim.adamw(1e-2), AROUND[name]
+    found = []
+    for where in ("", offload):
+        old, new = (fzero.Nvme(tmp_path / part, buffer_bytes=1 << 20) if where else None for part in ("a", "b"))
+        plan = fzero.zero_plan(0, MODEL, MESH, policy=POLICIES[policy], offload=where)
+        state = fzero.init_state(MODEL, plain, plan, seed=0, nvme=old)
+        state, _ = train(fzero.make_train_step(MODEL, plain, plan, nvme=old), state, 2)
+        if where:
+            with pytest.raises(ValueError, match=r"rests on a disk, in .*a; give with_optimizer a folder for the new"):
+                fzero.with_optimizer(state, tx, plan)
+        changed = fzero.with_optimizer(state, tx, plan, nvme=new)
+        if old is not None:
+            old.close()
+            again = fzero.reopen_state(plain, plan, old)
+            assert int(again.step) == 2
+            old.close()
+        begun = pytree.map(torch.clone, to_memory(changed))
+        changed, losses = train(fzero.make_train_step(MODEL, tx, plan, nvme=new), changed, 2)
+        found.append((pytree.named_leaves(begun), pytree.named_leaves(to_memory(changed)), losses))
+        if new is not None:
+            new.close()
+    for a, b in zip(found[0][:2], found[1][:2]):
+        assert a.keys() == b.keys()
+        for leaf in a:
+            assert_same(b[leaf], a[leaf])
+    assert found[0][2] == found[1][2]
 
 
 def test_what_a_resumed_run_may_change():

@@ -77,7 +77,7 @@ def finetune(
     own = {"objective": objective, "lora": lora, "quantize": quantize}
     own |= {"chat-template": chat_template, "too-long": too_long, "add-tokens": add_tokens}
     refuse_flags(begin, {**flags, "config": config_file, "init": begin.init, **own}, settings)
-    table = table_of(config_file, settings, mesh, flags)
+    table = table_of(config_file, settings, mesh, {**flags, "init": begin.init})
     if objective is not None:
         table["objective"] = objective
     if chat_template is not None:

@@ -241,6 +241,10 @@ def table_of(
     if str(table.get("preset", "")).endswith("config.json"):
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
     names.check_names(table)
+    if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
+        from fzero.run.deepspeed import read_deepspeed, with_one_rate
+
+        table = with_one_rate(table, read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table)
     return table
 
 
@@ -260,13 +264,19 @@ def beside_deepspeed(
     from fzero.core.foreign import environment_number
     from fzero.run.deepspeed import ignored_line, merged, read_deepspeed
 
-    ranks = mesh.get("dp", 1) * mesh.get("rp", 1) if mesh else environment_number("WORLD_SIZE", 1, 1)
-    found = read_deepspeed(path, ranks)
+    found = read_deepspeed(path, ranks_of(mesh))
     for key in sorted(dict(tables.flat(table)).keys() & dict(tables.flat(found.table)).keys()):
         raise ValueError(f"--config {config_file} and --deepspeed {path} both set {key}; leave one of them out")
     if (line := ignored_line(path, found)) and environment_number("RANK", 0) == 0:
         click.echo(line, err=True)
     return merged(found.table, table)
+
+
+def ranks_of(mesh: dict[str, int]) -> int:
+    """The data-parallel ranks of a mesh; without one, all processes."""
+    from fzero.core.foreign import environment_number
+
+    return mesh.get("dp", 1) * mesh.get("rp", 1) if mesh else environment_number("WORLD_SIZE", 1, 1)
 
 
 def is_written(config_file: Path | None) -> bool:

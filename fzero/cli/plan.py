@@ -221,12 +221,15 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
         raise ValueError(f"--lora-rank is for one plan; leave out {many}")
 
 
+MOST_CLASSES = 1 << 20
+
+
 def with_classes(config: Any, classes: int) -> Any:
     """The config whose model has a head of so many classes, or of a reward, with its objective."""
     from fzero import models
 
-    if classes < 1:
-        raise ValueError(f"--classes is {classes}; it must be at least 2, or 1 for a reward")
+    if not 1 <= classes <= MOST_CLASSES:
+        raise ValueError(f"--classes is {classes}; it must be from 2 to {MOST_CLASSES:,}, or 1 for a reward")
     model = models.build(config.model)
     found = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
     objective = "reward" if classes == 1 else "classify"

@@ -103,7 +103,7 @@ def pretrain(config_file: Path | None, settings: tuple[str, ...], mesh: str | No
     """Train a model; the run folder holds its config, metrics, checkpoints and pictures."""
     begin, flags = Begin(**{name: given.pop(name) for name in Begin._fields}), given
     refuse_flags(begin, {**flags, "config": config_file, "init": begin.init}, settings)
-    table = table_of(config_file, settings, mesh, flags)
+    table = table_of(config_file, settings, mesh, {**flags, "init": begin.init})
     warm_up.begin()
 
     with coordinated(hang_s_of(table, begin.out)) as coordinator, bar_or_lines() as (bar, line):

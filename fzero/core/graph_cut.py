@@ -94,6 +94,15 @@ class Watch(TorchDispatchMode):
             )
         return func(*args, **kwargs)
 
+    def __exit__(self, kind: Any, error: Any, where: Any) -> Any:
+        super().__exit__(kind, error, where)
+        if kind is RuntimeError and "setup_context staticmethod" in str(error):
+            raise Impure(
+                "the loss calls a torch.autograd.Function without setup_context, and torch.func cannot go through it; "
+                "give your own one setup_context (docs.pytorch.org, extending.func), and hand in by the batch what one "
+                "of PyTorch draws, such as torch.distributions.Dirichlet"
+            ) from None
+
     def expect_own(self, leaf: Any, func: Any) -> None:
         """Raise Impure if an operator writes into a kept tensor."""
         name = self.kept.get(storage_of(leaf) or 0) if isinstance(leaf, Tensor) else None

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fzero.core.arguments import checked, expect_kind
 from fzero.models.base import Model
@@ -121,16 +123,32 @@ def warn_of(module: nn.Module, what: str, reason: str) -> None:
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+OLD_NORMS = {
+    WeightNorm: ("weight_norm", "use torch.nn.utils.parametrizations.weight_norm"),
+    SpectralNorm: ("spectral_norm", "use torch.nn.utils.parametrizations.spectral_norm, in .eval()"),
+}
+
 
 def expect_trainable(module: nn.Module) -> None:
     """Raise ValueError, naming the first module or tensor, for what cannot be trained as a pure function."""
     for name, one in module.named_modules():
         at = f"{name or 'the module'} ({type(one).__name__})"
+        if isinstance(one, NORMS) and one.running_mean is None:
+            raise ValueError(
+                f"{at} keeps no running statistics, so that it always uses those of a batch, which depend on how that "
+                "is cut over ranks; use LayerNorm or GroupNorm"
+            )
         if isinstance(one, NORMS) and one.training:
             raise ValueError(
                 f"{at} keeps running statistics, which depend on how a batch is cut over ranks; use LayerNorm or "
                 f"GroupNorm, or call .eval() on it to train with the statistics it has"
             )
+        for hook in one._forward_pre_hooks.values():
+            if fix := OLD_NORMS.get(type(hook)):
+                raise ValueError(
+                    f"{at}: torch.nn.utils.{fix[0]} makes its weight anew before each call; undo it by "
+                    f"torch.nn.utils.remove_{fix[0]}(module) and {fix[1]}"
+                )
         for key, value in vars(one).items():
             if isinstance(value, Tensor):
                 raise ValueError(

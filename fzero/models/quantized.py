@@ -121,7 +121,8 @@ def quantize_weights(model: Model, params: Tree) -> Tree:
     """Return `params` of the model without codes as parameters of `model`, which `quantized` returned.
 
     params: whole (not sharded) leaves; the weights to be quantised are rounded to the nearest code, the others are
-    returned as they are. Raises ValueError if `model` has no weights in codes, or a weight is missing.
+    returned as they are. Raises ValueError if `model` has no weights in codes, or a weight is missing
+    or not finite.
 
     >>> from fzero import models, random
     >>> base = models.build(models.MLPConfig())
@@ -143,6 +144,11 @@ def quantize_weights(model: Model, params: Tree) -> Tree:
     def codes_of(name: str, leaf: Tensor) -> Any:
         if name not in names:
             return leaf
+        if leaf.device.type != "meta" and not bool(leaf.isfinite().all()):
+            raise ValueError(
+                f"quantize_weights: {name} has {int((~leaf.isfinite()).sum())} elements that are NaN or infinite, for "
+                "which there is no code; take weights of an earlier step"
+            )
         found = quantize(leaf, config.kind, config.block)
         return {CODES: found.data, SCALES: reinterpret(found.scale, torch.int32)}
 

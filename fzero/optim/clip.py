@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,7 @@ def clip_by_global_norm(max_norm: float | Tensor) -> GradientTransformation:
     return on(WHOLE)
 
 
-def check_bound(owner: str, **bounds: float | Tensor) -> None:
+def check_bound(owner: str, **bounds: Any) -> None:
     """Raise ValueError for a bound that is no number above 0; the value of a tensor may not be known yet."""
     check_number(owner, **bounds)
     for name, value in bounds.items():

@@ -26,6 +26,9 @@ HOW = re.compile(
     r"\d+|[a-z]|emb(s|ed|eds|edding|eddings)?|enc|encodings?|tables?|tokens?|weights?|kernels?|params?|vectors?|values?"
     r"|ih|hh|hr|reverse"
 )
+# A layer of a list `blocks`, of which each has leaves of its own. `blocks/0/weight` is a stack: of `from_module`, whose
+# layers are nn.Sequential, the number that of a module in them.
+NUMBERED = re.compile(r"blocks(_\w+)?/\d+/(?!(\d+/)*(weight|bias)$)")
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 Mask = str | Callable[[str, Tensor], bool] | None  # regex found in the name; predicate(name, leaf); None: every leaf
 
@@ -34,20 +37,25 @@ def decay_matrices(name: str, leaf: Tensor) -> bool:
     """Return whether a leaf is a weight matrix or an embedding of tokens; give it as `mask` to decay only those.
 
     It is one if it has two dims or more, in any tree. The layers that a leaf under `blocks/` is stacked of are no dim:
-    a bias [L, D] there has one. By their names norms, biases, scales and positions are none, whatever their dims: those
-    of whose last step (or the one above `weight`, `w`, `kernel`, `0`, ...) norm, ln, bias, scale, gain, gamma, beta,
-    pos, position, wpe or cls is the last whole word, but for such as embedding, token and table: `attn_norm`,
-    `position_embeddings` and `LayerNorm_0`, but not `normalizer`, `bias_net` and `norm/linear`. So is a last step b or
-    b_*.
+    a bias [L, D] there has one. With a number below it, as in `blocks/0/mlp/w`, the leaf is of one layer and all dims
+    count, but for `blocks/0/weight`, which `from_module` stacks of layers that are nn.Sequential.
+
+    By their names norms, biases, scales and positions are none, whatever their dims: those of whose last step (or the
+    one above `weight`, `w`, `kernel`, `0`, ...) norm, ln, bias, scale, gain, gamma, beta, pos, position, wpe or cls is
+    the last whole word, but for such as embedding, token and table: `attn_norm`, `position_embeddings` and
+    `LayerNorm_0`, but not `normalizer`, `bias_net` and `norm/linear`. So is a last step b or b_*.
 
     >>> decay_matrices("encoder/dense/kernel", torch.zeros(4, 8)), decay_matrices("encoder/dense/bias", torch.zeros(8))
     (True, False)
     >>> decay_matrices("blocks/attn/w_q", torch.zeros(2, 4, 4)), decay_matrices("blocks/norm", torch.zeros(2, 4))
     (True, False)
+    >>> decay_matrices("blocks/0/w_q", torch.zeros(4, 4)), decay_matrices("blocks/0/norm", torch.zeros(4))
+    (True, False)
     >>> decay_matrices("wpe.weight", torch.zeros(16, 4)), decay_matrices("position_mlp/w", torch.zeros(16, 4))
     (False, True)
     """
-    return leaf.dim() - shard_dim(name) >= 2 and not _is_no_matrix(name)
+    layers = 0 if NUMBERED.match(name) else shard_dim(name)
+    return leaf.dim() - layers >= 2 and not _is_no_matrix(name)
 
 
 def _is_no_matrix(name: str) -> bool:

@@ -53,7 +53,9 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
             f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a "
             f"{run_folder.CONFIG}"
         )
-    config = current_keys(read_json(folder / run_folder.CONFIG))
+    written = read_json(folder / run_folder.CONFIG)
+    run_folder.expect_seal(written, folder / run_folder.CONFIG)
+    config = current_keys(written)
     environment = run_folder.read_environment(folder)
     if not environment.get("corpus") and not (folder / run_folder.METRICS).is_file():
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is nothing to report")

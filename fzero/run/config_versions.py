@@ -16,6 +16,7 @@ def current_keys(table: Table) -> Table:
     if not isinstance(table, dict):
         return table  # whoever reads it says what is wrong
     table = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    table.pop("sha256", None)  # of config.json: of its content, see run_folder.py
     # `accumulate` was shards or full; full went with no other `reduce` than fast.
     if table.get("accumulate") in ("shards", "full") and table.pop("accumulate") == "full":
         table["reduce"] = "once"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fzero.core.arguments import checked
 from fzero.core.foreign import nearest, parse_json, read_text_file, short
+from fzero.core.precision import LossScale
 from fzero.core.tables import Table, flat, put
 from fzero.run import deepspeed_keys as keys
 from fzero.run.deepspeed_optim import put_optimizer, put_scheduler
@@ -57,7 +58,24 @@ def config_from_deepspeed(
     found = read_deepspeed(source, ranks)
     if line := ignored_line(source, found):
         warnings.warn(line, UserWarning, stacklevel=2)
-    return from_table(merged(found.table, table or {}))
+    return from_table(with_one_rate(merged(found.table, table or {}), found.table))
+
+
+def with_one_rate(table: Table, found: Table) -> Table:
+    """The table of a run, where its optimizer has a second rate (muon's, of leaves other than matrices) with that of
+    the config's schedule, which DeepSpeed gives to every leaf. found: the table of the DeepSpeed config.
+
+    >>> with_one_rate({"preset": "mlp-tiny", "optim": {"lr": 0.5}}, {"optim": {"lr": 0.5}})["optim"]
+    {'lr': 0.5, 'lr_rest': 0.5}
+    """
+    from fzero.run.config_table import from_table
+
+    optim, peak = table.get("optim", {}), found.get("optim", {}).get("lr")
+    if peak is None or "name" in found["optim"] or optim.get("lr") != peak or "lr_rest" in optim:
+        return table
+    named = {"optim": {"name": optim["name"]}} if "name" in optim else {}
+    kind = from_table({key: table[key] for key in ("preset", "model") if key in table} | named).optim.name
+    return merged(table, {"optim": {"lr_rest": peak}}) if kind == "muon" else table
 
 
 def ignored_line(source: str | Path | Mapping[str, Any], found: FromDeepSpeed) -> str:
@@ -239,6 +257,8 @@ def _put_codec(out: Table, said: Values) -> None:
 
 HALVES = {"bf16": ("bfloat16", "bf16", "torch.bfloat16"), "fp16": ("float16", "fp16", "half", "torch.float16")}
 
+SCALE = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+
 
 def _put_precision(out: Table, said: Values, left: Sequence[str]) -> None:
     half = said.flag("fp16.enabled")
@@ -258,11 +278,20 @@ def _put_precision(out: Table, said: Values, left: Sequence[str]) -> None:
         found = {"init": float(scale), "floor": float(scale), "window": 2**62, "at_floor": "hold"}
     else:
         found = {
-            "init": 2.0 ** said.number("fp16.initial_scale_power", 16),
+            "init": 2.0**power if (power := said.number("fp16.initial_scale_power", 16)) < 128 else math.inf,
             "window": said.whole("fp16.loss_scale_window", 1000),
             "hysteresis": said.whole("fp16.hysteresis", 2),
             "floor": float(said.number("fp16.min_loss_scale", 1)),
         }
+    try:
+        LossScale(**found)
+    except ValueError:
+        given = ", ".join(f"{name} is {short(value)}" for name, value in said.below("fp16").of.items() if name in SCALE)
+        raise ValueError(
+            f"fp16: {given}; a dynamic scale needs an initial_scale_power below 128, 2 to it at least at "
+            "min_loss_scale, which is above 0, and loss_scale_window and hysteresis of at least 1; a fixed loss_scale "
+            "is a finite number above 0"
+        ) from None
     put(out, "precision.loss_scale", found)
 
 

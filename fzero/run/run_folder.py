@@ -1,7 +1,7 @@
 """A run folder: written by `fzero pretrain`, read for sampling, exporting and resuming.
 
 config.json       the resolved config: every value, read back equal
-environment.json  versions, machine, command, corpus and tokenizer
+environment.json  versions, machine, command, corpus and tokenizer; both end with a checksum of their content
 metrics.jsonl     one JSON object per line and step
 attempts.jsonl    a line for each start: see fzero/run/measure/attempts.py
 samples.jsonl     the text generated at the end: {"step", "prompt", "text"}
@@ -19,6 +19,7 @@ loss.png  throughput.png  tensorboard/
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -61,9 +62,12 @@ CONFIG, ENVIRONMENT, METRICS, ATTEMPTS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, N
     "data",
     "nvme",
 )
+SEAL = "sha256"
+TEXTS = (TOKENIZER, "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 # What later commands take from environment.json: of every run, and of one that trains on a corpus.
 TRAINED = {"corpus": str, "corpus_sha256": str, "init": str, "num_params": int}
 ENTRIES = {"tokenizer": str, "eos": int | None, "threads?": int, "processes?": int, "token_ids?": dict}
+ENTRIES["files?"] = dict
 ENTRIES |= {f"{name}?": kind for name, kind in TRAINED.items()}
 
 
@@ -126,8 +130,36 @@ def create_run(
         "eos": tokenizer.eos if tokenizer else -1,
         **environment,
     }
-    write_text(folder, ENVIRONMENT, json_text(here, str(folder / ENVIRONMENT), 2) + "\n")
-    write_text(folder, CONFIG, config_table.to_json(value))
+    here["files"] = {name: _digest_of(folder / name) for name in TEXTS if (folder / name).is_file()}
+    _write_sealed(folder / ENVIRONMENT, here)
+    replace_config(folder, value)
+
+
+def _write_sealed(path: Path, table: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum of its content as its last entry."""
+    whole = {**table, SEAL: _digest(table)}
+    write_text(path.parent, path.name, json_text(whole, str(path), 2) + "\n")
+
+
+def expect_seal(table: dict[str, Any], path: Path) -> None:
+    """Raise ValueError if the content of a file has changed since fzero wrote it; one without a checksum is a user's or
+    an earlier version's."""
+    if isinstance(table, dict) and SEAL in table:
+        content = {name: value for name, value in table.items() if name != SEAL}
+        if table[SEAL] != _digest(content):
+            raise ValueError(
+                f"{path}: has changed since fzero wrote it, or is damaged: its checksum does not agree; put the old "
+                f"file back, or remove its entry {SEAL} if the values are to be these"
+            )
+
+
+def _digest(table: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    expect_regular(path)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def pretrain_command(processes: int) -> str:
@@ -158,7 +190,9 @@ def read_config(folder: Path) -> RunConfig:
         raise ValueError(
             f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}"
         )
-    return config_table.from_json(read_text_file(path), str(path))
+    text = read_text_file(path)
+    expect_seal(parse_json(text, str(path)), path)
+    return config_table.from_json(text, str(path))
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -167,6 +201,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
     found = read_json(path)
+    expect_seal(found, path)
     expect_entries(found, ENTRIES, str(path))
     return found
 
@@ -179,6 +214,12 @@ def expect_trained(environment: dict[str, Any], folder: Path) -> None:
 def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of the run; raises ValueError if it has none (an import without tokenizer.json)."""
     recorded = read_environment(folder)
+    for name, digest in recorded.get("files", {}).items():
+        if not (folder / name).is_file() or _digest_of(folder / name) != digest:
+            raise ValueError(
+                f"{folder / name}: is missing, has changed since the run began, or is damaged, by its checksum in "
+                f"{ENVIRONMENT}; put the old file back, or remove the entries files and {SEAL} of {ENVIRONMENT}"
+            )
     if recorded["tokenizer"] == "bytes":
         return byte_tokenizer()
     path = folder / TOKENIZER
@@ -239,4 +280,4 @@ def checkpoints_of(folder: Path, value: RunConfig) -> checkpoint.Folder:
 
 def replace_config(folder: Path, value: RunConfig) -> None:
     """Atomically replace the config of the run in `folder`."""
-    write_text(folder, CONFIG, config_table.to_json(value))
+    _write_sealed(folder / CONFIG, config_table.to_table(value))

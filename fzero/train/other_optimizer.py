@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.arguments import checked, expect_kind, expect_regex
-from fzero.offload import DiskTensor
+from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.renamed import same_leaves
 from fzero.optim.sharded_leaves import bind, shards_of
 from fzero.sharding import Plan
+from fzero.sharding.slices import row_blocks, shard_dim
+from fzero.train.masters import narrowing
 from fzero.train.moved import updated
-from fzero.train.state import TrainState, expect_alive, put_in_memory, state_specs
+from fzero.train.state import TrainState, expect_alive, meta_state, put_in_memory, state_specs
+from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in
+from fzero.train.to_module import read
+
+PART = "opt_state/"
 
 
 @torch.no_grad()
 @checked("state tx plan")
-def with_optimizer(state: TrainState, tx: GradientTransformation, plan: Plan, *, drop: str = "") -> TrainState:
+def with_optimizer(
+    state: TrainState, tx: GradientTransformation, plan: Plan, *, drop: str = "", nvme: Nvme | None = None
+) -> TrainState:
     """Return the state for another optimizer `tx`: with clipping, rules or an average around the one before, without
     them, or with other numbers.
 
     Leaves of the optimizer's state that both have keep their values, whatever is around them now; new ones begin as
     `tx.init` makes them of the present weights (an average at those, moments at zero). plan: of the state. drop: a
-    regular expression; leaves of the old state whose whole name matches may be lost.
-    Raises ValueError naming a leaf that would be lost, or has another shape or dtype, and for a state on a disk.
+    regular expression; leaves of the old state whose whole name matches may be lost. nvme: if a part of the state rests
+    on a disk, a folder for the new one, which is copied there a layer at a time; the old one stays as it is.
+    Raises ValueError naming a leaf that would be lost, or has another shape or dtype, and for a state on a disk without
+    a folder of another store.
 
     >>> params, adam = {"w": torch.ones(2)}, fzero.optim.adam(0.1)
     >>> plan = fzero.zero_plan(0, params, fzero.one_process())
@@ -40,31 +50,76 @@ def with_optimizer(state: TrainState, tx: GradientTransformation, plan: Plan, *,
     expect_kind("plan", plan, Plan, "write with_optimizer(state, tx, plan)")
     expect_regex("drop", drop)
     expect_alive(state.step)
-    if any(isinstance(leaf, DiskTensor) for leaf in pytree.leaves(state)):
+    on_disk = next((leaf for leaf in pytree.leaves(state) if isinstance(leaf, DiskTensor)), None)
+    if on_disk is not None and (nvme is None or nvme.store is on_disk.store):
         raise ValueError(
-            "with_optimizer: the state rests on a disk, whose store has the leaves of one optimizer; save a "
-            'checkpoint, and restore it by a plan with offload="opt=host" or offload=""'
+            f"the state rests on a disk, in {on_disk.store.folder}; give with_optimizer a folder for the new one, "
+            "nvme=fzero.Nvme(another folder)"
         )
-    old = pytree.named_leaves(state.opt_state)
-    fresh = bind(tx, shards_of(plan)).init(updated(plan, state))
-    source = same_leaves(old, pytree.names(fresh), pytree.names(plan.trained(plan.like)))
+    bound = bind(tx, shards_of(plan))
+    like = meta_state(plan, tx).opt_state if on_disk is not None else bound.init(updated(plan, state))
+    old, new = pytree.named_leaves(state.opt_state), pytree.named_leaves(like)
+    source = same_leaves(old, list(new), pytree.names(plan.trained(plan.like)))
     lost = [name for name in old if name not in source.values() and not (drop and re.fullmatch(drop, name))]
     if lost:
         raise ValueError(
             f"opt_state/{lost[0]} and {len(lost) - 1} more leaves are of no leaf of the new optimizer; give drop=, a "
             "regular expression, if they may be lost"
         )
-
-    def leaf_of(name: str, begun: Tensor) -> Tensor:
-        if name not in source:
-            return begun.clone()
-        held = old[source[name]]
-        if (held.shape, held.dtype) != (begun.shape, begun.dtype):
+    for name, of in source.items():
+        if (old[of].shape, old[of].dtype) != (new[name].shape, new[name].dtype):
             raise ValueError(
-                f"opt_state/{source[name]} is {held.dtype} {list(held.shape)} and the new optimizer's {name} is "
-                f"{begun.dtype} {list(begun.shape)}"
+                f"opt_state/{of} is {old[of].dtype} {list(old[of].shape)} and the new optimizer's {name} is "
+                f"{new[name].dtype} {list(new[name].shape)}"
             )
-        return held
+    if on_disk is not None and nvme is not None:
+        return copied(state, bound, plan, {PART + name: PART + of for name, of in source.items()}, nvme)
+    leaves = {name: old[source[name]] if name in source else begun.clone() for name, begun in new.items()}
+    return put_in_memory(state._replace(opt_state=pytree.from_named(leaves, like)), state_specs(plan, tx))
 
-    changed = state._replace(opt_state=pytree.map_named(leaf_of, fresh))
-    return put_in_memory(changed, state_specs(plan, tx))
+
+def copied(state: TrainState, tx: GradientTransformation, plan: Plan, source: dict[str, str], nvme: Nvme) -> TrainState:
+    """The state in a new store for another optimizer. source: the leaf of the old state whose values one of the new
+    optimizer's has."""
+    like, specs, old = meta_state(plan, tx), state_specs(plan, tx), pytree.named_leaves(state)
+    store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=False)
+    store.begin()
+    first = FirstState(store, tx, plan, like, specs, state.step.device)
+    for name in pytree.names(like):
+        if first.owner[name] is not None and name not in store.leaves:
+            first.out[name] = torch.empty_like(pytree.named_leaves(like)[name], device=state.step.device)
+    if any(name.startswith(PART) and name not in source for name in pytree.names(like)):
+        for name in pytree.names(plan.trained(plan.like)):
+            begin_states(first, state, name)
+    store.flush()
+    given: dict[str, Any] = {}
+    for name in pytree.names(like):
+        of = source.get(name, "" if name.startswith(PART) else name)
+        if name not in store.leaves:
+            given[name] = old[of] if of else first.shared.get(name, first.out.get(name))
+        for i in range(store.leaves[name].layers if of and name in store.leaves else 0):
+            kept = store.leaves[name]
+            layer = read(old[of], i if kept.stacked else None)
+            for rows in row_blocks(kept.chunk):
+                store.write_rows(name, i, rows, layer[rows[0] : rows[1]] if layer.dim() else layer)
+    changed = assemble_state(like, given, store)
+    commit(nvme, changed, plan)
+    return put_in_memory(changed, specs)
+
+
+def begin_states(first: FirstState, state: TrainState, name: str) -> None:
+    """Put what the optimizer's `init` makes of this rank's present weights of a parameter."""
+    leaf, lead = first.plan.leaves[name], shard_dim(name)
+    masters = pytree.named_leaves(state.master)
+    weight = masters[name] if name in masters else pytree.named_leaves(state.params)[name]
+    take = (
+        (lambda value, layer: value)
+        if name in masters
+        else narrowing(leaf.shape, (leaf.params, leaf.opt), first.plan.mesh)
+    )
+    for i in range(weight.shape[0]) if lead else (None,):
+        value = take(read(weight, i), i).to(first.plan.policy.state)
+        blocks = row_blocks(tuple(value.shape)) if first.tx.unit == "row" and value.dim() else [None]
+        for rows in blocks:
+            block = value if rows is None else value[rows[0] : rows[1]]
+            first.states(name, i or 0, rows, block[None] if lead else block)

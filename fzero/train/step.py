@@ -42,7 +42,7 @@ from fzero.train.moved import moved_apart
 from fzero.train.row import expect_one_schedule
 from fzero.train.spike import LOSS, Skip, Verdict, judge_step
 from fzero.train.state import TrainState
-from fzero.train.state_on_disk import commit
+from fzero.train.state_on_disk import commit, on_disk
 from fzero.train.sum_check import noting_sums
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
@@ -206,6 +206,8 @@ def early_start(
     update: str, streamed: StreamedUpdate | None, plan: Plan, nvme: Nvme | None, skips: bool
 ) -> Callable[[TrainState], EarlyUpdate | SpeculativeUpdate] | None:
     """The function from a state to its update in the backward pass; None for an update at the end."""
+    if nvme is None and on_disk(plan):
+        raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     slots = nvme.slots if nvme is not None else 1
     if streamed is not None and update == "backward":
         expect_early(streamed, plan, slots, skips)

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from fzero.core.foreign import environment_number
@@ -32,9 +33,12 @@ TORCHRUN = (
     "MASTER_PORT",
 )
 
+IMPORT_S = 0.05  # until a signal in the middle of an import comes again
 
-class Stopped(Exception):
-    """A signal, to this rank or another, has ended the run with nothing to save."""
+
+class Stopped(BaseException):
+    """A signal, to this rank or another, has ended the run with nothing to save. No Exception: `except Exception`, of a
+    thread or of somebody else's code, must not take it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -78,12 +82,47 @@ def exit_code(number: int) -> int:
     return 130 if number == signal.SIGINT else 0
 
 
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame is in the middle of an import, other than one that the command itself runs in."""
+    while frame is not None and frame.f_globals.get("__name__") != "fzero.cli.start":
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def waits_for_import(number: int, frame: FrameType | None) -> bool:
+    """Whether a signal came in the middle of an import; if so it comes again when that may have ended.
+
+    An exception there is swallowed by some modules (PyTorch's own import of numpy), which then stay half made.
+    """
+    if not is_importing(frame):
+        return False
+    again = threading.Timer(IMPORT_S, os.kill, (os.getpid(), number))
+    again.daemon = True
+    again.start()
+    return True
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler of Ctrl-C: Python's own, but for imports."""
+    if not waits_for_import(number, frame):
+        signal.default_int_handler(number, frame)
+
+
+def interrupt_after_imports() -> None:
+    """Let Ctrl-C end this process by a KeyboardInterrupt, if it did, but not in the middle of an import."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
 @contextlib.contextmanager
 def raise_on_sigterm() -> Iterator[None]:
     """A context in which SIGTERM raises Stopped."""
 
-    def handle(number: int, frame: Any) -> None:
-        raise Stopped(number)
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not waits_for_import(number, frame):
+            raise Stopped(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's
@@ -106,7 +145,7 @@ def stop_signals() -> Iterator[list[int]]:
 
     def handle(number: int, frame: Any) -> None:
         received.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, interrupt)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

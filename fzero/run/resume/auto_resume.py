@@ -16,6 +16,7 @@ from fzero.run import run_folder, run_lock
 from fzero.run.config import RunConfig
 from fzero.run.config_table import apply_table, to_table
 from fzero.run.placement import KEYS
+from fzero.run.resume.changed_run import may_change
 
 MARKER = "begun"  # a file that marks the folder of a run without config.json yet: its files belong to that run
 
@@ -52,7 +53,8 @@ def run_exists(folder: Path) -> bool:
 
 
 def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
-    """The values in the table of a command that a resumed run may change.
+    """The values in the table of a command that a resumed run takes over: of its placement, and those of its steps,
+    optimizer, schedule and intervals that differ.
 
     Raises ValueError naming the first other key whose value in `table` differs from that of the run in `folder`.
     """
@@ -73,9 +75,11 @@ def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
         elif value != "auto" and (key, value) != ("pipeline.layout", "cost"):  # decided already
             put(changes if key in KEYS or key.startswith("mesh.") else rest, key, value)
     given, mine = dict(flat(to_table(apply_settings(old, rest)))), dict(flat(to_table(old)))
-    for key, _ in flat(rest):
+    for key, value in flat(rest):
         if given[key] != mine[key]:
-            raise difference_error(key, given[key], mine[key], folder)
+            if not may_change(key):
+                raise difference_error(key, given[key], mine[key], folder)
+            put(changes, key, value)
     return changes
 
 
