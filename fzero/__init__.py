@@ -107,7 +107,7 @@ _HOME = {
     "Spike": "train.spike",
     "TrainState": "train.state",
     **dict.fromkeys(("from_huggingface", "to_huggingface"), "checkpoint.convert.from_huggingface"),
-    "from_module": "models",
+    "from_module": "models.from_module",
     "full_params": "train.full_params",
     "init_state": "train.init",
     "jit": "core.compile",

@@ -6,6 +6,7 @@ tiers.py says which cases of a test are slow, budgets.py how long a test file ma
 
 import gc
 import os
+import sys
 
 import budgets
 import pytest
@@ -57,6 +58,15 @@ def global_generator():
     """Tests draw the same numbers whatever ran before them: one that fails fails again."""
     # For devices that are not there torch.manual_seed puts three formatted tracebacks into a list, longer at each test.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+
+
+@pytest.fixture(autouse=True)
+def same_products():
+    """A run in this process may choose another way of float32 products, which the tests after it must not have."""
+    yield
+    machine = sys.modules.get("fzero.run.machine")
+    if machine is not None and machine.fp32_matmul() != "default":
+        machine.set_fp32_matmul("default")
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def every_flag():
 
 
 # Names that are no settings: placeholders, an operation by its name, and a program's own flag.
-OTHERS = {"a.b", "one", "two", "float8_linear", "nproc-per-node"}
+OTHERS = {"a.b", "one", "two", "float8_linear", "nproc-per-node", "use_cache"}
 
 
 def unknown_in(text):

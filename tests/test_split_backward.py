@@ -250,7 +250,8 @@ def test_sums_travel_once_behind_the_last_weights():
 
 def test_a_pipeline_refuses_chunks_that_a_schedule_does_not_have():
     with pytest.raises(ValueError, match=r"schedule zb-v has 2 chunks a rank and chunks is 1; use chunks=2, or"):
-        Pipeline("zb-v")
+        Pipeline("zb-v", chunks=1)
+    assert Pipeline("zb-v").chunks == 2
     with pytest.raises(ValueError, match="schedule zb-h1 has one chunk a rank and chunks is 2; use chunks=1, or"):
         Pipeline("zb-h1", chunks=2)
     plan = fzero.zero_plan(0, model_of("gemma"), fzero.fake_mesh({"pp": 2}), pipeline=SPLIT["dualpipe-v"])

@@ -102,10 +102,10 @@ def raise_together(failure: ValueError | None, mesh: Mesh) -> None:
     """
     kind = 0 if failure is None else 2 if isinstance(failure, Damaged) else 1
     with mesh.ledger.phase("commit"):
-        highest = torch.tensor([float(kind)], device=device_of(mesh))
+        sound = torch.full((1,), float(not kind), device=device_of(mesh))
         for axis in mesh.axes:
-            highest = all_gather(highest, axis, leaf="commit").amax(0, keepdim=True)
-        if not float(highest):  # a GPU's collective has come this far
+            sound = all_gather(sound, axis, leaf="commit").amin(0, keepdim=True)
+        if float(sound):  # a GPU's collective has come this far; 1 in a plan
             return
         text = list(str(failure or "").encode())
         sizes = gather_rows(torch.tensor([kind, len(text)], device=device_of(mesh)), mesh, leaf="commit").tolist()

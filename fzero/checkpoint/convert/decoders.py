@@ -18,7 +18,7 @@ from fzero.checkpoint.convert.huggingface_read import FLOATS
 from fzero.checkpoint.convert.safetensors import Entry
 from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.core.files import remove_entry
-from fzero.core.foreign import read_json
+from fzero.core.foreign import parse_json, read_json
 from fzero.core.storage import write_text, write_texts
 from fzero.models.decoders.config import DecoderConfig, read_decoder
 
@@ -70,7 +70,7 @@ def notes_of(config: DecoderConfig) -> tuple[str, ...]:
         "computes it, layer by layer, with PyTorch's attention, without fused kernels, and with all logits of a "
         "micro-batch in memory; embedding and head are whole on every rank of tp"
     )
-    has_code = "auto_map" in json.loads(config.text)
+    has_code = "auto_map" in parse_json(config.text, config.architecture, wide=True)
     code = ("auto_map in its config.json names code of the folder's own, which is not run",) if has_code else ()
     return (line, *code, *decoder_of(config).notes)
 
@@ -120,7 +120,7 @@ def save_decoder(
             index = (i,) if leaf.startswith("blocks") else ()
             values[name] = keep_on_disk(leaves.read(leaf, index), folder.parent)
     dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
-    content = {"architectures": [config.architecture], **json.loads(config.text)}
+    content = {"architectures": [config.architecture], **parse_json(config.text, config.architecture, wide=True)}
     content = {name: one for name, one in content.items() if name not in ("torch_dtype", "dtype", "auto_map")}
     partly = folder.with_name(f"{folder.name}.partial")
     remove_entry(partly)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fzero.core.foreign import short
+from fzero.core.foreign import parse_json, short
 from fzero.models.sizes import check_sizes
 
 INSTALL = "pip install 'transformers>=5'"
@@ -86,7 +86,7 @@ def refuse_entries(content: Mapping[str, Any], where: str) -> None:
 def config_of_text(text: str, where: str) -> Any:
     """The config of transformers of the text of a config.json; raises ValueError for a model_type that the installed
     transformers has not, and where it is not installed."""
-    content = json.loads(text)
+    content = parse_json(text, where, wide=True)
     kinds = transformers_of(where, content.get("model_type")).models.auto.configuration_auto.CONFIG_MAPPING
     name = content["model_type"]
     if name not in kinds:
