@@ -1076,7 +1076,9 @@ def state_on(folder, *, resume=False):
     model, tx = models.llama(models.LlamaConfig(**SIZES)), optim.adamw(1e-2)
     plan = fzero.zero_plan(0, model, fzero.one_process(), offload="params=nvme,opt=nvme")
     nvme = Nvme(folder, buffer_bytes=1 << 22)
-    state = reopen_state(tx, plan, nvme) if resume else fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*O_DIRECT")  # whatever transfers the file system takes
+        state = reopen_state(tx, plan, nvme) if resume else fzero.init_state(model, tx, plan, seed=0, nvme=nvme)
     return nvme, state, fzero.make_train_step(model, tx, plan, nvme=nvme)
 
 
@@ -1088,11 +1090,6 @@ def open_and_wait(folder, pipe):
     pipe.send("closed")
 
 
-# The owner is checked whatever transfers the file system takes.
-ANY_TRANSFERS = pytest.mark.filterwarnings("ignore:.*O_DIRECT.*:UserWarning")
-
-
-@ANY_TRANSFERS
 def test_a_store_has_one_owner(tmp_path):
     tokens = torch.arange(16).reshape(2, 8) % 97
     batch, folder = {"tokens": tokens, "targets": tokens}, tmp_path / "state"
@@ -1115,7 +1112,6 @@ def test_a_store_has_one_owner(tmp_path):
     second_nvme.close()
 
 
-@ANY_TRANSFERS
 @pytest.mark.slow
 def test_another_process_is_refused_while_the_owner_lives(tmp_path):
     folder = tmp_path / "state"
