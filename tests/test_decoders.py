@@ -24,6 +24,7 @@ from fzero.core import pytree
 from fzero.models.base import Ctx
 from fzero.models.decoders.config import read_decoder
 from fzero.models.decoders.model import decoder_of
+from fzero.models.vocabulary import with_vocab_size
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
 
@@ -244,6 +245,11 @@ REFUSED = {
 def test_what_is_no_decoder_is_refused_by_name(message):
     with pytest.raises(ValueError, match=rf"^c\.json: .*({message})"):
         read_decoder(REFUSED[message], "c.json")
+
+
+def test_its_tables_do_not_grow():
+    with pytest.raises(ValueError, match=r"PhiForCausalLM.*resize_token_embeddings\(52000\) in transformers, save"):
+        with_vocab_size(read_decoder(PHI, "c.json"), 52_000)
 
 
 def test_without_transformers_the_remedy_is_said(monkeypatch):

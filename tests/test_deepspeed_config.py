@@ -234,6 +234,11 @@ def test_a_refused_key_is_named_with_what_to_do():
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, r"'optimizer.params.learning_rate'"),
         ({"optimizer": {"type": "AdamW", "params": {"wieght_decay": 1}}}, r"did you mean weight_decay"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "two numbers"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}, "betas is 0.9; it must be a list"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 2.0}}},
+            r"ratio is 2\.0; it must be in \[0, 1\]",
+        ),
         ({"scheduler": {"type": "WarmUpLR"}}, r"did you mean WarmupLR"),
         ({"scheduler": {"type": "WarmupLR"}}, "warmup_max_lr is not given"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "needs scheduler.params.total_num_steps"),

@@ -1,5 +1,6 @@
 """Random numbers of somebody's code: where it runs again it draws the same, and in a step by the state's key."""
 
+import itertools
 import random
 from typing import NamedTuple
 
@@ -348,7 +349,24 @@ def counts_in_an_attribute(params, x):
     return x * counts_in_an_attribute.calls
 
 
+class Average:
+    """A moving average, as a baseline has it."""
+
+    def __init__(self):
+        self.value = torch.ones((), dtype=F64)
+
+    def __call__(self, params, x):
+        self.value = 0.9 * self.value + 0.1 * (x @ params["w"]).detach().mean()
+        return x * self.value
+
+
+def counts_in_an_array(params, x):
+    ARRAY[0] += 1
+    return x * float(ARRAY[0])
+
+
 CALLS, BOX = 0, {"calls": 0}
+NUMBERS, ARRAY = itertools.count(1), numpy.ones(1)
 
 
 def looked_up(params, x, **options):
@@ -373,6 +391,9 @@ REFUSED = {
     "a counter around it": (counts_around(), "changes calls and depends on it"),
     "a counter in a default": (counts_in_a_default, "changes a default of counts_in_a_default and depends on it"),
     "a counter in an attribute": (counts_in_an_attribute, r"changes counts_in_an_attribute\.calls and depends on it"),
+    "an iterator": (lambda p, x: x * next(NUMBERS), "changes NUMBERS and depends on it"),
+    "a moving average": (Average(), r"changes change\.value and depends on it"),
+    "an array": (counts_in_an_array, "changes ARRAY and depends on it"),
     "max_norm": (lambda p, x: looked_up(p, x, max_norm=1.0), r"embedding_renorm_.* writes into the parameter rows in"),
     "max_norm of a module": (
         lambda p, x: x + torch.func.functional_call(TABLE, {"weight": p["rows"]}, (torch.arange(len(x)) % 5,)),

@@ -306,8 +306,16 @@ def test_an_optimizer_around_another_goes_on_with_its_state(name):
     assert_same(new.params, wanted.params)
     lost = {"drop": "(.*/)?(average|sum)/.*|(.*/)?lr_scale|count"} if more else {}
     if more:
-        with pytest.raises(ValueError, match=r"opt_state/.* are of no leaf of the new optimizer; give drop="):
+        with pytest.raises(ValueError, match=r"no leaf for opt_state/.*; give drop="):
             fzero.with_optimizer(new, plain, plan)
+        fzero.with_optimizer(pytree.map(torch.clone, new), plain, plan, drop="opt_state/.*")  # a name as it is said
+    narrow = optim.adamw(0.01, state_dtype=torch.bfloat16)
+    if name == "clipping":
+        with pytest.raises(ValueError, match=r"is torch\.float32 .* torch\.bfloat16 .*; give drop="):
+            fzero.with_optimizer(new, narrow, plan, drop="nothing")
+        begun = pytree.leaves(fzero.with_optimizer(pytree.map(torch.clone, new), narrow, plan, drop=".*").opt_state)
+        assert any(leaf.dtype == torch.bfloat16 for leaf in begun)
+        assert all(not leaf.any() for leaf in begun if leaf.dtype == torch.bfloat16)
     back, _ = train(fzero.make_train_step(MODEL, plain, plan), fzero.with_optimizer(new, plain, plan, **lost), 1)
     assert int(back.opt_state.count) == 7
 

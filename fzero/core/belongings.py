@@ -4,9 +4,11 @@ objects and modules, states of generators of random numbers.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
+import itertools
 import random
 import sys
 import types
@@ -95,7 +97,9 @@ class Belongings:
 
     def has_mark(self, value: Any) -> bool:
         """Whether a variable is one that a function may count or collect in."""
-        return isinstance(value, PLAIN) or (self.collections and isinstance(value, list | tuple | dict | set))
+        if isinstance(value, PLAIN) or not self.collections:
+            return isinstance(value, PLAIN)
+        return isinstance(value, CONTAINERS | type | Tensor) or is_array(value) or is_counter(value) or is_object(value)
 
     def marks(self) -> dict[str, Any]:
         """What shows that a variable, an attribute or a generator's state is another one than before, by name."""
@@ -207,13 +211,38 @@ def pytree_items(name: str, value: Any) -> list[tuple[str, Any]]:
     return [(name if leaf is value else f"{name}[{i}]", leaf) for i, leaf in enumerate(leaves)]
 
 
-def mark_of(value: Any) -> Any:
-    """What shows that an attribute has another value."""
+def mark_of(value: Any, depth: int = 2) -> Any:
+    """What shows that an attribute has another value. depth: of objects within objects that are looked into."""
+    kind = type(value).__name__
     if isinstance(value, PLAIN | type(None)):
-        return type(value).__name__, repr(value)
+        return kind, repr(value)
     if isinstance(value, Tensor):
-        return "a tensor", id(value), value._version if not value.is_inference() else 0
-    if isinstance(value, list | tuple | dict | set):
+        return kind, id(value), value._version if not value.is_inference() else 0
+    if is_array(value):
+        return kind, id(value), value.tobytes() if value.nbytes < 1 << 16 else 0
+    if isinstance(value, CONTAINERS):
         inner = value.values() if isinstance(value, dict) else value
-        return type(value).__name__, len(value), tuple(mark_of(x) for x in inner) if len(value) < 64 else id(value)
-    return "an object", id(value)
+        return kind, len(value), tuple(mark_of(x, depth) for x in inner) if len(value) < 64 else id(value)
+    if isinstance(value, types.GeneratorType):
+        return kind, id(value), value.gi_frame is not None and value.gi_frame.f_lasti, repr(value.gi_yieldfrom)
+    if is_counter(value):
+        return kind, id(value), repr(value)
+    if depth and not of_library(value if isinstance(value, type) else type(value)):
+        slots = [name for one in inspect.getmro(type(value)) for name in vars(one).get("__slots__", ())]
+        members = {**{name: getattr(value, name, None) for name in slots}, **getattr(value, "__dict__", {})}
+        return kind, id(value), tuple((key, mark_of(one, depth - 1)) for key, one in members.items())
+    return kind, id(value)
+
+
+CONTAINERS = list | tuple | dict | set | frozenset | collections.deque
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind != "O"
+
+
+def is_counter(value: Any) -> bool:
+    """Whether a value is an iterator that shows how far it is: of itertools, or a generator."""
+    return isinstance(value, types.GeneratorType | itertools.count | itertools.cycle | itertools.repeat)

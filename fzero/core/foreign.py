@@ -29,6 +29,7 @@ LOWEST, HIGHEST = -(2**63), 2**64 - 1  # whole numbers
 NAMES: dict[type, str] = {
     dict: "a table",
     list: "a list",
+    tuple: "a list",  # of a caller in Python
     str: "a text",
     int: "a whole number",
     float: "a finite number",

@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.core import pytree
 from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
+from fzero.models.decoders.config import DecoderConfig
 from fzero.models.lora import TABLES, LoRAConfig
 from fzero.models.presets import ModelConfig
 from fzero.models.weights import ConfigOver
@@ -51,6 +52,12 @@ def with_vocab_size(config: Any, vocab_size: int) -> Any:
         )
     if vocab_size == config.vocab_size:
         return config
+    if isinstance(config, DecoderConfig):
+        raise ValueError(
+            f"transformers' code computes {config.architecture}, whose tables of {config.vocab_size} tokens fzero does "
+            f"not make larger, and {vocab_size} are needed; call model.resize_token_embeddings({vocab_size}) in "
+            "transformers, save the folder, and start from that"
+        )
     if not isinstance(config, ConfigOver):
         return replace(config, vocab_size=vocab_size)
     config = replace(config, base=with_vocab_size(config.base, vocab_size))

@@ -229,6 +229,10 @@ def _put_zero(out: Table, said: Values, ignored: list[str]) -> None:
             ignored.append(f"{keys.ZERO}.{group}.device (it is of stage 3 alone, and the stage is {stage})")
             continue
         ratio = one.number("ratio", 1.0)
+        if not 0.0 <= ratio <= 1.0:
+            raise ValueError(f"{keys.ZERO}.{group}.ratio is {ratio}; it must be in [0, 1]")
+        if ratio == 0.0:  # of none of it
+            continue
         parts.append(f"{ours}={'host' if device == 'cpu' else device}" + (f":{ratio:g}" if ratio < 1.0 else ""))
         if device == "nvme":
             folders |= {one.read("nvme_path", (str,), "")}

@@ -34,8 +34,9 @@ def with_optimizer(
 
     Leaves of the optimizer's state that both have keep their values, whatever is around them now; new ones begin as
     `tx.init` makes them of the present weights (an average at those, moments at zero). plan: of the state. drop: a
-    regular expression; leaves of the old state whose whole name matches may be lost. nvme: if a part of the state rests
-    on a disk, a folder for the new one, which is copied there a layer at a time; the old one stays as it is.
+    regular expression; leaves of the old state whose whole name matches may be lost, or begin anew where theirs has
+    another shape or dtype. nvme: if a part of the state rests on a disk, a folder for the new one, where it is copied
+    a layer at a time; the old one stays as it is.
     Raises ValueError naming a leaf that would be lost, or has another shape or dtype, and for a state on a disk without
     a folder of another store.
 
@@ -60,22 +61,31 @@ def with_optimizer(
     like = meta_state(plan, tx).opt_state if on_disk is not None else bound.init(updated(plan, state))
     old, new = pytree.named_leaves(state.opt_state), pytree.named_leaves(like)
     source = same_leaves(old, list(new), pytree.names(plan.trained(plan.like)))
-    lost = [name for name in old if name not in source.values() and not (drop and re.fullmatch(drop, name))]
+    dropped = {name for name in old if drop and any(re.fullmatch(drop, one) for one in (name, PART + name))}
+    lost = [name for name in old if name not in source.values() and name not in dropped]
     if lost:
         raise ValueError(
-            f"opt_state/{lost[0]} and {len(lost) - 1} more leaves are of no leaf of the new optimizer; give drop=, a "
-            "regular expression, if they may be lost"
+            f"the new optimizer has no leaf for {PART}{lost[0]} ({len(lost)} in all); give drop=, a regular expression "
+            "of their names, if they may be lost"
         )
-    for name, of in source.items():
-        if (old[of].shape, old[of].dtype) != (new[name].shape, new[name].dtype):
+    unlike = {name: of for name, of in source.items() if kind_of(old[of]) != kind_of(new[name])}
+    for name, of in unlike.items():
+        if of not in dropped:
             raise ValueError(
-                f"opt_state/{of} is {old[of].dtype} {list(old[of].shape)} and the new optimizer's {name} is "
-                f"{new[name].dtype} {list(new[name].shape)}"
+                f"{PART}{of} is {old[of].dtype} {list(old[of].shape)} and the new optimizer's {name} is "
+                f"{new[name].dtype} {list(new[name].shape)}; give drop=, a regular expression of such names, if they "
+                "may begin anew"
             )
+    source = {name: of for name, of in source.items() if name not in unlike}
     if on_disk is not None and nvme is not None:
         return copied(state, bound, plan, {PART + name: PART + of for name, of in source.items()}, nvme)
     leaves = {name: old[source[name]] if name in source else begun.clone() for name, begun in new.items()}
     return put_in_memory(state._replace(opt_state=pytree.from_named(leaves, like)), state_specs(plan, tx))
+
+
+def kind_of(leaf: Any) -> tuple[Any, Any]:
+    """What two leaves must have in common for one to have the other's values."""
+    return leaf.shape, leaf.dtype
 
 
 def copied(state: TrainState, tx: GradientTransformation, plan: Plan, source: dict[str, str], nvme: Nvme) -> TrainState:
