@@ -181,7 +181,7 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(name, tmp_path)
 
 TWO = [
     pytest.param("GPT-NeoX", {"tp": 2}, 0, marks=slow),
-    pytest.param("Cohere", {"tp": 2}, 0, marks=slow),
+    pytest.param("Cohere", {"tp": 2}, 0, marks=pytest.mark.exhaustive),
     pytest.param("StableLM", {"tp": 2}, 0, marks=pytest.mark.exhaustive),
     pytest.param("Falcon", {"dp": 2}, 3, marks=slow),
     pytest.param("StableLM", {"pp": 2}, 2, marks=slow),

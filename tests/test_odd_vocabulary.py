@@ -94,7 +94,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in ("tp4", "ep2 tp2"))) for name in RUNS]
+    "mesh",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in ("tp4", "ep2 tp2", "cp2 tp2"))) for name in RUNS],
 )
 def test_runs_are_those_of_one_process(mesh):
     sizes, cases = {part[:2]: int(part[2:]) for part in mesh.split()}, RUNS[mesh]

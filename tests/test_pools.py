@@ -67,7 +67,7 @@ def end_of(process, to):
 @pytest.mark.parametrize("to", ["all", pytest.param("one", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "when"),
-    [("spawn", "imports"), pytest.param("spawn", "works", marks=pytest.mark.slow), ("fork", "works")],
+    [("spawn", "imports"), pytest.param("spawn", "works", marks=pytest.mark.exhaustive), ("fork", "works")],
 )
 def test_an_interrupt_ends_a_pool_at_once_and_in_silence(tmp_path, kind, when, to):
     (tmp_path / "script.py").write_text(SCRIPT.format(imports=60 if when == "imports" else 0))
@@ -80,7 +80,7 @@ def test_an_interrupt_ends_a_pool_at_once_and_in_silence(tmp_path, kind, when, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["all", "one"])
+@pytest.mark.parametrize("to", ["all", pytest.param("one", marks=pytest.mark.exhaustive)])
 def test_an_interrupt_ends_a_search_at_once(tmp_path, to):
     command = ["-m", "fzero", "plan", "--model", "llama-8b", "--search", "--world-size", "8", "--gpu", "h100"]
     with started(*command, cwd=tmp_path) as process:

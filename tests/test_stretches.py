@@ -181,7 +181,9 @@ def test_a_text_that_changes_while_it_is_read_is_an_error(tmp_path, short, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tokenizer", "megabytes"), [("bytes", 150), ("bpe:1000", 6)])
+@pytest.mark.parametrize(
+    ("tokenizer", "megabytes"), [("bytes", 150), pytest.param("bpe:1000", 6, marks=pytest.mark.exhaustive)]
+)
 def test_the_memory_of_one_text_is_bounded(tmp_path, tokenizer, megabytes):
     """500 MB for any source, of which torch has 225: these took 1.1 GB by bytes and 1.2 GB by a BPE."""
     draw = random.Random(0)
