@@ -347,7 +347,7 @@ def other_ranks(ctx):
 
 
 def of_another_rank(f):
-    return lambda w, batch, ctx: f(w, batch, other_ranks(ctx))
+    return lambda w, batch, ctx, words: f(w, batch, other_ranks(ctx), words)
 
 
 def nothing(f):
