@@ -61,12 +61,11 @@ def global_generator():
 
 
 @pytest.fixture(autouse=True)
-def same_products():
-    """A run in this process may choose another way of float32 products, which the tests after it must not have."""
+def one_thread():
+    """A run in this process shares out the machine's cores; on two threads the tests after it have other bits."""
     yield
-    machine = sys.modules.get("fzero.run.machine")
-    if machine is not None and machine.fp32_matmul() != "default":
-        machine.set_fp32_matmul("default")
+    if torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -25,14 +25,7 @@ from fzero.run.measure.loggers import open_loggers
 from fzero.run.resume import rollback
 
 WORDS = "--model mlp-tiny --steps 8 --batch 4 --micro-batch 2 --seq-len 16 --precision fp32 --peak-tflops 1 --lr 0.01"
-SETTINGS = (
-    "device=cpu",
-    "train.compiled=false",
-    "precision.fp32_matmul=default",
-    "train.eval_every=2",
-    "train.checkpoint_every=2",
-    'train.loggers=["csv"]',
-)
+SETTINGS = damaged_runs.SETTINGS
 ODD = "é ∑ \u2028 'x' \x1b[31m\ny"  # a name of a folder, a prompt
 
 
