@@ -6,7 +6,6 @@ tiers.py says which cases of a test are slow, budgets.py how long a test file ma
 
 import gc
 import os
-import sys
 
 import budgets
 import pytest
