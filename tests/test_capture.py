@@ -183,14 +183,14 @@ def test_a_host_that_is_not_waited_for_issues_its_steps(monkeypatch):
 
 
 def moving(params, batch):
-    """A loss with a number of the host that differs from step to step."""
+    """A loss with a number of the host that differs from step to step, after those that notice it and refuse."""
     moving.calls += 1
-    return (batch["x"] @ params["w"]).square().sum() * moving.calls, batch["x"].shape[0]
+    return (batch["x"] @ params["w"]).square().sum() * max(moving.calls, 8), batch["x"].shape[0]
 
 
 def planted(fault, monkeypatch):
     """(results on the pretend GPU, results on the CPU) of captured steps with a fault."""
-    kind, number = {}, 5
+    kind, number = {}, 9
     if fault == "a number of the host":
         kind["loss"] = moving
     if fault == "a state that has moved":

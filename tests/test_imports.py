@@ -236,3 +236,25 @@ def test_a_large_function_is_found(tmp_path):
         source = tmp_path / f"{len(text)}{folder.replace(chr(47), chr(45))}"
         source.write_text(text)
         assert [*too_large(source, folder)] == ([] if expected is None else [expected])
+
+
+def test_no_test_file_changes_a_table_that_it_imports():
+    """Files of tests share a process: what one adds to another's cases, a third one runs."""
+    changed = []
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.asname or name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names
+        }
+        for node in tree.body:
+            if isinstance(node, ast.AugAssign):
+                targets = [node.target]
+            elif isinstance(node, ast.Assign):
+                targets = [target for target in node.targets if not isinstance(target, ast.Name)]
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                targets = [node.value.func.value] if isinstance(node.value.func, ast.Attribute) else []
+            else:
+                targets = []
+            roots = {next((n.id for n in ast.walk(target) if isinstance(n, ast.Name)), "") for target in targets}
+            changed += [f"{path.name}:{node.lineno}" for _ in roots & imported]
+    assert not changed

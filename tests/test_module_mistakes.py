@@ -18,6 +18,10 @@ from fzero import models, optim
 slow = pytest.mark.slow
 
 
+# torch's own word on what these tests refuse.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+
+
 def net(layer, count=3):
     """Linear layers of a user around layers of a kind."""
     return nn.Sequential(nn.Linear(4, 4), *(layer(i) for i in range(count)), nn.Linear(4, 1)).double()
@@ -138,11 +142,11 @@ REFUSED = {
     ),
     "weight norm by a hook": (
         lambda: net(lambda i: weight_norm(nn.Linear(4, 4))),
-        r"1 \(Linear\): torch.nn.utils.weight_norm makes .* remove_weight_norm\(module\) and use .*parametrizations",
+        r"1 \(Linear\): torch.nn.utils.weight_norm makes .*remove_weight_norm\(module\) and use .*parametrizations",
     ),
     "spectral norm by a hook": (
         lambda: net(lambda i: spectral_norm(nn.Linear(4, 4))),
-        r"1 \(Linear\): torch.nn.utils.spectral_norm makes .* remove_spectral_norm\(module\) and .* in \.eval\(\)$",
+        r"1 \(Linear\): torch.nn.utils.spectral_norm makes .*remove_spectral_norm\(module\) and .* in \.eval\(\)$",
     ),
     "batch normalisation": (lambda: net(lambda i: nn.BatchNorm1d(4)), r"1 \(BatchNorm1d\) keeps running statistics"),
     "a tensor that is no buffer": (

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 from close import assert_close, assert_same
-from zero_cases import FP64, OPTIMIZERS, batch_for, model_of, train, whole
+from zero_cases import FP64, batch_for, model_of, train, whole
 
 import fzero
 from fzero import checkpoint, models, optim
@@ -38,7 +38,7 @@ TX = {
     "lamb": optim.lamb(1e-2, weight_decay=0.1),
     "muon": optim.by_label(MATRICES, ((r"^embed/tokens$|^head/w$|/w_[qkvo]$", "muon"), (".*", "adamw"))),
 }
-OPTIMIZERS |= {f"odd {name}": optim.chain(optim.clip_by_global_norm(0.5), tx) for name, tx in TX.items()}
+TX = {name: optim.chain(optim.clip_by_global_norm(0.5), tx) for name, tx in TX.items()}
 
 
 def sizes_of(name, tied=False):
@@ -61,7 +61,7 @@ def batches(step, rows, length=8):
 def run(mesh, name, optimizer, stage, options, tied=False, steps=2):
     """(whole state, metrics) after some steps."""
     state, specs, log = train(
-        mesh, name, f"odd {optimizer}", stage, 4, sizes=sizes_of(name, tied), batches=batches, rows=ROWS, steps=steps,
+        mesh, name, TX[optimizer], stage, 4, sizes=sizes_of(name, tied), batches=batches, rows=ROWS, steps=steps,
         plan_options=options)  # fmt: skip
     return whole(state, specs, mesh), log
 
@@ -112,7 +112,7 @@ def test_runs_are_those_of_one_process(mesh):
 
 def made(mesh, stage):
     """(step, state, specs) before the first step."""
-    model, tx = model_of("llama", **sizes_of("llama")), OPTIMIZERS["odd adafactor"]
+    model, tx = model_of("llama", **sizes_of("llama")), TX["adafactor"]
     plan = fzero.zero_plan(stage, model, mesh, policy=FP64)
     state = fzero.init_state(model, tx, plan, seed=3)
     return fzero.make_train_step(model, tx, plan), state, state_specs(plan, tx)
@@ -166,7 +166,7 @@ def kept_on_disk(mesh, folder, layers, leaf):
     """(the whole state after two steps, the same opened again, the spec of a leaf), where all rests on a disk; without
     a folder in memory."""
     sizes = {**sizes_of("llama"), "vocab_size": PAGES, "n_layers": layers}
-    model, tx = model_of("llama", **sizes), OPTIMIZERS["odd adamw"]
+    model, tx = model_of("llama", **sizes), TX["adamw"]
     plan = fzero.zero_plan(0, model, mesh, policy=FP64, offload="params=nvme,grads=nvme,opt=nvme" if folder else "")
     nvme = Nvme(folder, buffer_bytes=1 << 20) if folder else None
     step = fzero.make_train_step(model, tx, plan, nvme=nvme)

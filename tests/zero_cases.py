@@ -95,11 +95,11 @@ def train(
     batches=batch_for,
     **options,
 ):
-    """(the state of this rank, its specs, metrics) after some steps; `micro_batches` in the whole of the global
-    batch."""
+    """(the state of this rank, its specs, metrics) after some steps; optimizer: a name of OPTIMIZERS or a
+    transformation; `micro_batches` in the whole of the global batch."""
     model = model_of(name, dropout=dropout, **(sizes or {}))
     plan = fzero.zero_plan(stage, model, mesh, **(plan_options or {}), policy=policy).with_experts(experts)
-    tx = OPTIMIZERS[optimizer]
+    tx = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     local = micro_batches // mesh.data_size
     state = fzero.init_state(model, tx, plan, seed=3)
     step = fzero.make_train_step(model, tx, plan, micro_batches=local, **step_options(options))
