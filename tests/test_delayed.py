@@ -23,6 +23,7 @@ from fzero.sharding.pipeline.table import Act
 from fzero.sharding.pipelines import Pipeline
 from fzero.train.batch import local_batch
 from fzero.train.state import meta_state, state_specs
+from fzero.train.update import delayed, offloaded
 
 UPDATES, ROWS = 6, 24
 BAD = 2  # the update whose loss is not finite, where a case wants one
@@ -50,17 +51,17 @@ def batches(bad=False, rows=ROWS):
     return out
 
 
-def by_definition(name, tx, now, opt_state, given, late=1):
+def by_definition(name, tx, now, opt_state, given, late=0):
     """(parameters, the version before, optimizer's state, losses) of one process after the updates of the batches
-    `given`; late=0: of updates that are not delayed."""
+    `given`; late: the first updates, which are not delayed."""
     model, ctx, before, losses = breaking(name), base.Ctx(dtype=torch.float64), now, []
-    for batch in given:
+    for j, batch in enumerate(given):
 
         def mean(params, batch=batch):
             out = forward.loss(model, params, batch, ctx)
             return out.total / out.num_tokens
 
-        grads, loss = torch.func.grad_and_value(mean)(before if late else now)
+        grads, loss = torch.func.grad_and_value(mean)(now if j < late else before)
         losses.append(loss)
         before = now
         if torch.isfinite(loss):
@@ -70,7 +71,7 @@ def by_definition(name, tx, now, opt_state, given, late=1):
 
 
 @functools.cache
-def written_out(name, optimizer, bad=False, late=1):
+def written_out(name, optimizer, bad=False, late=0):
     """The same after all updates."""
     plan = fzero.zero_plan(0, breaking(name), fzero.one_process(), policy=FP64)
     state = fzero.init_state(breaking(name), OPTIMIZERS[optimizer], plan, seed=3)
@@ -81,7 +82,9 @@ def steps_of(mesh, case, bad=False, donate=True):
     """(the function that makes step i of a case, plan, tx, the first state)"""
     name, optimizer, stage, updates, micro, options = case
     model, tx = breaking(name), OPTIMIZERS[optimizer]
-    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, **options).with_updates(updates)
+    options = dict(options)
+    delay_after = options.pop("delay_after", 0)
+    plan = fzero.zero_plan(stage, model, mesh, policy=FP64, **options).with_updates(updates, delay_after)
     local = updates * micro
     step = fzero.make_train_step(model, tx, plan, micro_batches=local, update="delayed", donate=donate)
 
@@ -107,7 +110,7 @@ def trained(mesh, cases, bad=False, donate=True):
 
 
 def is_as_written_out(case, state, bad=False):
-    now, before, opt_state, _ = written_out(*case[:2], bad)
+    now, before, opt_state, _ = written_out(*case[:2], bad, case[5].get("delay_after", 0) * case[3])
     try:
         assert_close(state.params, now, rtol=1e-10, atol=1e-10)
         assert_close(state.extra["previous"], before, rtol=1e-10, atol=1e-10)
@@ -128,9 +131,34 @@ def test_one_process_is_the_definition(optimizer, donate):
         assert int(state.step) == len(log) and int(state.data_cursor) == UPDATES * ROWS
     _, _, _, losses = written_out("llama", optimizer)
     with pytest.raises(AssertionError):  # which the definition without the delay is not
-        assert_close(state.params, written_out("llama", optimizer, late=0)[0], rtol=1e-3, atol=1e-3)
+        assert_close(state.params, written_out("llama", optimizer, late=UPDATES)[0], rtol=1e-3, atol=1e-3)
     (state, log), *_ = trained(fzero.one_process(), cases[:1])
     assert [loss for loss, _ in log] == pytest.approx([float(loss) for loss in losses], rel=1e-12)
+
+
+HOST = [
+    ("llama", "clipped adam", 0, 3, 2, {"offload": "opt=host"}),
+    ("gpt2", "adam", 0, 2, 1, {"offload": "grads=host,opt=host", "delay_after": 1}),
+    ("gemma", "muon", 0, 6, 2, {"offload": "opt=host:0.5"}),
+]
+
+
+@pytest.mark.parametrize("bad", (False, True))
+def test_with_states_on_the_host_one_process_is_the_definition(bad):
+    for case, (state, log) in zip(HOST, trained(fzero.one_process(), HOST, bad)):
+        is_as_written_out(case, state, bad)
+        assert any(skipped for _, skipped in log) == bad
+
+
+def test_the_host_updates_while_the_next_gradient_comes(monkeypatch):
+    """Two of three updates have units between the layers of the next gradient; the last one has none beside it."""
+    events, take, advance = [], offloaded.UpdateByUnits.take, delayed.UpdateBeside.advance
+    monkeypatch.setattr(offloaded.UpdateByUnits, "take", lambda update: events.append("U") or take(update))
+    monkeypatch.setattr(delayed.UpdateBeside, "advance", lambda beside: events.append("L") or advance(beside))
+    trained(fzero.one_process(), [("llama", "adam", 0, 3, 2, {"offload": "opt=host"})])
+    # The rows of the first units are asked for, and each unit is updated once its share of the ten layers has come.
+    beside = "U" + "LLLU" + "LLU" + "LLLU" + "LLU"
+    assert "".join(events) == 2 * ("L" * 10 + 2 * beside + "U" * 5)
 
 
 MESHES = {
@@ -158,6 +186,20 @@ MESHES = {
         ],
     ),
     "dp2 x tp2": ({"dp": 2, "tp": 2}, [("llama", "clipped adam", stage, 2, 3, {}) for stage in (0, 2, 3)]),
+    "dp2, states on the host": (
+        {"dp": 2},
+        [
+            *(("llama", "clipped adam", stage, 3, 2, {"offload": "opt=host"}) for stage in range(4)),
+            ("gpt2", "adam", 2, 2, 2, {"offload": "grads=host,opt=host", "delay_after": 1, "reduce": "canonical"}),
+        ],
+    ),
+    "pp2, states on the host": (
+        {"pp": 2},
+        [
+            ("gpt2", "clipped adam", 0, 3, 2, {"offload": "grads=host,opt=host", "pipeline": Pipeline(layout="2,1")}),
+            ("gemma", "adam", 3, 2, 4, {"delay_after": 2, "pipeline": Pipeline("interleaved", chunks=2)}),
+        ],
+    ),
 }
 TIERS = {name: () if name == "pp2" else pytest.mark.exhaustive for name in MESHES}
 
@@ -336,7 +378,8 @@ MODEL = model_of("llama", dropout=0.0)
 REFUSED = {
     "no second version": (dict(), dict(update="delayed"), "the plan has 0 delayed updates"),
     "another update": (dict(delayed=1), dict(), 'update="end" and the plan has 1 delayed updates'),
-    "offload": (dict(delayed=1, offload="opt=host"), dict(update="delayed"), "must be on the device"),
+    "offload": (dict(delayed=1, offload="params=host"), dict(update="delayed"), "both versions .* on the device"),
+    "a disk": (dict(delayed=1, offload="opt=nvme"), dict(update="delayed"), "has its opt in memory 'nvme'"),
     "loss scale": (dict(delayed=1, policy="fp16"), dict(update="delayed"), "scales the loss"),
     "uneven": (dict(delayed=2), dict(update="delayed", micro_batches=3), "cannot share them evenly"),
     "no number": (dict(delayed=-1), dict(update="delayed"), "updates is -1; it must be a whole number"),
@@ -366,7 +409,8 @@ def test_what_does_not_go_together_is_one_line(case):
     "args, words",
     (
         (["--set", "train.updates=2"], "train.updates is 2 and train.update is end; use train.update=delayed"),
-        ([*DELAYED, "--offload", "opt=host"], "train.update is delayed and offload is 'opt=host'"),
+        ([*DELAYED, "--offload", "opt=nvme"], "train.update is delayed and offload is 'opt=nvme'"),
+        (["--set", "train.delay_after=2"], "train.delay_after is 2 and train.update is end; use train.update=delayed"),
         ([*DELAYED, "--precision", "fp16"], "train.update is delayed and precision.policy is fp16"),
         ([*DELAYED[:3], "train.updates=3"], "train.updates is 3, and a step has 8 micro-batches"),
         ([*DELAYED[:3], "train.updates=0"], "train.updates is 0"),

@@ -38,6 +38,7 @@ EARLY = "train/update/in_backward.py"  # once, for whether to abandon what was w
 EVERYWHERE = "params=nvme,grads=nvme,opt=nvme"
 BACKWARD = {"update": "backward", "clip": False}
 GUESSED = {"update": "speculate", "clip": 1e3}
+DELAYED = {"update": "delayed", "micro_batches": 4}  # of two updates
 
 CASES = {
     "params=host": ({}, {UPDATE: 2}),
@@ -60,6 +61,9 @@ CASES = {
     "opt=nvme speculate": ({"update": "speculate"}, {UPDATE: 2, UNITS: 2 + 3, COMMIT: 1}),
     "opt=host speculate, not guessed": ({"policy": "bf16", **GUESSED, "clip": 1e-3}, {UPDATE: 2, UNITS: 3}),
     "params=nvme,opt=nvme speculate": (GUESSED, {UPDATE: 2, UNITS: 3, COMMIT: 1}),
+    "opt=host delayed": (DELAYED, {UPDATE: 2, UNITS: 2 * 3}),
+    "opt=host delayed bf16": ({"policy": "bf16", **DELAYED, "clip": 1e-3}, {UPDATE: 2, UNITS: 2 * 3}),
+    "grads=host,opt=host delayed": ({**DELAYED, "micro_batches": 2, "ema": True}, {REDUCE: 2, UPDATE: 2, UNITS: 6}),
     "params=nvme": ({}, {UPDATE: 1, COMMIT: 1}),
     "grads=nvme": ({}, {UPDATE: 1}),
     "opt=nvme": ({"micro_batches": 1}, {UPDATE: 1, UNITS: 3, COMMIT: 1}),
@@ -88,6 +92,7 @@ def losses(device, seen=None, offload="", folder=None, steps=2, **options):
     plan = fzero.zero_plan(
         0, model, fzero.one_process(), policy=precision.POLICIES[policy](), reduce=reduce, offload=offload
     )
+    plan = plan.with_updates(2) if update == "delayed" else plan
     adamw = optim.adamw(optim.warmup_cosine(3e-3, 10, 100), weight_decay=0.1, impl="reference")
     tx = optim.chain(optim.clip_by_global_norm(clip), adamw) if clip else adamw
     tx = optim.with_average(tx, 0.9) if ema else tx
@@ -139,7 +144,7 @@ def test_an_offloaded_step_waits_only_where_the_host_computes(name, tmp_path):
     assert by_file(waits) == expected, waits
     # The disk's threads wait for what they write.
     assert {line.partition(":")[0] for _, line in seen.waits_beside} <= {"offload/scratch.py", "offload/store.py"}
-    assert found == in_memory(**{**options, "update": "end"})
+    assert found == in_memory(**options if "delayed" in name else {**options, "update": "end"})
 
 
 def copies_of_a_step(monkeypatch, small):

@@ -115,7 +115,8 @@ def build(
         frozen=frozen_leaves(config.model),
     )
     plan = with_expert_slack(plan.with_experts(config.experts), config.train.update)
-    plan = plan.with_updates(delayed_updates(config, micro_batches)) if config.train.update == "delayed" else plan
+    if config.train.update == "delayed":
+        plan = plan.with_updates(delayed_updates(config, micro_batches), config.train.delay_after)
     if plan.context is not None:
         plan.context.expect_divisible(mesh["cp"].size, config.data.seq_len, mesh["tp"].size * config.sequence or 1)
     t = config.train

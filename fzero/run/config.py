@@ -163,6 +163,7 @@ class Train:
     # with offloaded states also: backward (each layer when its gradient is reduced); delayed: see docs/pipeline.md
     update: str = "end"
     updates: int = 1  # of a step with update=delayed, each of as many of its micro-batches
+    delay_after: int = 0  # with update=delayed: the first steps, whose updates are not delayed yet
     kernels: str = (
         "auto"  # the form of each hot operation: auto, reference, or exceptions such as auto,attention=blocked
     )

@@ -76,6 +76,7 @@ BOUNDS: dict[str, Bounds] = {
     "optim.schedule.start": FRACTION,
     **{f"train.{n}": (1, True, 1e12) for n in ("steps", "batch", "micro_batch", "log_every", "updates")},
     **{f"train.{n}": COUNT for n in ("eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every")},
+    "train.delay_after": COUNT,
     **{
         "train.random_ltd": COUNT,
         "train.layer_drop_gamma": RATE,
@@ -287,8 +288,9 @@ def validate_delayed(c: RunConfig, offload: Offload) -> None:
     """Raise ValueError for delayed updates with what does not go together with them, and for several without them."""
     t = c.train
     if t.update != "delayed":
-        if t.updates > 1:
-            raise ValueError(f"train.updates is {t.updates} and train.update is {t.update}; use train.update=delayed")
+        for name, value, usual in (("updates", t.updates, 1), ("delay_after", t.delay_after, 0)):
+            if value != usual:
+                raise ValueError(f"train.{name} is {value} and train.update is {t.update}; use train.update=delayed")
         return
     pieces = shared_batch(t.batch, t.batch_ramp) // t.micro_batch
     if pieces % t.updates:
@@ -296,10 +298,10 @@ def validate_delayed(c: RunConfig, offload: Offload) -> None:
             f"train.updates is {t.updates}, and a step has {pieces} micro-batches (train.batch={t.batch} in pieces of "
             f"{t.micro_batch}), which so many updates cannot share evenly; change one of them"
         )
-    if offload.memories != {"device"} and str(offload) != f"acts={offload.acts}":
+    if offload.params.memory != "device" or "nvme" in (offload.grads.memory, offload.opt.memory):
         raise ValueError(
-            f"train.update is delayed and offload is {c.offload!r}: both versions of the parameters and all that "
-            "updates them must be on the device; leave one out, or offload acts alone"
+            f"train.update is delayed and offload is {c.offload!r}: both versions of the parameters must be on the "
+            "device, gradients and the optimizer's states there or on the host; use opt=host, grads=host or acts alone"
         )
     if c.precision.policy != "auto" and POLICIES[c.precision.policy]().loss_scale:
         raise ValueError(

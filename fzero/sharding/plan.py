@@ -102,6 +102,7 @@ class Plan:
     coded_grads: frozenset[str] = frozenset()  # leaves whose gradients are sent in codes
     # By leaf outside the layers the (stage, part of the model) that use it, on a mesh with pp.
     outside: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
+    delay_after: int = 0  # the first steps whose updates are not delayed
 
     def __str__(self) -> str:
         return describe(self)
@@ -169,30 +170,35 @@ class Plan:
         """
         return sent_by_link(self)
 
-    def with_updates(self, updates: int) -> Plan:
+    def with_updates(self, updates: int, delay_after: int = 0) -> Plan:
         """This plan with so many delayed updates a step, for update="delayed" (see make_train_step): the state has two
-        versions of the trained parameters, and with pp no rank waits for the pipeline to empty between the updates.
+        versions of the trained parameters; with pp no rank waits for the pipeline to empty between the updates, and
+        with opt=host an update is made while the gradient of the next one is computed.
 
-        Raises ValueError for a number below 1, for offload of anything but activations, and a codec that keeps
-        errors.
+        delay_after: the first steps, whose updates are not delayed yet, as a young model may not bear it.
+
+        Raises ValueError for a number of updates below 1 or of steps below 0, for parameters that do not rest on the
+        device and anything but activations on a disk, and for a codec that keeps errors.
 
         >>> fzero.zero_plan(0, {"w": torch.zeros(8, 2)}, fzero.one_process()).with_updates(2).delayed
         2
         """
         expect_count("the number of updates", updates)
+        expect_count("delay_after", delay_after, 0)
         if self.codec is not None and self.codec.feedback:
             raise ValueError(
                 f"delayed updates: codec {self.codec} keeps the errors of one gradient at a time, and two are under "
                 "way; leave loco or 1bit out"
             )
         for name, leaf in self.leaves.items():
-            for group, spec in (("params", leaf.params), ("grads", leaf.grads), ("opt", leaf.opt)):
-                if spec.memory != "device":
-                    raise ValueError(
-                        f"delayed updates: {name} has its {group} in memory {spec.memory!r}, and both versions of the "
-                        "parameters and all that updates them must be on the device; offload acts alone"
-                    )
-        return replace(self, delayed=updates)
+            away = {group for group in ("grads", "opt") if getattr(leaf, group).memory == "nvme"}
+            for group in away | ({"params"} if leaf.params.memory != "device" else set()):
+                raise ValueError(
+                    f"delayed updates: {name} has its {group} in memory {getattr(leaf, group).memory!r}; both versions "
+                    "of the parameters must be on the device, gradients and the optimizer's states there or on the "
+                    "host; use opt=host, grads=host or acts alone"
+                )
+        return replace(self, delayed=updates, delay_after=delay_after)
 
     def with_experts(self, experts: Experts | str) -> Plan:
         """This plan with tokens that come to the experts of other ranks of ep so: "gather", "exchange", "exchange:3"

@@ -39,13 +39,21 @@ class GradientReducer:
     micro-batch's gradients travel while the next one's are computed; but with pp the sums over data ranks that are made
     once, of whole gradients, are waited for behind the row of a rank: the stage before waits for the gradient of its
     last micro-batch, and would otherwise wait for these sums of every stage behind it.
-    coder: of the leaves of plan.coded_grads. errors: of what it rounds, if they are fed back.
+    coder: of the leaves of plan.coded_grads. errors: of what it rounds, if they are fed back. beside: is
+    called after each group of a micro-batch.
     Communicates: per leaf what `moves` says; small leaves of a part together.
     """
 
-    def __init__(self, plan: Plan, rest: SumsAtRest, coder: Coder | None = None, errors: ErrorFeedback | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        rest: SumsAtRest,
+        coder: Coder | None = None,
+        errors: ErrorFeedback | None = None,
+        beside: Callable[[], None] | None = None,
+    ):
         self.mesh, self.accumulate, self.rest = plan.mesh, plan.policy.accumulate, rest
-        self.canonical = plan.reduce == "canonical"
+        self.canonical, self.beside = plan.reduce == "canonical", beside
         self.reduce, self.coder, self.errors = reduce_dtype(plan), coder, errors
         self.coded = plan.coded_grads
         self.moves = {
@@ -93,6 +101,8 @@ class GradientReducer:
         if not self.flying and not self.rest.coming:
             self.rest.leave_small()
         grads.clear()
+        if self.beside is not None:
+            self.beside()
 
     def ends_long(self, names: Sequence[str], both: tuple[Moves, Moves]) -> bool:
         """Whether a bucket's last sums are waited for behind the row: of whole gradients, that stay on the device."""

@@ -112,7 +112,7 @@ class StepGradient:
     """The gradient of the summed total * seed over all parts of all ranks, in the layout of plan.opt, in
     policy.accumulate.
 
-    lasting: see SumsAtRest, rooms and narrow.
+    lasting: see SumsAtRest, rooms and narrow; the sums of two turns that are under way have rooms of their own.
     """
 
     def __init__(
@@ -123,7 +123,9 @@ class StepGradient:
         nvme: Nvme | None = None,
         lasting: tuple[dict[Any, Tensor] | None, bool] = (None, False),
     ) -> None:
-        self.plan, self.how, self.nvme, self.lasting = plan, how, nvme, lasting
+        self.plan, self.how, self.nvme = plan, how, nvme
+        rooms, self.narrow = lasting
+        self.rooms = rooms, None if rooms is None else dict[Any, Tensor]()
         self.slack, self.make_backward = ExpertSlack(plan), partial(make_backward, loss_fn, how=how, nvme=nvme)
         self.loss, self.backward, self.backward_plan = make_loss(loss_fn, plan, how), self.make_backward(plan), plan
         self.told: dict[Any, Any] = {} if how._known is None else how._known
@@ -159,11 +161,14 @@ class StepGradient:
         device: torch.device,
         shown: LayerSums | None = None,
         errors: ErrorFeedback | None = None,
+        parity: int = 0,
+        beside: Callable[[], None] | None = None,
     ) -> Turn:
-        """The turn of so many micro-batches at these parameters (at rest)."""
+        """The turn of so many micro-batches at these parameters (at rest). parity: of its number; beside: see
+        GradientReducer."""
         coder = grads_coder(self.plan, self.kernels)
-        rest = SumsAtRest(self.plan, parts, self.away, shown, *self.lasting, self.squares_of)
-        sink = GradientReducer(self.plan, rest, coder, errors)
+        rest = SumsAtRest(self.plan, parts, self.away, shown, self.rooms[parity], self.narrow, self.squares_of)
+        sink = GradientReducer(self.plan, rest, coder, errors, beside)
         kept: Kept | None = {} if self.plan.codec is not None and self.plan.codec.hpz else None
         return Turn(gather_over_pp(params, self.plan, self.users, device), sink, kept)
 

@@ -47,7 +47,7 @@ from fzero.train.sum_check import noting_sums
 from fzero.train.update.delayed import exchanged, keep_previous, run_delayed
 from fzero.train.update.in_backward import EarlyUpdate, expect_early
 from fzero.train.update.in_memory import Gradients, update_donated, update_pure
-from fzero.train.update.offloaded import StreamedUpdate, is_offloaded
+from fzero.train.update.offloaded import StreamedUpdate, UpdateByUnits, is_offloaded
 from fzero.train.update.speculation import Speculation, SpeculativeUpdate, expect_speculation
 
 
@@ -148,7 +148,7 @@ def make_train_step(
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             drawn, rows = draws_of(model, state), size * micro_batches
             if plan.delayed:
-                later = partial(update_delayed, plan, donate, skips, finish, partial(measured, seed))
+                later = partial(update_delayed, plan, donate, skips, streamed or finish, partial(measured, seed))
                 new, each = run_delayed(gradient, count_step(plan, state, rows), parts, size, drawn, seed.value, later)
                 first.expect_loss(gradient, new, (parts, size, drawn, seed.value), join_metrics(each))
                 return states.handed_over(state, new), join_metrics(each)
@@ -188,18 +188,23 @@ def update_delayed(
     plan: Plan,
     donate: bool,
     skips: bool,
-    finish: Callable[..., TrainState],
+    finish: StreamedUpdate | Callable[..., TrainState],
     measured: Callable[[TrainState, Any], Measured],
     state: TrainState,
     found: Any,
-) -> tuple[TrainState, Metrics]:
-    """The state after one delayed update, with the parameters before it in `extra`, and its metrics."""
+) -> tuple[TrainState | UpdateByUnits, Metrics]:
+    """The state after one delayed update, or that update begun, with the parameters before it in `extra`, and its
+    metrics."""
     metrics, verdict, sums = measured(state, found)
     moved = state._replace(extra={**state.extra, LOSS: verdict.stats})
     gpu_copies.await_readers(state.step.device)
     with plan.mesh.ledger.phase("update"):
-        new = finish(sums, exchanged(plan, moved) if donate else moved, metrics.skipped if skips else None)
-    return new if donate else keep_previous(plan, state, new), metrics
+        begin = finish.begin if isinstance(finish, StreamedUpdate) else finish
+        new = begin(sums, exchanged(plan, moved) if donate else moved, metrics.skipped if skips else None)
+    if donate:
+        return new, metrics
+    assert isinstance(new, TrainState)  # an offloaded state is donated
+    return keep_previous(plan, state, new), metrics
 
 
 def early_start(

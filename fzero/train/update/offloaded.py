@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -103,6 +103,48 @@ class StreamedUpdate:
         update = Update(self, grads, state, skipped)
         return state if skipped is not None and bool(update.small["skipped"]) else update.all()
 
+    def begin(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> UpdateByUnits:
+        """The update, to be made unit by unit."""
+        return UpdateByUnits(Update(self, grads, state, skipped))
+
+
+class UpdateByUnits:
+    """An update with nothing on a disk, made unit by unit in the memory of `state`, until `finish` gives the state
+    after it."""
+
+    def __init__(self, update: Update) -> None:
+        self.update, self.state = update, update.state
+        self.units = update.how.units(update.width())
+        self.turns, self.taken = update.by_units(self.units), 0
+
+    @functools.cached_property
+    def skips(self) -> bool:
+        """Whether the step is skipped; waits for the norm."""
+        return "skipped" in self.update.small and bool(self.update.small["skipped"])
+
+    @torch.no_grad()
+    def read_ahead(self) -> None:
+        """Start to read the first units, before the device is given more to do."""
+        if not self.taken:
+            self.take()
+
+    def take(self) -> None:
+        """Update the unit whose rows have come, but for the first call, which begins to read."""
+        next(self.turns, None)
+        self.taken += 1
+
+    @torch.no_grad()
+    def advance(self, share: float) -> None:
+        """Make the units of the first `share` of the update that are not made yet."""
+        while not self.skips and self.taken <= min(1.0, share) * len(self.units):
+            self.take()
+
+    @torch.no_grad()
+    def finish(self) -> Tree:
+        """The state after the update; unchanged if the step is skipped."""
+        self.advance(1.0)
+        return self.state if self.skips else self.update.finish()
+
 
 class Update:
     """An update in progress.
@@ -174,7 +216,13 @@ class Update:
 
     def run(self, units: list[UpdateUnit]) -> None:
         """Update some units."""
+        for _ in self.by_units(units):
+            pass
+
+    def by_units(self, units: list[UpdateUnit]) -> Iterator[None]:
+        """Update some units; yields before each one, with it and the next ones on their way."""
         for unit, begun in begin_ahead(units, self.begin, AHEAD):
+            yield
             pass_group(self.state.step.device, unit, fetched=True)
             self.update(unit, begun)
 
