@@ -97,7 +97,17 @@ def checked(own: str = "", /, **write: str) -> Callable[[Callable[P, R]], Callab
 
 
 OWN = "fzero_own"  # the attribute of a checked function: the arguments that it checks itself
-EXECUTION = ("remat", "compiled", "kernels", "prefetch", "reshard", "norms", "capture", "resident")
+EXECUTION = (
+    "remat",
+    "compiled",
+    "kernels",
+    "prefetch",
+    "reshard",
+    "norms",
+    "capture",
+    "resident",
+    "partition_activations",
+)
 # What other libraries, and earlier versions, call things.
 STEP = {name: f"write execution=fzero.Execution({name}=...)" for name in EXECUTION} | {
     "accumulation_steps": "write micro_batches=",

@@ -71,7 +71,13 @@ class Candidate(NamedTuple):
         train = replace(config.train, remat=self.remat, micro_batch=self.micro_batch)
         pipeline = Pipeline(self.schedule, self.chunks, self.layout) if self.pp > 1 else Pipeline()
         fetched = (self.zero == 3 and self.dp * self.ep > 1) or "params" in self.offload
-        split = {"sequence": sequence, "pipeline": pipeline, "resident": config.resident if fetched else 0}
+        cut = config.partition_activations and not sequence and bool(Remat.parse(self.remat).every)
+        split = {
+            "sequence": sequence,
+            "partition_activations": cut,
+            "pipeline": pipeline,
+            "resident": config.resident if fetched else 0,
+        }
         return of_its_mesh(replace(config, mesh=self.mesh, zero=self.zero, offload=self.offload, train=train, **split))
 
 

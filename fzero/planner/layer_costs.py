@@ -62,9 +62,19 @@ def layer_costs(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
     """The Costs of a model's parts on a device, shared by the ranks of tp, cp and ep of a mesh of these sizes."""
     mine = {axis: size for axis, size in sizes.items() if axis not in ("pp", "dp", "rp")}
     micro, data = config.train.micro_batch, fake_mesh(mine).data_size
-    t = replace(config.train, batch=micro * data, update="end", updates=1, measure_every=0)
+    t = replace(config.train, batch=micro * data, update="end", updates=1, delay_after=0, measure_every=0)
     config = replace(config, local=LocalSteps())
-    alone = replace(config, zero=0, codec="", offload="", mesh=mine, train=t, resident=0, pipeline=Pipeline())
+    alone = replace(
+        config,
+        zero=0,
+        codec="",
+        offload="",
+        mesh=mine,
+        train=t,
+        resident=0,
+        pipeline=Pipeline(),
+        partition_activations=False,
+    )
     return costs_of(run_step(alone, mine, 0, device.target), mine, device)
 
 

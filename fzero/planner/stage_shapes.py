@@ -31,9 +31,11 @@ def stage_shapes(
 
     batch: of a rank, of so many micro-batches.
     """
-    t = replace(config.train, batch=config.train.micro_batch, update="end", updates=1, compiled=False)
+    t = replace(config.train, batch=config.train.micro_batch, update="end", updates=1, delay_after=0, compiled=False)
     config = replace(config, local=LocalSteps())
-    alone = replace(config, zero=0, codec="", offload="", mesh={}, train=t, resident=0)  # parameters whole over dp, ep
+    alone = replace(
+        config, zero=0, codec="", offload="", mesh={}, train=t, resident=0, partition_activations=False
+    )  # parameters whole over dp, ep
     sizes = {axis.name: 1 if axis.name in ("pp", "dp", "rp", "ep") else axis.size for axis in plan.mesh.axes}
     job = run_build.build(alone, fake_mesh(sizes), model=model, layers=1)
     execution = Execution(kernels=config.train.kernels)

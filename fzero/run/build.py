@@ -134,6 +134,7 @@ def build(
         t.measure_every > 0,
         t.capture,
         config.resident,
+        config.partition_activations,
         **{"_layers": layers, "_dealt": True, "_known": known},
     )
     trained = with_drops(config, model)

@@ -275,6 +275,7 @@ class RunConfig:
     prefetch: int = 1  # layers gathered ahead of their use at stage 3
     reshard: bool = True  # stage 3: a layer's parameters are dropped after its forward pass and gathered again
     resident: int = 0  # stage 3 or offloaded parameters: stages of a rank that may stay whole between micro-batches
+    partition_activations: bool = False  # over tp without sequence: a rank keeps its part of what remat keeps
     offload: str = (
         ""  # memories of groups of leaves: "params=nvme,opt=nvme,acts=host", "opt=host:0.5"; "" is all on the device
     )

@@ -197,6 +197,11 @@ def validate(config: RunConfig) -> None:
             f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use "
             "--remat full"
         )
+    if c.partition_activations and (not remat.every or c.sequence):
+        raise ValueError(
+            f"partition_activations is true, train.remat is {t.remat} and sequence is {str(c.sequence).lower()}: it "
+            "cuts the layer inputs that remat keeps, which sequence cuts already; use --remat full without --sequence"
+        )
     if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
         raise ValueError(
             f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated "

@@ -118,6 +118,7 @@ OVER_AXIS = {
     "context": "cp",
     "experts": "ep",
     "sequence": "tp",
+    "partition_activations": "tp",
     "pipeline.schedule": "pp",
     "pipeline.chunks": "pp",
     "pipeline.layout": "pp",

@@ -190,7 +190,9 @@ KEYS: tuple[Key, ...] = (
         "use_data_before_expert_parallelism",
     ),
     *_ignored("a mean is divided once, in float32", "prescale_gradients", "gradient_predivide_factor"),
-    *_ignored("use `--remat` and `--offload acts=host`", "activation_checkpointing.*"),
+    *_ignored(
+        "use `--remat`, `--offload acts=host` and `--set partition_activations=true`", "activation_checkpointing.*"
+    ),
     *_ignored(
         "`fzero report`, `--profile` and `train.loggers` show a run",
         "flops_profiler.*",

@@ -88,7 +88,8 @@ def memory_needed(job: Job, leaves: dict[str, tuple[str, int]] | None = None) ->
     gathered += between * policy.param.itemsize * min(2, plan.delayed or 1)
     remat, tp, depth = Remat.parse(t.remat), plan.sizes["tp"], layers_alive(job)
     layer = int((10 * c.d_model + 4 * hidden_units(c) / tp) * remat.budget) + c.d_model
-    kept = depth * layer if not remat.every else c.d_model * depth // remat.every + remat.every * layer
+    inputs = 2 + depth // remat.every // tp if job.config.partition_activations else depth // max(1, remat.every)
+    kept = c.d_model * inputs + remat.every * layer if remat.every else depth * layer
     tokens = t.micro_batch * job.config.data.seq_len // plan.sizes["cp"]
     logits = 2 * 4 * (tokens if job.model.foreign else min(tokens, 1024)) * head_rows(job.config.model) // tp
     acts = tokens * (layer if plan.acts == "nvme" else kept) * policy.compute.itemsize + logits

@@ -28,6 +28,7 @@ FLAGS = {
     "prefetch": "--prefetch",
     "reshard": "",
     "resident": "--resident",
+    "partition_activations": "",
     "offload": "--offload",
     "nvme.folder": "--nvme",
     "nvme.buffer_mb": "--buffer-mb",

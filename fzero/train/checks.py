@@ -87,6 +87,8 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
             f"offload: acts={plan.acts} moves what a remat policy keeps, and remat is {remat}; use remat=full "
             "or every:2"
         )
+    if execution.partition_activations:
+        expect_same_inputs(plan, layered)
     fetched = any("dp" in leaf.use.axes or leaf.params.memory != "device" for leaf in plan.leaves.values())
     if execution.resident and not (fetched and layered):
         raise ValueError(
@@ -121,6 +123,17 @@ def expect_options(plan: Plan, execution: Execution, donate: bool, update: str, 
         raise ValueError(
             f'update="{update}" is for a layered Model with offloaded states; give the plan '
             f'offload="{"opt=host" if update == "speculate" else "params=nvme,opt=nvme"}"'
+        )
+
+
+def expect_same_inputs(plan: Plan, layered: bool) -> None:
+    """Raise ValueError unless the ranks of tp have the same inputs of layers, to be partitioned."""
+    if plan.sizes["tp"] == 1 or plan.sequence or not layered:
+        has = "sequence parallelism, which cuts them" if plan.sequence else f"tp={plan.sizes['tp']}"
+        raise ValueError(
+            "partition_activations is for layer inputs of a Model that all ranks of tp have, and this is "
+            + (f"a plan with {has}" if layered else "a plain function")
+            + "; leave it out"
         )
 
 

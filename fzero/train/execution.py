@@ -28,6 +28,8 @@ class Execution:
     resident: at stage 3, or with parameters in other memories, the stages of a rank (without pp all layers are one)
         that may stay whole between micro-batches, with embedding and head if they have them. Which ones stay when, the
         schedule says (see fzero.sharding.pipeline.with_gathers), so that gathers are fewest; 0: none.
+    partition_activations: with tp but no sequence parallelism, whether a rank keeps its part alone of the layer inputs
+        that remat="full" or "every:K" keeps, and the ranks gather them for the backward pass: 1/tp of the memory.
     norms: whether `metrics.squares` has the sums of squares of each leaf of the gradient, for norms by layer (see
         fzero.run.measure.norms).
     capture: "auto" records a step as one CUDA graph where the GPU waits for the host to issue its operators (see
@@ -47,6 +49,7 @@ class Execution:
     norms: bool = False
     capture: str = "off"
     resident: int = 0
+    partition_activations: bool = False
     _layers: int = 0  # planner only: run the first layers and extrapolate; 0: all
     _dealt: bool = False  # runs only: their loader deals rows, which tiny data may have twice
     # planner only: the shapes between stages and of losses, which ranks of pp tell each other in a first step
@@ -57,6 +60,8 @@ class Execution:
         expect_kind("remat", self.remat, (Remat, str), f'{write}, "every:2" or "selective:0.5"')
         expect_kind("compiled", self.compiled, bool, "write compiled=True or compiled=False")
         expect_kind("reshard", self.reshard, bool, "write reshard=True or reshard=False")
+        write = "write partition_activations=True"
+        expect_kind("partition_activations", self.partition_activations, bool, write)
         expect_kind("kernels", self.kernels, (Kernels, str), 'write kernels="auto" or kernels="reference"')
         if isinstance(self.remat, str):
             object.__setattr__(self, "remat", Remat.parse(self.remat))
@@ -68,6 +73,12 @@ class Execution:
         expect_fields(self)
         if self.capture not in CAPTURE:
             raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURE)}")
+        assert isinstance(self.remat, Remat)  # parsed above
+        if self.partition_activations and not self.remat.every:
+            raise ValueError(
+                f"partition_activations cuts the layer inputs that remat keeps, and remat is {self.remat}; use "
+                'remat="full" or "every:2"'
+            )
         if self.resident and not self.reshard:
             raise ValueError(
                 f"resident is {self.resident} and reshard is False, which keeps other parameters whole; leave one out"

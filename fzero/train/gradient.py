@@ -60,7 +60,7 @@ def make_backward(
         parts = parts_of(loss_fn, plan, how._layers)
         assert isinstance(how.remat, Remat)  # Execution parses a text
         known = {} if how._known is None else how._known
-        options = (how.prefetch, how.reshard, nvme, known, how.resident)
+        options = (how.prefetch, how.reshard, nvme, known, how.resident, how.partition_activations)
         return partial(run_row, StreamedModel(loss_fn, parts, plan, ctx, how.remat, *options))
 
     call = PlainLoss(loss_fn, plan.policy)

@@ -26,6 +26,7 @@ from fzero.models import base, forward
 from fzero.offload import Nvme
 from fzero.offload.activation_stack import DiskActivations, HostActivations
 from fzero.sharding import Plan
+from fzero.sharding.partitioned_activations import PartitionedActivations
 from fzero.sharding.prefetch import Group, Kept, ParamFetcher, Prefetcher, Resident
 from fzero.sharding.reduce import GradientReducer
 from fzero.train.codes import params_coding
@@ -98,6 +99,7 @@ class StreamedModel(NamedTuple):
     nvme: Nvme | None = None
     known: dict[Any, Any] = {}  # noqa: RUF012  (of shapes between stages, see between.Between; given where pp is used)
     resident: int = 0
+    partition: bool = False  # the kept inputs of layers over tp
 
     @property
     def here(self) -> tuple[Part, ...]:
@@ -318,11 +320,16 @@ class StreamedModel(NamedTuple):
         return Resident(self.fetcher(params, device), groups if forward else groups[::-1], phase)
 
     def pile(self, device: torch.device) -> dict[str, Any]:
-        """{"kept": the storage of activations kept by the remat policy}, {} for the device."""
+        """{"kept": the storage of activations kept by the remat policy}, {} for a list on the device."""
+        kept: Any = None
         if self.plan.acts == "nvme":
             assert self.nvme is not None  # given with a plan whose activations rest on a disk
-            return {"kept": DiskActivations(self.nvme.scratch)}
-        return {"kept": HostActivations(device)} if self.plan.acts == "host" and device != HOST else {}
+            kept = DiskActivations(self.nvme.scratch)
+        elif self.plan.acts == "host" and device != HOST:
+            kept = HostActivations(device)
+        if self.partition:
+            kept = PartitionedActivations(self.plan.mesh["tp"], [] if kept is None else kept)
+        return {} if kept is None else {"kept": kept}
 
 
 def passed_over(params: Tree, x: Any, ctx: base.Ctx) -> Any:
