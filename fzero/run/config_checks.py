@@ -191,17 +191,8 @@ def validate(config: RunConfig) -> None:
             f"train.loss_by_position is true and the loss of objective={c.objective} is not of tokens; leave it out"
         )
     validate_head(c)
-    remat, offload = Remat.parse(t.remat), Offload.parse(c.offload)
-    if offload.acts.memory != "device" and not remat.every:
-        raise ValueError(
-            f"offload is {c.offload!r} and train.remat is {t.remat}: acts are what a remat policy keeps; use "
-            "--remat full"
-        )
-    if c.partition_activations and (not remat.every or c.sequence):
-        raise ValueError(
-            f"partition_activations is true, train.remat is {t.remat} and sequence is {str(c.sequence).lower()}: it "
-            "cuts the layer inputs that remat keeps, which sequence cuts already; use --remat full without --sequence"
-        )
+    offload = Offload.parse(c.offload)
+    validate_layer_inputs(c, offload)
     if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
         raise ValueError(
             f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated "
@@ -287,6 +278,21 @@ def validate_head(config: RunConfig) -> None:
         use = " or ".join(name for name in SCORED if (name == "classify") == bool(head.labels)) if head else ""
         fix = f"use --objective {use}, or a model without" if there else "fzero finetune --objective makes one"
         raise ValueError(f"objective is {config.objective} and the model has {has}; {fix}")
+
+
+def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
+    """Raise ValueError if what a remat policy keeps is to be moved or cut, and there is no such thing."""
+    remat = Remat.parse(c.train.remat)
+    if offload.acts.memory != "device" and not remat.every:
+        raise ValueError(
+            f"offload is {c.offload!r} and train.remat is {c.train.remat}: acts are what a remat policy keeps; use "
+            "--remat full"
+        )
+    if c.partition_activations and (not remat.every or c.sequence):
+        raise ValueError(
+            f"partition_activations is true, train.remat is {c.train.remat} and sequence is {str(c.sequence).lower()}: "
+            "it cuts the layer inputs that remat keeps, which sequence cuts already; use --remat full without --sequence"
+        )
 
 
 def validate_delayed(c: RunConfig, offload: Offload) -> None:
