@@ -291,7 +291,7 @@ def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
     if c.partition_activations and (not remat.every or c.sequence):
         raise ValueError(
             f"partition_activations is true, train.remat is {c.train.remat} and sequence is {str(c.sequence).lower()}: "
-            "it cuts the layer inputs that remat keeps, which sequence cuts already; use --remat full without --sequence"
+            "it cuts the layer inputs that remat keeps, and sequence cuts them already; use --remat full alone"
         )
 
 
