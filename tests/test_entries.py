@@ -18,6 +18,7 @@ from fzero.checkpoint.convert.huggingface_entries import OFF, UNUSED
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.core import pytree
 from fzero.models import Ctx, LlamaConfig, build, logits
+from fzero.run import weights
 
 # A case of each family.
 KINDS = {
@@ -331,3 +332,71 @@ def test_a_base_of_which_rounding_decides_what_is_taken_out_is_refused_with_the_
         ):
             taken(gap)
     peft.adapter_leaves(adapter, {"w": torch.zeros(1, 8, 8)})  # nothing is taken out of nothing
+
+
+QKV = ("q_proj", "v_proj", "down_proj")
+WRITTEN = (  # (a base, the modules, what else is asked of PEFT): None where fzero takes the file, else what it says
+    ("llama", QKV, {"use_dora": True, "use_rslora": True}, None),
+    ("gpt2", ("c_fc", "c_proj"), {"use_dora": True}, None),
+    ("llama", QKV, {"exclude_modules": r".*\.v_proj"}, None),
+    ("llama", QKV, {"init_lora_weights": "orthogonal"}, None),
+    ("llama", QKV, {"loftq_config": {"loftq_bits": 4}}, None),
+    ("llama", ("self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj"), {}, None),
+    ("deepseek", ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"), {}, None),
+    ("gpt2", ("c_attn",), {}, "c_attn, of which fzero has the parts apart"),
+    ("phi3", ("gate_up_proj",), {}, "gate_up_proj, of which fzero has the parts apart"),
+    ("llama", (*QKV, "embed_tokens"), {}, "of an embedding, a head"),
+    ("gpt2", ("wte", "c_fc"), {}, "of an embedding, a head.*lora_embedding_A; its embedding is its head too, and PEFT"),
+    ("qwen2-tied", (*QKV, "lm_head"), {}, "of an embedding, a head.*; its embedding is its head too, and PEFT"),
+    ("llama", (*QKV, "lm_head"), {}, "of an embedding, a head"),
+    ("qwen2-tied", (*QKV, "embed_tokens"), {"ensure_weight_tying": True}, "tying is True; fzero has False alone$"),
+    ("llama", QKV, {"modules_to_save": ["lm_head", "embed_tokens"]}, "modules_to_save is"),
+    ("llama", QKV, {"rank_pattern": {r"layers\.0\..*q_proj": 2}}, "rank_pattern is"),
+    ("llama", QKV, {"alpha_pattern": {"v_proj": 3}}, "alpha_pattern is"),
+    ("llama", QKV, {"layers_to_transform": [1]}, "layers_to_transform is"),
+    ("llama", QKV, {"exclude_modules": r"model\.layers\.0\..*"}, "or of some layers alone: .* for 1 of the 2 layers"),
+    ("llama", QKV, {"trainable_token_indices": [1, 2]}, "trainable_token_indices is"),
+    ("mixtral", ("q_proj",), {"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is"),
+    ("qwen2", ("q_proj",), {"lora_bias": True}, "lora_bias is True"),
+    ("qwen2", ("q_proj",), {"bias": "lora_only"}, "bias is 'lora_only'"),
+    ("llama", QKV, {"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens is .*None alone$"),
+    ("llama", QKV, {"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication is .*None alone$"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("case", "modules", "kind", "said"), WRITTEN)
+def test_what_peft_writes_gives_its_logits_or_is_refused_with_a_remedy_that_serves(case, modules, kind, said, tmp_path):
+    """An adapter of each kind, all of it changed as if trained; refused, the folder that PEFT merges it to is taken."""
+    library = pytest.importorskip("peft")
+    module = theirs(case)
+    base = save(module, tmp_path / "base")
+    about = {"r": 4, "lora_alpha": 6, "target_modules": list(modules), "task_type": "CAUSAL_LM", **kind}
+    trained = library.get_peft_model(module, library.LoraConfig(**about))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for leaf in trained.parameters():
+            if leaf.requires_grad:
+                leaf.add_(torch.randn(leaf.shape, generator=draw), alpha=0.05)
+    trained.peft_config["default"].base_model_name_or_path = str(base)
+    trained.save_pretrained(tmp_path / "adapter")
+    ids = tokens(2)
+    loaded = library.PeftModel.from_pretrained(
+        hf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
+    ).eval()
+    with torch.no_grad():
+        expected = loaded(input_ids=ids).logits
+    start = tmp_path / "adapter"
+    if said is not None:
+        with pytest.raises(ValueError, match=said) as error:
+            weights.load_start(start)
+        assert "\n" not in str(error.value)
+        if peft.MERGE not in str(error.value):
+            return
+        start = tmp_path / "merged"
+        loaded.merge_and_unload().save_pretrained(start)
+    found = weights.load_start(start)
+    with torch.no_grad():
+        error = relative(logits(found.model, found.params, {"tokens": ids}, Ctx()), expected)
+    assert error < 1e-5

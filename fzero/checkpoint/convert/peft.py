@@ -81,6 +81,12 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "ensure_weight_tying": (False,),
 }
+# What PEFT has in the weights once it merged the adapter.
+MERGED = {
+    *("alpha_pattern", "bias", "layers_pattern", "layers_to_transform", "lora_bias", "modules_to_save"),
+    *("rank_pattern", "target_parameters", "trainable_token_indices"),
+}
+MERGE = "let PEFT merge it (merge_and_unload), and start from that folder"
 
 
 class Adapter(NamedTuple):
@@ -210,22 +216,25 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
             if subtracted and rank > min(size_in, size_out):
                 raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {module} has rows or columns")
             if row.beside:
-                raise ValueError(
-                    f"{folder}: has factors of {module}, of which fzero has the parts apart; merge it by PEFT"
-                )
+                raise ValueError(f"{folder}: has factors of {module}, of which fzero has the parts apart; {MERGE}")
             if tensors[name].shape != shape:
                 raise ValueError(f"{other}: {name} is {list(tensors[name].shape)}, and there it would be {list(shape)}")
             rest.discard(name)
             found.setdefault(f"{row.ours}_lora_{factor}", {})[index] = tensors[name]
     if rest:
-        raise ValueError(f"{other}: it has {min(rest)}, which no weight there has")
+        tied = getattr(inner, "tied", False) and any(re.search(r"\.\d+\.", name) is None for name in rest)
+        raise ValueError(
+            f"{other}, or of an embedding, a head, a bias or experts, which fzero's adapters lack: it has {min(rest)}; "
+            + ("its embedding is its head too, and PEFT would merge into both what is of one" if tied else MERGE)
+        )
     names = sorted({re.sub(LORA, "", name) for name in found})
     for name in names:
         for factor in "abm" if dora else "ab":
             have = found.get(f"{name}_lora_{factor}", {})
             if len(have) < leaves[name].shape[0]:
                 raise ValueError(
-                    f"{other}: it has factors for {len(have)} of the {leaves[name].shape[0]} layers of {name}"
+                    f"{other}, or of some layers alone: it has factors for {len(have)} of the "
+                    f"{leaves[name].shape[0]} layers of {name}; {MERGE}"
                 )
     alpha = about["lora_alpha"] * (math.sqrt(rank) if about.get("use_rslora") else 1.0)
     targets = rf"^({'|'.join(re.escape(name) for name in names)})$"
@@ -314,7 +323,12 @@ def _read_about(where: Path) -> dict[str, Any]:
             fix = "; it changes the base's weights when it is loaded" if name == "init_lora_weights" else ""
             fix += " by random numbers, another model at each load" if random else ""
             fix += ": let PEFT save it as plain LoRA (path_initial_model_for_weight_conversion)" if fix else ""
-            allowed = " or ".join(map(repr, dict.fromkeys(map(str, PLAIN[name])))) if fix else repr(PLAIN[name][0])
+            fix = fix or f"; {MERGE}" * (name in MERGED)
+            allowed = (
+                " or ".join(map(repr, dict.fromkeys(map(str, PLAIN[name]))))
+                if len(PLAIN[name]) > 3
+                else repr(PLAIN[name][0])
+            )
             raise ValueError(f"{where}: {name} is {short(value)}; fzero has {allowed} alone{fix}")
         if name not in PLAIN and name not in known and value is not None:
             raise ValueError(
