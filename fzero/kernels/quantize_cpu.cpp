@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "bits.h"
 
@@ -63,15 +64,15 @@ template <typename K> uint32_t code_of(float y, const float* between) {
 }
 
 // The codes of `count` numbers, which are one block; returns their scale.
-template <typename K, typename T> float encode(const T* x, int64_t count, uint8_t* data, const Shape& s) {
+template <typename K> float encode(const float* x, int64_t count, uint8_t* data, const Shape& s) {
   uint32_t magnitude = 0;  // ordered as the numbers are, with infinity and NaN at the top
 #pragma omp simd reduction(max : magnitude)
-  for (int64_t i = 0; i < count; ++i) magnitude = std::max(magnitude, bits(wide(x[i])) & 0x7fffffffu);
+  for (int64_t i = 0; i < count; ++i) magnitude = std::max(magnitude, bits(x[i]) & 0x7fffffffu);
   const bool finite = magnitude < 0x7f800000u;
   const float scale = std::max(real(magnitude) / K::largest, SMALLEST), inverse = 1.0f / scale;
   float between[15] = {};
   if constexpr (K::levels) std::copy_n(s.between, 15, between);
-  const auto code = [&](int64_t i) { return code_of<K>(wide(x[i]) * inverse, between); };
+  const auto code = [&](int64_t i) { return code_of<K>(x[i] * inverse, between); };
   if (!finite) {  // the codes of zeros
     const uint32_t zero = code_of<K>(0.0f, between);
     std::memset(data, int(K::bits == 4 ? zero | zero << 4 : zero), width<K>(count));
@@ -133,7 +134,16 @@ template <typename Work> void each_block(const Shape& s, Work work) {
 
 template <typename K, typename T> void quantize(const T* x, uint8_t* data, float* scale, const Shape& s) {
   each_block(s, [&](int64_t i, int64_t row, int64_t first, int64_t count) {
-    scale[i] = encode<K>(x + row * s.n + first, count, data + row * width<K>(s.n) + width<K>(first), s);
+    const T* given = x + row * s.n + first;
+    uint8_t* codes = data + row * width<K>(s.n) + width<K>(first);
+    if constexpr (std::is_same_v<T, float>) {
+      scale[i] = encode<K>(given, count, codes, s);
+    } else {  // in float32 once, not in each of the loops of encode
+      float values[LARGEST_BLOCK];
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) values[j] = wide(given[j]);
+      scale[i] = encode<K>(values, count, codes, s);
+    }
   });
 }
 

@@ -55,6 +55,7 @@ INITS = ("gaussian", "eva", "orthogonal")  # which the factors in a file replace
 # Which, when PEFT loads the adapter, also take a product of their first factors out of the base's weights. Those that
 # draw random numbers for it (pissa_niter_N) compute another model at each load.
 SUBTRACTED = ("pissa", "olora", "OLoRA")
+LOOSE = 1e-3  # of a weight: what is taken out of it may differ by so much between machines, and not by more
 PLAIN: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, *INITS, *SUBTRACTED),
     "bias": ("none",),
@@ -80,6 +81,12 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_bdlora": (None, False),
     "ensure_weight_tying": (False,),
 }
+# What PEFT has in the weights once it merged the adapter.
+MERGED = {
+    *("alpha_pattern", "bias", "layers_pattern", "layers_to_transform", "lora_bias", "modules_to_save"),
+    *("rank_pattern", "target_parameters", "trainable_token_indices"),
+}
+MERGE = "let PEFT merge it (merge_and_unload), and start from that folder"
 
 
 class Adapter(NamedTuple):
@@ -90,6 +97,7 @@ class Adapter(NamedTuple):
     notes: list[str]  # lines about what is not taken over
     stored: dict[str, bool]  # the weights of ours, and whether transformers has them as [out, in]
     subtracted: str  # of SUBTRACTED in small letters, or ""
+    folder: Path  # where it is
 
 
 class _Place(NamedTuple):
@@ -192,6 +200,7 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
             f"{folder / TENSORS}: no such file; fzero reads no other weights of an adapter (no .bin files)"
         )
     rank, dora = about["r"], about.get("use_dora", False)
+    subtracted = str(about.get("init_lora_weights")).lower() if about.get("init_lora_weights") in SUBTRACTED else ""
     tensors = {n.removeprefix(PREFIX).removesuffix(".weight"): e for n, e in read_safetensors(folder / TENSORS).items()}
     leaves, other = like(inner), f"{folder}: an adapter for another base than {base}"
     found: dict[str, dict[tuple[int, ...], Entry]] = {}
@@ -204,32 +213,33 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
             name = f"{module}.{theirs}"
             if name not in tensors:
                 continue
+            if subtracted and rank > min(size_in, size_out):
+                raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {module} has rows or columns")
             if row.beside:
-                raise ValueError(
-                    f"{folder}: has factors of {module}, of which fzero has the parts apart; merge it by PEFT"
-                )
+                raise ValueError(f"{folder}: has factors of {module}, of which fzero has the parts apart; {MERGE}")
             if tensors[name].shape != shape:
                 raise ValueError(f"{other}: {name} is {list(tensors[name].shape)}, and there it would be {list(shape)}")
             rest.discard(name)
             found.setdefault(f"{row.ours}_lora_{factor}", {})[index] = tensors[name]
     if rest:
-        raise ValueError(f"{other}: it has {min(rest)}, which no weight there has")
+        tied = getattr(inner, "tied", False) and any(re.search(r"\.\d+\.", name) is None for name in rest)
+        raise ValueError(
+            f"{other}, or of an embedding, a head, a bias or experts, which fzero's adapters lack: it has {min(rest)}; "
+            + ("its embedding is its head too, and PEFT would merge into both what is of one" if tied else MERGE)
+        )
     names = sorted({re.sub(LORA, "", name) for name in found})
     for name in names:
         for factor in "abm" if dora else "ab":
             have = found.get(f"{name}_lora_{factor}", {})
             if len(have) < leaves[name].shape[0]:
                 raise ValueError(
-                    f"{other}: it has factors for {len(have)} of the {leaves[name].shape[0]} layers of {name}"
+                    f"{other}, or of some layers alone: it has factors for {len(have)} of the "
+                    f"{leaves[name].shape[0]} layers of {name}; {MERGE}"
                 )
     alpha = about["lora_alpha"] * (math.sqrt(rank) if about.get("use_rslora") else 1.0)
     targets = rf"^({'|'.join(re.escape(name) for name in names)})$"
-    subtracted = str(about.get("init_lora_weights")).lower() if about.get("init_lora_weights") in SUBTRACTED else ""
     config = LoRAConfig(inner, rank, float(alpha), targets, dora)
     if subtracted:
-        narrow = next((name for name in names if min(leaves[name].shape[-2:]) < rank), None)
-        if narrow is not None:
-            raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {narrow} has rows or columns")
         config = LoRAConfig(inner, 2 * rank, 2 * float(alpha), targets, dora)
     _expect_selected(about, [place.module for place in modules], {name.rpartition(".")[0] for name in tensors}, folder)
     rate = about.get("lora_dropout", 0.0)
@@ -240,7 +250,8 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
             f"factors beside the others, which makes the rank {2 * rank}"
         )
     stored = {row.ours: row.transposed for _, row, _ in modules if row.ours in names}
-    return Adapter(config, {name: _stacked(name, parts) for name, parts in found.items()}, notes, stored, subtracted)
+    factors = {name: _stacked(name, parts) for name, parts in found.items()}
+    return Adapter(config, factors, notes, stored, subtracted, folder)
 
 
 def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -255,17 +266,45 @@ def adapter_leaves(adapter: Adapter, named: Mapping[str, Tensor]) -> dict[str, T
     scale, rank = adapter.config.alpha / adapter.config.rank, adapter.config.rank // 2
     for name, transposed in adapter.stored.items() if adapter.subtracted else ():
         weight, a, b = named[name].float(), leaves[f"{name}_lora_a"].float(), leaves[f"{name}_lora_b"].float()
+        # The decomposition of the matrix that PEFT gives to it, whose bits are PEFT's on the same machine.
         if adapter.subtracted == "pissa":
-            left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
-            root = sizes[..., :rank].sqrt()
-            first, second = left[..., :rank] * root[..., None, :] / scale, right[..., :rank, :] * root[..., None]
+            (left, right), error = _principal_factors(weight.mT, rank)
+            first, second = right.mT, left.mT / scale
+            why = f"of the singular values of {name} the {rank}th and the next are all but equal"
         else:
-            q, r = torch.linalg.qr(weight.mT if transposed else weight)
-            first, second = q[..., :rank], r[..., :rank, :]
-            first, second = (second.mT, first.mT) if transposed else (first, second)
+            (left, right), error = _orthogonal_factors(weight.mT if transposed else weight, rank)
+            first, second = (right.mT, left.mT) if transposed else (left, right)
+            why = f"of {name} the first {rank} columns are all but dependent"
+        if error > LOOSE:
+            raise ValueError(
+                f"{adapter.folder / CONFIG}: init_lora_weights is {adapter.subtracted!r}, and {why}: rounding decides "
+                f"what PEFT takes out of the base, up to {error:.0e} of it from machine to machine; let PEFT save it "
+                "as plain LoRA (path_initial_model_for_weight_conversion), or merge it"
+            )
         leaves[f"{name}_lora_a"] = torch.cat([a, first], -1)
         leaves[f"{name}_lora_b"] = torch.cat([b, -second], -2)
     return leaves
+
+
+def _principal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor], float]:
+    """The factors [L, M, R], [L, R, N] of the best product of that rank of weights [L, M, N], and how far rounding of
+    the weights in float32 can turn it, as a part of the weights: by the gap between the singular values R and R+1."""
+    left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
+    root = sizes[..., :rank].sqrt()
+    factors = left[..., :rank] * root[..., None, :], right[..., :rank, :] * root[..., None]
+    last, largest = sizes[..., rank - 1], sizes[..., 0].clamp(min=torch.finfo(torch.float32).tiny)
+    after = sizes[..., rank] if sizes.shape[-1] > rank else torch.zeros_like(last)
+    turn = (torch.finfo(torch.float32).eps * largest / (last - after)).nan_to_num(1.0).clamp(max=1.0)
+    return factors, float((turn * last / largest).max())
+
+
+def _orthogonal_factors(weight: Tensor, rank: int) -> tuple[tuple[Tensor, Tensor], float]:
+    """The first columns of Q [L, M, R] and rows of R [L, R, N] of weights [L, M, N], and how far rounding can turn
+    their product: by what each of the first columns has beside those before it."""
+    q, r = torch.linalg.qr(weight)
+    beside = r.diagonal(dim1=-2, dim2=-1)[..., :rank].abs() / weight[..., :rank].norm(dim=-2)
+    turn = (torch.finfo(torch.float32).eps / beside).nan_to_num(0.0).clamp(max=1.0)  # a column of zeros turns nothing
+    return (q[..., :rank], r[..., :rank, :]), float(turn.max())
 
 
 def _read_about(where: Path) -> dict[str, Any]:
@@ -284,7 +323,12 @@ def _read_about(where: Path) -> dict[str, Any]:
             fix = "; it changes the base's weights when it is loaded" if name == "init_lora_weights" else ""
             fix += " by random numbers, another model at each load" if random else ""
             fix += ": let PEFT save it as plain LoRA (path_initial_model_for_weight_conversion)" if fix else ""
-            allowed = " or ".join(map(repr, dict.fromkeys(map(str, PLAIN[name])))) if fix else repr(PLAIN[name][0])
+            fix = fix or f"; {MERGE}" * (name in MERGED)
+            allowed = (
+                " or ".join(map(repr, dict.fromkeys(map(str, PLAIN[name]))))
+                if len(PLAIN[name]) > 3
+                else repr(PLAIN[name][0])
+            )
             raise ValueError(f"{where}: {name} is {short(value)}; fzero has {allowed} alone{fix}")
         if name not in PLAIN and name not in known and value is not None:
             raise ValueError(
