@@ -11,8 +11,10 @@ from typing import Any
 import click
 
 from fzero.cli.flags import DEVICE, EMA, FOLDER
+from fzero.cli.number import Number
 from fzero.cli.process import say
 from fzero.core import packages
+from fzero.core.bounds import LENGTH, SEED, SIZE
 
 
 @click.group(name="data")
@@ -24,7 +26,11 @@ OUT = click.option(
     "--out", type=FOLDER, required=True, metavar="FOLDER", help="Where to write. The new folder of the corpus."
 )
 VAL_FRACTION = click.option(
-    "--val-fraction", type=float, default=0.02, show_default=True, help="The fraction of documents for validation."
+    "--val-fraction",
+    type=Number(float, (0.0, False, 1.0)),
+    default=0.02,
+    show_default=True,
+    help="The fraction of documents for validation.",
 )
 EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.")
 
@@ -40,12 +46,17 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
 @click.option("--text-key", default="text", show_default=True, help="The key of the text in a .jsonl line.")
 @click.option(
     "--seed",
-    type=int,
+    type=Number(int, SEED),
     default=0,
     show_default=True,
     help="The seed of all random numbers. They choose the validation documents.",
 )
-@click.option("--workers", type=int, default=0, help="The number of processes. Default: one for each core.")
+@click.option(
+    "--workers",
+    type=Number(int, (0, True, 4096)),
+    default=0,
+    help="The number of processes. Default: one for each core.",
+)
 @click.option(
     "--duplicates",
     default="keep",
@@ -54,7 +65,7 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
 )
 @click.option(
     "--similarity",
-    type=float,
+    type=Number(float, (0.1, True, 0.95, True)),
     default=0.8,
     show_default=True,
     help="How much of two texts is the same if they are near duplicates. The share of their runs of five words.",
@@ -150,7 +161,7 @@ def verify(corpus: Path) -> int:
     required=True,
     help="The number of each sequence. length (of its documents), rarity (of its tokens), or loss (of a model).",
 )
-@click.option("--seq-len", type=int, required=True, help="The tokens in a sequence.")
+@click.option("--seq-len", type=Number(int, LENGTH), required=True, help="The tokens in a sequence.")
 @click.option(
     "--packing",
     default="stream",
@@ -191,7 +202,7 @@ def analyze(
 
 @data_group.command()
 @click.argument("run", type=FOLDER)
-@click.option("--step", type=int, required=True, help="A step of the run. It may be one to come.")
+@click.option("--step", type=Number(int, SIZE), required=True, help="A step of the run. It may be one to come.")
 def show(run: Path, step: int) -> None:
     """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
     from fzero.run.step_documents import documents_of, lines_of

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from fzero.cli.number import Number
+from fzero.core.bounds import LENGTH, MEMORY_GB, SEED, STAGE
 from fzero.core.foreign import short
 
 FOLDER = click.Path(path_type=Path)
@@ -108,7 +110,7 @@ VALUES = (
         help="A batch that grows to that of --batch: 16:16:1e8 begins with 16 and adds 16 each 1e8 tokens.",
     ),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
-    click.option("--seq-len", type=int, help="The tokens in a sequence."),
+    click.option("--seq-len", type=Number(int, LENGTH), help="The tokens in a sequence."),
     click.option(
         "--packing",
         help="How documents fill sequences: stream (end to end), best-fit (whole, what is left filled up); of a run "
@@ -122,7 +124,7 @@ VALUES = (
     click.option("--lr", type=float, help="The peak learning rate."),
     click.option(
         "--seed",
-        type=int,
+        type=Number(int, SEED),
         help="The seed of all random numbers. They decide parameters, dropout and the order of the data.",
     ),
     click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
@@ -136,7 +138,7 @@ VALUES = (
         "--mesh",
         help="The sizes of the axes dp, rp, tp, pp, cp, ep. For example dp=2,tp=2. Default: dp over all processes.",
     ),
-    click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
+    click.option("--zero", type=Number(int, STAGE), help="The ZeRO stage, 0 to 3."),
     click.option(
         "--reduce",
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
@@ -184,7 +186,7 @@ VALUES = (
     ),
     click.option(
         "--host-memory",
-        type=click.FloatRange(min=0.0, min_open=True),
+        type=Number(float, MEMORY_GB),
         metavar="GB",
         help="The memory of this host that the run may count on. Default: what the system says is available.",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,12 @@ from typing import Any
 import click
 
 from fzero.cli.ask import OF_SEARCH, QUESTIONS, Asked, ask
-from fzero.cli.flags import AS_JSON, FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.flags import AS_JSON, FOLDER, MOST_RANKS, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
 from fzero.cli.names import check_names, check_preset
+from fzero.cli.number import Number
 from fzero.cli.progress import Progress
 from fzero.core import tables
+from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE
 from fzero.core.foreign import Unparsable, nearest, parse_toml
 from fzero.core.importing import without_collection
 from fzero.planner import launch
@@ -24,6 +25,8 @@ TABLES = (
     "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
     "stages", "local",
 )  # fmt: skip
+MOST_CLASSES = 1 << 20
+RATE_GBS = (0.0, False, 1e6)
 
 
 @click.command()
@@ -37,27 +40,39 @@ TABLES = (
 @click.option(
     "--nproc-per-node",
     "ranks_on_node",
-    type=int,
+    type=Number(int, SIZE),
     help="The ranks on a machine. Default: as many as the device's links connect.",
 )
-@click.option("--memory-gb", type=float, help="The memory of a device in GB. Default: the device's.")
-@click.option("--nvme-gbs", type=float, help="The rate of a node's disk in GB/s, of reads and of writes.")
+@click.option("--memory-gb", type=Number(float, MEMORY_GB), help="The memory of a device in GB. Default: the device's.")
+@click.option(
+    "--nvme-gbs", type=Number(float, RATE_GBS), help="The rate of a node's disk in GB/s, of reads and of writes."
+)
 @click.option(
     "--between",
     metavar="GBIT[:MS]",
     help="The links between nodes: Gbit/s of a node, ms of a message. For example 10:5.",
 )
-@click.option("--tokens", type=float, help="A budget of tokens, such as 1e12: show its days and cost.")
-@click.option("--price-per-gpu-hour", "price", type=float, help="The price of one device for an hour.")
-@click.option("--rank", type=int, default=0, show_default=True, help="The rank whose memory is shown.")
+@click.option(
+    "--tokens", type=Number(float, POSITIVE), help="A budget of tokens, such as 1e12: show its days and cost."
+)
+@click.option(
+    "--price-per-gpu-hour", "price", type=Number(float, POSITIVE), help="The price of one device for an hour."
+)
+@click.option("--rank", type=Number(int, COUNT), default=0, show_default=True, help="The rank whose memory is shown.")
 @click.option(
     "--search",
     "searches",
     is_flag=True,
     help="Find mesh, stage, recomputation, offload and micro-batch for --world-size devices.",
 )
-@click.option("--world-size", type=int, help="The number of devices for a search, with a rank on each.")
-@click.option("--top", type=int, default=10, show_default=True, help="The number of plans that a search shows.")
+@click.option(
+    "--world-size",
+    type=Number(int, (1, True, MOST_RANKS, True)),
+    help="The number of devices for a search, with a rank on each.",
+)
+@click.option(
+    "--top", type=Number(int, SIZE), default=10, show_default=True, help="The number of plans that a search shows."
+)
 @click.option(
     "--out",
     type=FOLDER,
@@ -83,7 +98,7 @@ TABLES = (
     help="A question. longest: of sequences that train on one device, and where each byte goes. fewer-bytes: what "
     "codecs and local steps gain on slow links between nodes.",
 )
-@click.option("--lora-rank", type=int, help="Plan LoRA of this rank: only its factors are trained.")
+@click.option("--lora-rank", type=Number(int, SIZE), help="Plan LoRA of this rank: only its factors are trained.")
 @click.option(
     "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
 )
@@ -92,7 +107,11 @@ TABLES = (
     metavar="KIND",
     help="Keep the frozen weights in nf4, int4 or int8. This is QLoRA.",
 )
-@click.option("--classes", type=int, help="Plan a head of so many classes, to learn labels. 1 is a reward.")
+@click.option(
+    "--classes",
+    type=Number(int, (1, True, MOST_CLASSES, True)),
+    help="Plan a head of so many classes, to learn labels. 1 is a reward.",
+)
 @click.option(
     "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."
 )
@@ -133,17 +152,6 @@ def plan(
     **flags: Any,
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
-    expect_numbers(
-        {
-            "--nproc-per-node": ranks_on_node,
-            "--tokens": tokens,
-            "--price-per-gpu-hour": price,
-            "--world-size": world_size,
-            "--top": top,
-            "--memory-gb": memory_gb,
-            "--nvme-gbs": nvme_gbs,
-        }
-    )
     kind = of_many(searches, bool(vary))
     of_search = {"--out": bool(out), "--slurm": bool(slurm), "--world-size": world_size is not None}
     refuse_together(kind, question, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
@@ -221,15 +229,10 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
         raise ValueError(f"--lora-rank is for one plan; leave out {many}")
 
 
-MOST_CLASSES = 1 << 20
-
-
 def with_classes(config: Any, classes: int) -> Any:
     """The config whose model has a head of so many classes, or of a reward, with its objective."""
     from fzero import models
 
-    if not 1 <= classes <= MOST_CLASSES:
-        raise ValueError(f"--classes is {classes}; it must be from 2 to {MOST_CLASSES:,}, or 1 for a reward")
     model = models.build(config.model)
     found = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
     objective = "reward" if classes == 1 else "classify"
@@ -390,10 +393,3 @@ def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, s
             write_text(slurm.parent, slurm.name, script)
             print(f"wrote {slurm}; start it with: sbatch {slurm}", file=sys.stderr)
     return result
-
-
-def expect_numbers(numbers: dict[str, float | None]) -> None:
-    """Raise ValueError for a flag's number that is not above 0."""
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value:g}; it must be above 0 and finite")
