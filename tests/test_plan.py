@@ -276,7 +276,7 @@ def test_the_command_prints_the_page_and_the_object(fz, planned):
         (["--vary", "zero=0,3", "--vary", "zero=1"], "--vary gives zero twice"),
         (["--vary", "mesh=2,4"], "--vary mesh='2' is not of the form"),
         (["--vary", "train.bach=1,2"], "unknown key 'train.bach' (did you mean batch"),
-        (["--rank", "2"], "rank is 2 and mesh"),
+        (["--rank", "2"], "fzero: error: --rank is 2 and a run on one process has ranks 0 to 0"),
         (["--offload", "opt=tape"], "'tape' is not a memory"),
         (["--memory-gb", "1"], "--memory-gb is 1; it must be above the 2.15 GB"),
         (["--memory-gb", "nan"], "--memory-gb is nan; it must be above 0 and below"),

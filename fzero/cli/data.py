@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from fzero.cli.flags import DEVICE, EMA, FOLDER
+from fzero.cli.idle import Flag, refuse_idle
 from fzero.cli.number import Number
 from fzero.cli.process import say
 from fzero.core import packages
@@ -19,7 +20,7 @@ from fzero.core.bounds import LENGTH, SEED, SIZE
 
 @click.group(name="data")
 def data_group() -> None:
-    """Prepare and describe the text that runs train on."""
+    """Prepare, link, verify, analyze and show the text that runs train on."""
 
 
 OUT = click.option(
@@ -32,6 +33,14 @@ VAL_FRACTION = click.option(
     show_default=True,
     help="The fraction of documents for validation.",
 )
+
+
+def with_keys(sources: tuple[str, ...]) -> bool:
+    """Whether a source may have texts by keys: its name is not that of a single text."""
+    single = (".txt", ".py", ".txt.gz", ".py.gz", ".txt.zst", ".py.zst")
+    return any(source not in ("stdlib", "-") and not source.endswith(single) for source in sources)
+
+
 EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.")
 
 
@@ -43,7 +52,15 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
 )
 @VAL_FRACTION
 @EOS
-@click.option("--text-key", default="text", show_default=True, help="The key of the text in a .jsonl line.")
+@click.option(
+    "--text-key",
+    cls=Flag,
+    needs="sources with keys, .jsonl, .parquet or .arrow",
+    of=with_keys,
+    default="text",
+    show_default=True,
+    help="The key of the text in a .jsonl line.",
+)
 @click.option(
     "--seed",
     type=Number(int, SEED),
@@ -65,6 +82,8 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
 )
 @click.option(
     "--similarity",
+    cls=Flag,
+    needs="--duplicates near",
     type=Number(float, (0.1, True, 0.95, True)),
     default=0.8,
     show_default=True,
@@ -78,6 +97,8 @@ def prepare(
     The same command goes on after an interrupt or a kill, from the folder OUT.partial."""
     from fzero import data
     from fzero.data.work_folder import path_of
+
+    refuse_idle(sources)
 
     try:
         with bytes_bar() as show:
@@ -226,7 +247,7 @@ def show(run: Path, step: int) -> None:
     help="Make a mixture of experts of a dense model. Each expert is a copy of its feed-forward part.",
 )
 def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str | None) -> None:
-    """Make a run folder of a GPT-2, Llama, Qwen, Mistral, Gemma, ... that another system saved.
+    """Make a run folder of a model that another system saved: GPT-2, Llama, Qwen, Mistral, Gemma and others.
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint. It uses no GPU."""

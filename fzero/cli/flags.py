@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from fzero.cli.idle import Flag
 from fzero.cli.number import Number
 from fzero.core.bounds import LENGTH, MEMORY_GB, SEED, STAGE
 from fzero.core.foreign import short
@@ -100,6 +101,15 @@ CONVERSATIONS = click.option(
     help="What to learn from. Conversations, one a line: its messages, each with role and content. For dpo pairs: "
     "prompt, chosen and rejected.",
 )
+
+
+def on_ranks(config: Any, device: Any = None) -> bool:
+    """Whether a run has several ranks."""
+    from fzero.core.foreign import environment_number
+
+    return math.prod(config.mesh.values()) > 1 or (not config.mesh and environment_number("WORLD_SIZE", 1, 1) > 1)
+
+
 VALUES = (
     DEVICE,
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
@@ -156,6 +166,9 @@ VALUES = (
     ),
     click.option(
         "--codec",
+        cls=Flag,
+        needs="several ranks, by torchrun or --mesh",
+        of=on_ranks,
         metavar="CODES",
         help="What travels in codes of few bytes: params=int8,grads=int4,hpz,loco. Default: nothing.",
     ),

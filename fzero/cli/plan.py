@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import click
 
 from fzero.cli.ask import OF_SEARCH, QUESTIONS, Asked, ask
 from fzero.cli.flags import AS_JSON, FOLDER, MOST_RANKS, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.idle import Flag, refuse_idle
 from fzero.cli.names import check_names, check_preset
 from fzero.cli.number import Number
 from fzero.cli.progress import Progress
+from fzero.comm.mesh_text import mesh_text
 from fzero.core import tables
 from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE
 from fzero.core.foreign import Unparsable, nearest, parse_toml
@@ -27,6 +30,22 @@ TABLES = (
 )  # fmt: skip
 MOST_CLASSES = 1 << 20
 RATE_GBS = (0.0, False, 1e6)
+
+
+def on_disk(config: Any, device: Any) -> bool:
+    """Whether a run has a state on a disk."""
+    return "nvme" in config.offload
+
+
+def on_nodes(config: Any, device: Any) -> bool:
+    """Whether a run has ranks on several nodes of a device."""
+    ranks = math.prod(config.mesh.values())
+    return ranks > device.on_node(ranks)
+
+
+def over_ep(config: Any, device: Any) -> bool:
+    """Whether a run has experts over ep."""
+    return config.mesh.get("ep", 1) > 1
 
 
 @click.command()
@@ -45,10 +64,18 @@ RATE_GBS = (0.0, False, 1e6)
 )
 @click.option("--memory-gb", type=Number(float, MEMORY_GB), help="The memory of a device in GB. Default: the device's.")
 @click.option(
-    "--nvme-gbs", type=Number(float, RATE_GBS), help="The rate of a node's disk in GB/s, of reads and of writes."
+    "--nvme-gbs",
+    cls=Flag,
+    needs="a state on a disk, such as --offload opt=nvme",
+    of=on_disk,
+    type=Number(float, RATE_GBS),
+    help="The rate of a node's disk in GB/s, of reads and of writes.",
 )
 @click.option(
     "--between",
+    cls=Flag,
+    needs="ranks on several nodes, by --mesh and --nproc-per-node",
+    of=on_nodes,
     metavar="GBIT[:MS]",
     help="The links between nodes: Gbit/s of a node, ms of a message. For example 10:5.",
 )
@@ -56,7 +83,12 @@ RATE_GBS = (0.0, False, 1e6)
     "--tokens", type=Number(float, POSITIVE), help="A budget of tokens, such as 1e12: show its days and cost."
 )
 @click.option(
-    "--price-per-gpu-hour", "price", type=Number(float, POSITIVE), help="The price of one device for an hour."
+    "--price-per-gpu-hour",
+    "price",
+    cls=Flag,
+    needs="--tokens",
+    type=Number(float, POSITIVE),
+    help="The price of one device for an hour.",
 )
 @click.option("--rank", type=Number(int, COUNT), default=0, show_default=True, help="The rank whose memory is shown.")
 @click.option(
@@ -67,20 +99,32 @@ RATE_GBS = (0.0, False, 1e6)
 )
 @click.option(
     "--world-size",
+    cls=Flag,
+    needs="--search",
     type=Number(int, (1, True, MOST_RANKS, True)),
     help="The number of devices for a search, with a rank on each.",
 )
 @click.option(
-    "--top", type=Number(int, SIZE), default=10, show_default=True, help="The number of plans that a search shows."
+    "--top",
+    cls=Flag,
+    needs="--search",
+    type=Number(int, SIZE),
+    default=10,
+    show_default=True,
+    help="The number of plans that a search shows.",
 )
 @click.option(
     "--out",
+    cls=Flag,
+    needs="--search",
     type=FOLDER,
     metavar="RUN.TOML",
     help="Where to write. The best config of a search, .toml or .json, for fzero pretrain.",
 )
 @click.option(
     "--slurm",
+    cls=Flag,
+    needs="--search",
     type=FOLDER,
     metavar="FILE",
     help="Where to write a Slurm script that trains by the config of --out.",
@@ -117,6 +161,9 @@ RATE_GBS = (0.0, False, 1e6)
 )
 @click.option(
     "--imbalance",
+    cls=Flag,
+    needs="experts over ep, such as --mesh ep=2",
+    of=over_ep,
     metavar="FACTOR",
     help="How uneven experts over ep are: the rows of the fullest rank over the mean, or a run that recorded them.",
 )
@@ -153,9 +200,10 @@ def plan(
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
     kind = of_many(searches, bool(vary))
-    of_search = {"--out": bool(out), "--slurm": bool(slurm), "--world-size": world_size is not None}
-    refuse_together(kind, question, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
+    refuse_together(kind, question, as_json, {"--roofline": by_part, "--tokens": tokens is not None})
     refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
+    if slurm is not None and out is None:
+        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if world_size is None:
@@ -171,6 +219,8 @@ def plan(
     device = device_with(
         gpu, memory_gb, nvme_gbs, imbalance, between, price_per_hour=price, ranks_on_node=ranks_on_node
     )
+    if not (kind or question):  # which change the config
+        refuse_idle(config, device)
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
         answer = Asked(answer, ask(question, answer.config, device, cache_of(no_cache))) if question else answer
@@ -200,21 +250,14 @@ def of_many(searches: bool, vary: bool) -> str:
     return "--search" if searches else "--vary" if vary else ""
 
 
-def refuse_together(
-    kind: str, question: str | None, as_json: bool, of_search: dict[str, bool], of_one: dict[str, bool]
-) -> None:
+def refuse_together(kind: str, question: str | None, as_json: bool, of_one: dict[str, bool]) -> None:
     """Raise ValueError for flags that exclude each other.
 
-    kind: "--search", "--vary" or "". of_search: {flag of a search alone: whether it is given}; of_one: of one plan.
+    kind: "--search", "--vary" or "". of_one: {flag of one plan: whether it is given}.
     """
-    found = [flag for flag, given in of_search.items() if given]
-    if kind != "--search" and found:
-        raise ValueError(f"{found[0]} is for --search; add that, or leave it out")
     other = [kind] if kind else [flag for flag, given in of_one.items() if given]
     if question and other and not (question in OF_SEARCH and kind == "--search"):
         raise ValueError(f"--ask {question} answers one question; leave out {other[0]}")
-    if of_search["--slurm"] and not of_search["--out"]:
-        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if of_one["--roofline"] and (kind or as_json):
         raise ValueError(f"--roofline is for one plan in words; leave out {kind or '--json, which has time.parts'}")
 
@@ -268,6 +311,8 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     from fzero.planner.trace_cache import is_kept
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
+    if rank >= (world := math.prod(sizes.values())):
+        raise ValueError(f"--rank is {rank} and a run on {mesh_text(sizes)} has ranks 0 to {world - 1}")
     line = ""
     if sizes.get("pp", 1) > 1:
         cache = None  # the closed forms and the kept traces are of steps without pp

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
+from fzero.cli.idle import refuse_idle
 from fzero.cli.number import Number
 from fzero.cli.process import coordinated, leave, one_line, quiet, say, versions
 from fzero.core import packages
@@ -159,6 +160,8 @@ def prepare(
     auto = begin.auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
     there = begin.resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
     config = None if there else by_cost(make(), coordinator)
+    if config is not None:
+        refuse_idle(config)
     asked = {f"--{name.replace('_', '-')}": value for name, value in begin._asdict().items()}
     asked |= {"--out": str(out), "--init": str(init)}
     coordinator.compare({**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command")

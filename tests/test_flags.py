@@ -1,5 +1,5 @@
-"""Every number that a user can give, by a flag or by --set, as click and the config's schema list them: it is taken,
-or refused in one line by its value and a bound that it violates."""
+"""Flags and settings, as click and the config's schema list them: a number is taken, or refused by its value
+and a bound that it violates; a flag that does nothing without something is refused without it."""
 
 import dataclasses
 import itertools
@@ -13,6 +13,7 @@ import pytest
 
 from fzero.cli import main
 from fzero.cli.flags import SHORTHANDS
+from fzero.cli.idle import Flag
 from fzero.cli.number import Number
 from fzero.models.presets import FAMILIES, WRAPPERS
 from fzero.run.config import RunConfig
@@ -210,3 +211,44 @@ def test_a_number_is_taken_or_refused_by_a_bound_that_it_violates(cases, stride,
         for edge in edges(bound, case.whole) if bound else ():
             again = case.refused(fz, edge)
             assert again is None, (case, edge, again[0])
+
+
+IDLE = [(words, command, option) for words, command in commands() for option in command.params
+        if isinstance(option, Flag)]  # fmt: skip
+ELSEWHERE = ("config", "finetune")  # a file for another machine; and there must be a model before there is a config
+
+
+@pytest.mark.parametrize("case", range(len(IDLE)), ids=[f"{words[-1]} {option.opts[0]}" for words, _, option in IDLE])
+def test_a_flag_is_refused_without_what_it_needs(case, fz, no_trace):
+    words, command, option = IDLE[case]
+    value = {"codec": "params=int8", "similarity": "0.5"}.get(option.name, "10")
+    line = [*line_without(option, words, command), f"{option.opts[0]}={value}"]
+    code, out, err = fz(*[word.replace("missing", "missing.txt") for word in line])
+    if option.of is None or words[-1] not in ELSEWHERE:
+        said = f"fzero: error: {option.opts[0]} is for {option.needs}; add that, or leave it out\n"
+        assert (code, out, err) == (2, "", said)
+    if option.of is None:
+        flag, _, value = option.needs.partition(" ")
+        _, _, err = fz(*line, f"{flag}={value or 1}" if value or flag != "--search" else flag)
+        assert f"{option.opts[0]} is for" not in err
+
+
+def test_the_flags_that_need_something():
+    assert {option.opts[0] for *_, option in IDLE} >= {
+        "--top", "--imbalance", "--price-per-gpu-hour", "--nvme-gbs", "--between", "--similarity", "--text-key",
+        "--codec",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("--nvme-gbs", "2", "--offload", "opt=nvme"),
+        ("--between", "10:5", "--mesh", "dp=4", "--nproc-per-node", "2"),
+        ("--model", "mixtral-tiny", "--mesh", "ep=2", "--imbalance", "1.2"),
+        ("--codec", "params=int8", "--mesh", "dp=2", "--zero", "3"),
+    ],
+)
+def test_a_flag_is_taken_with_what_it_needs(line, fz, no_trace):
+    code, _, err = fz("plan", "--model", "mlp-tiny", *line)
+    assert code == 2 and err.endswith("error: planned\n"), err
