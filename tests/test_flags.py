@@ -23,7 +23,7 @@ VALUES = (
     "-1", "0", "0.5", "1e-300", "1e30", str(10**12), str(2**31), str(2**63 - 1), str(2**63), str(2**64), "inf", "-inf",
     "nan", "", "x", "1e", "0x10", "1_000",
 )  # fmt: skip
-STRIDE = 5  # of the cases that the slow tier runs; the exhaustive one runs all
+STRIDE = 7  # of the cases that the slow tier runs; the exhaustive one runs all
 NUMBER = r"(-?[\d.]+(?:e[-+]?\d+|\^\d+)?)"
 BOUND = re.compile(rf"it must be (at least|above) {NUMBER}(?:,? and (below|at most|a finite number) ?{NUMBER}?)?$")
 BESIDE = re.compile(r"it must be (one of|even|from|in \[|(above|below|at most) [a-z])")  # of what it does not go with

@@ -22,13 +22,14 @@ class Flag(click.Option):
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
     ) -> tuple[Any, list[str]]:
-        """As that of every option; raises ValueError if this one is given and the one that it needs is not."""
+        """As that of every option; then raises ValueError if this one is given and the one that it needs is not."""
+        found = super().handle_parse_result(ctx, opts, args)
         if self.of is None and self.name in opts:
             flag, _, value = self.needs.partition(" ")
             (needed,) = (param.name for param in ctx.command.params if flag in param.opts)
             if needed not in opts or (value and opts[needed] != value):
                 raise ValueError(self.idle())
-        return super().handle_parse_result(ctx, opts, args)
+        return found
 
     def idle(self) -> str:
         """The error of the flag without what it needs."""
