@@ -206,4 +206,4 @@ def test_a_plan_knows_the_head(tmp_path, fz, classes, objective):
     assert json.loads(out)["num_params"] == expected
     assert expected == models.num_params(model) - (sizes.vocab_size - classes) * sizes.d_model * (not sizes.tied)
     code, _, err = fz("plan", "--model", "llama-tiny", "--classes", 0)
-    assert code == 2 and "--classes is 0; it must be from 2 to 1,048,576, or 1 for a reward" in err
+    assert code == 2 and "--classes is 0; it must be at least 1 and at most 1048576" in err

@@ -138,7 +138,7 @@ WRONG = {
     "unused in the schedule": ({"optim": {"schedule": {"power": 2.0}}}, "optim.schedule.power does nothing with "
     "cosine"),
     "policy": ({"precision": {"policy": "float16"}}, "precision.policy is 'float16'"),
-    "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale: "),
+    "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale.floor is -1.0; it must be above 0"),
     "remat": ({"train": {"remat": "some"}}, "remat is 'some'"),
     "compiled": ({"train": {"compiled": "yes"}}, "train.compiled is 'yes'; it must be one of auto, true, false"),
     "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide "
@@ -235,6 +235,8 @@ def test_a_config_made_in_python_is_checked_too():
         ('optim.name="muon"', ("optim.name", "muon")),
         ("train.remat=every:2", ("train.remat", "every:2")),
         ("mesh={dp = 2}", ("mesh", {"dp": 2})),
+        ("data.bucket_lengths=8,32", ("data.bucket_lengths", "8,32")),
+        ("codec=params=int8,grads=int4", ("codec", "params=int8,grads=int4")),
     ],
 )
 def test_settings(text, pair):

@@ -134,7 +134,7 @@ def test_the_command_prints_it_before_the_plan_and_apart_from_it(fz):
         (["--lora-rank", "4"], "optim.name is muon"),
         (["--quantize", "nf4"], "--quantize needs --lora-rank"),
         (["--set", "optim.name=adamw", "--lora-rank", "4", "--quantize", "nf8"], "kind is 'nf8'"),
-        (["--set", "optim.name=adamw", "--lora-rank", "0"], "lora: rank is 0"),
+        (["--set", "optim.name=adamw", "--lora-rank", "0"], "--lora-rank is 0; it must be at least 1"),
         (
             ["--set", "optim.name=adamw", "--lora-rank", "4", "--lora-targets", "/nothing/"],
             "lora: targets '/nothing/' matches no leaf",

@@ -343,7 +343,7 @@ def test_a_plan_has_of_the_host_what_the_config_says():
 
 def test_the_flag_of_the_host_s_memory_is_a_positive_number(fz):
     for value in ("0", "-3"):
-        assert "x>0" in fz("pretrain", "--host-memory", value)[2]
+        assert "it must be above 0" in fz("pretrain", "--host-memory", value)[2]
 
 
 def job_on_gpu(**settings):

@@ -22,6 +22,12 @@ def test_the_help_shows_a_whole_short_sentence_for_each_command(fz, name):
     sentence = main.first_sentence(main.cli.commands[name].help)
     assert sentence in " ".join(out.split()), sentence
     assert 5 <= len(sentence.split()) <= 20 and sentence[0].isupper() and "..." not in sentence
+    assert sentence[-2] not in ",. ", sentence
+
+
+def test_the_help_of_data_names_its_commands():
+    group = main.cli.commands["data"]
+    assert re.findall(r"\w+", group.help.lower().partition(" the text")[0].replace(" and ", " ")) == [*group.commands]
 
 
 def test_the_help_ends_with_three_examples_of_options_that_exist(fz):

@@ -1,9 +1,13 @@
 """Each rank trains on rows of its own, dealt as its step takes them; an evaluation is of the rows of all ranks."""
 
+import io
+import pickle
+
 import pytest
 import ranks
 import torch
 from close import assert_close
+from torch.utils.data import default_collate
 from zero_cases import FP64, batch_for, model_of
 
 import fzero
@@ -24,12 +28,28 @@ def equal_rows(batch):
 
 TWICE = "ranks 0 and 1 dealt different batches with local_batch, whose rows had all been dealt to them before"
 VIEWS = "^batch\\['tokens'\\] was dealt by local_batch: its rows are this rank's; give them to the step as they are"
+
+
+def saved(leaf):
+    """What torch.load reads of a tensor that torch.save wrote."""
+    file = io.BytesIO()
+    torch.save(leaf, file)
+    file.seek(0)
+    return torch.load(file)
+
+
 COPIES = {
     "clones": torch.clone,
     "another dtype": lambda leaf: leaf.to(torch.float64 if leaf.is_floating_point() else torch.int32).to(leaf.dtype),
     "slices of clones": lambda leaf: leaf.clone()[: ROWS // 2],
     "joined": lambda leaf: torch.cat([leaf[:2], leaf[2:]]),
     "in another order": lambda leaf: leaf.flip(0),
+    "indexed": lambda leaf: leaf[torch.arange(len(leaf))],
+    "stacked": lambda leaf: torch.stack(list(leaf)),
+    "collated": lambda leaf: default_collate(list(leaf)),
+    "pickled": lambda leaf: pickle.loads(pickle.dumps(leaf)),
+    "saved": saved,
+    "an array": lambda leaf: torch.from_numpy(leaf.numpy().copy()),
 }
 
 

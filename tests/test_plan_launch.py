@@ -108,7 +108,7 @@ def test_a_script_for_slurm_starts_the_command_on_its_machines(tmp_path, ranks, 
         "srun": SRUN,
         "torchrun": TORCHRUN,
         "fzero": TORCHRUN,
-        "scontrol": "#!/bin/bash\necho node7\necho node8\n",
+        "scontrol": "#!/bin/bash\necho 'node 7'\necho node8\n",
     }
     for name, body in programs.items():
         (tmp_path / name).write_text(body)
@@ -120,7 +120,7 @@ def test_a_script_for_slurm_starts_the_command_on_its_machines(tmp_path, ranks, 
     said = (tmp_path / "said").read_text().split("\n")
     assert "best.toml" in said and said[-3:-1] == ["runs/best", "--auto-resume"]
     if ranks == 16:
-        assert said[said.index("--rdzv-endpoint") + 1] == "node7:29500" and said[said.index("--rdzv-id") + 1] == "41"
+        assert said[said.index("--rdzv-endpoint") + 1] == "node 7:29500" and said[said.index("--rdzv-id") + 1] == "41"
 
 
 def test_slurm_needs_a_config_to_start(fz):

@@ -201,7 +201,7 @@ def test_what_one_stage_leaves_the_next_one_reads_once_on_every_mesh(extended):
     ("args", "message"),
     [
         (("--seed", 9), "leave out --seed, or start a new run without --resume"),
-        (("--seq-len", 0), "data.seq_len is 0; it must be at least 1"),
+        (("--seq-len", 0), "--seq-len is 0; it must be at least 1"),
         (("--rope-scaling", "yarn:4"), "the scaling of RoPE is 'yarn:4'; it must be linear:FACTOR, llama3:FACTOR"),
         (
             ("--rope-scaling", "llama3:4"),

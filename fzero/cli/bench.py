@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from fzero.cli.flags import FOLDER
+from fzero.cli.number import Number
 from fzero.cli.process import progress
 
 
@@ -78,20 +79,22 @@ def bench_machine(
 @click.argument("folder", type=FOLDER, metavar="DIR")
 @click.option(
     "--size-gb",
-    type=float,
+    type=Number(float, (0.0022, True, 1e6)),
     default=2.0,
     show_default=True,
     help="The size of its two temporary files together.",
 )
-@click.option("--seconds", type=float, default=0.5, show_default=True, help="The time for each of about 160 figures.")
+@click.option(
+    "--seconds",
+    type=Number(float, (0.0, False, 60, True)),
+    default=0.5,
+    show_default=True,
+    help="The time for each of about 160 figures.",
+)
 @click.option("--no-write-config", is_flag=True, help="Do not change the user's config.toml.")
 def bench_disk(folder: Path, size_gb: float, seconds: float, no_write_config: bool) -> None:
     """Measure the disk of DIR and write the best settings into the user's config.toml, for runs with --nvme there."""
-    size = int(size_gb * 1e9 / 2) >> 20 << 20 if 0.002 < size_gb < 1e6 else 0
-    if not size:
-        raise ValueError(f"--size-gb is {size_gb}; it must be at least 0.0022 and below 1e6")
-    if not 0 < seconds <= 60:
-        raise ValueError(f"--seconds is {seconds}; it must be above 0, and 60 at most")
+    size = int(size_gb * 1e9 / 2) >> 20 << 20
     from fzero.planner.calibrate import disk as disks
 
     click.echo(

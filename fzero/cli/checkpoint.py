@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from fzero.cli.flags import AS_JSON
+from fzero.cli.number import Number
 from fzero.comm.mesh_text import mesh_text
+from fzero.core.bounds import COUNT, RATE
 
 
 @click.group()
@@ -128,7 +130,7 @@ def verify(path: str) -> int:
 @click.argument("b", metavar="B")
 @click.option(
     "--atol",
-    type=float,
+    type=Number(float, RATE),
     default=0.0,
     help="The largest difference of equal elements. Default: all bits must be equal.",
 )
@@ -173,7 +175,7 @@ def diff(a: str, b: str, atol: float, every: bool, as_json: bool) -> int:
 @click.option(
     "--step",
     "steps",
-    type=int,
+    type=Number(int, COUNT),
     multiple=True,
     metavar="N",
     help="A step of the run. Its checkpoint in PATH, a run, folder or URL, is removed. Repeatable.",

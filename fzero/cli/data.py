@@ -11,21 +11,36 @@ from typing import Any
 import click
 
 from fzero.cli.flags import DEVICE, EMA, FOLDER
+from fzero.cli.idle import Flag, refuse_idle
+from fzero.cli.number import Number
 from fzero.cli.process import say
 from fzero.core import packages
+from fzero.core.bounds import LENGTH, SEED, SIZE
 
 
 @click.group(name="data")
 def data_group() -> None:
-    """Prepare and describe the text that runs train on."""
+    """Prepare, link, verify, analyze and show the text that runs train on."""
 
 
 OUT = click.option(
     "--out", type=FOLDER, required=True, metavar="FOLDER", help="Where to write. The new folder of the corpus."
 )
 VAL_FRACTION = click.option(
-    "--val-fraction", type=float, default=0.02, show_default=True, help="The fraction of documents for validation."
+    "--val-fraction",
+    type=Number(float, (0.0, False, 1.0)),
+    default=0.02,
+    show_default=True,
+    help="The fraction of documents for validation.",
 )
+
+
+def with_keys(sources: tuple[str, ...]) -> bool:
+    """Whether a source may have texts by keys: its name is not that of a single text."""
+    single = (".txt", ".py", ".txt.gz", ".py.gz", ".txt.zst", ".py.zst")
+    return any(source not in ("stdlib", "-") and not source.endswith(single) for source in sources)
+
+
 EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.")
 
 
@@ -37,15 +52,28 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
 )
 @VAL_FRACTION
 @EOS
-@click.option("--text-key", default="text", show_default=True, help="The key of the text in a .jsonl line.")
+@click.option(
+    "--text-key",
+    cls=Flag,
+    needs="sources with keys, .jsonl, .parquet or .arrow",
+    of=with_keys,
+    default="text",
+    show_default=True,
+    help="The key of the text in a .jsonl line.",
+)
 @click.option(
     "--seed",
-    type=int,
+    type=Number(int, SEED),
     default=0,
     show_default=True,
     help="The seed of all random numbers. They choose the validation documents.",
 )
-@click.option("--workers", type=int, default=0, help="The number of processes. Default: one for each core.")
+@click.option(
+    "--workers",
+    type=Number(int, (0, True, 4096)),
+    default=0,
+    help="The number of processes. Default: one for each core.",
+)
 @click.option(
     "--duplicates",
     default="keep",
@@ -54,7 +82,9 @@ EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.
 )
 @click.option(
     "--similarity",
-    type=float,
+    cls=Flag,
+    needs="--duplicates near",
+    type=Number(float, (0.1, True, 0.95, True)),
     default=0.8,
     show_default=True,
     help="How much of two texts is the same if they are near duplicates. The share of their runs of five words.",
@@ -67,6 +97,8 @@ def prepare(
     The same command goes on after an interrupt or a kill, from the folder OUT.partial."""
     from fzero import data
     from fzero.data.work_folder import path_of
+
+    refuse_idle(sources)
 
     try:
         with bytes_bar() as show:
@@ -150,7 +182,7 @@ def verify(corpus: Path) -> int:
     required=True,
     help="The number of each sequence. length (of its documents), rarity (of its tokens), or loss (of a model).",
 )
-@click.option("--seq-len", type=int, required=True, help="The tokens in a sequence.")
+@click.option("--seq-len", type=Number(int, LENGTH), required=True, help="The tokens in a sequence.")
 @click.option(
     "--packing",
     default="stream",
@@ -191,7 +223,7 @@ def analyze(
 
 @data_group.command()
 @click.argument("run", type=FOLDER)
-@click.option("--step", type=int, required=True, help="A step of the run. It may be one to come.")
+@click.option("--step", type=Number(int, SIZE), required=True, help="A step of the run. It may be one to come.")
 def show(run: Path, step: int) -> None:
     """Show the documents of a step of a run: row by row their source, their number, and how they begin."""
     from fzero.run.step_documents import documents_of, lines_of
@@ -215,7 +247,7 @@ def show(run: Path, step: int) -> None:
     help="Make a mixture of experts of a dense model. Each expert is a copy of its feed-forward part.",
 )
 def import_command(source: Path, out: Path, hf_config: Path | None, upcycle: str | None) -> None:
-    """Make a run folder of a GPT-2, Llama, Qwen, Mistral, Gemma, ... that another system saved.
+    """Make a run folder of a model that another system saved: GPT-2, Llama, Qwen, Mistral, Gemma and others.
 
     SOURCE is a folder of Hugging Face transformers, a torch.distributed.checkpoint, or a DeepSpeed universal
     checkpoint. It uses no GPU."""

@@ -10,6 +10,9 @@ from typing import Any
 
 import click
 
+from fzero.cli.idle import Flag
+from fzero.cli.number import Number
+from fzero.core.bounds import LENGTH, MEMORY_GB, SEED, STAGE
 from fzero.core.foreign import short
 
 FOLDER = click.Path(path_type=Path)
@@ -98,6 +101,15 @@ CONVERSATIONS = click.option(
     help="What to learn from. Conversations, one a line: its messages, each with role and content. For dpo pairs: "
     "prompt, chosen and rejected.",
 )
+
+
+def on_ranks(config: Any, device: Any = None) -> bool:
+    """Whether a run has several ranks."""
+    from fzero.core.foreign import environment_number
+
+    return math.prod(config.mesh.values()) > 1 or (not config.mesh and environment_number("WORLD_SIZE", 1, 1) > 1)
+
+
 VALUES = (
     DEVICE,
     click.option("--steps", type=int, help="The steps of the whole run, which determine the schedule."),
@@ -108,7 +120,7 @@ VALUES = (
         help="A batch that grows to that of --batch: 16:16:1e8 begins with 16 and adds 16 each 1e8 tokens.",
     ),
     click.option("--micro-batch", type=int, help="The sequences computed at a time; a divisor of the batch."),
-    click.option("--seq-len", type=int, help="The tokens in a sequence."),
+    click.option("--seq-len", type=Number(int, LENGTH), help="The tokens in a sequence."),
     click.option(
         "--packing",
         help="How documents fill sequences: stream (end to end), best-fit (whole, what is left filled up); of a run "
@@ -122,7 +134,7 @@ VALUES = (
     click.option("--lr", type=float, help="The peak learning rate."),
     click.option(
         "--seed",
-        type=int,
+        type=Number(int, SEED),
         help="The seed of all random numbers. They decide parameters, dropout and the order of the data.",
     ),
     click.option("--precision", help="The dtypes: auto, fp32, bf16, fp16 or fp64."),
@@ -136,7 +148,7 @@ VALUES = (
         "--mesh",
         help="The sizes of the axes dp, rp, tp, pp, cp, ep. For example dp=2,tp=2. Default: dp over all processes.",
     ),
-    click.option("--zero", type=int, help="The ZeRO stage, 0 to 3."),
+    click.option("--zero", type=Number(int, STAGE), help="The ZeRO stage, 0 to 3."),
     click.option(
         "--reduce",
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
@@ -154,6 +166,9 @@ VALUES = (
     ),
     click.option(
         "--codec",
+        cls=Flag,
+        needs="several ranks, by torchrun or --mesh",
+        of=on_ranks,
         metavar="CODES",
         help="What travels in codes of few bytes: params=int8,grads=int4,hpz,loco. Default: nothing.",
     ),
@@ -184,7 +199,7 @@ VALUES = (
     ),
     click.option(
         "--host-memory",
-        type=click.FloatRange(min=0.0, min_open=True),
+        type=Number(float, MEMORY_GB),
         metavar="GB",
         help="The memory of this host that the run may count on. Default: what the system says is available.",
     ),

@@ -6,6 +6,7 @@ Heavy imports wait until a command runs, so that `fzero --help` is quick.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ EXAMPLES = """Examples:
 def first_sentence(text: str) -> str:
     """The first sentence of a help text, in one line."""
     words = " ".join(text.split("\n\n")[0].split())
-    return words.partition(". ")[0].rstrip(".") + "."
+    return re.split(r"(?<=[^.])\. ", words)[0].rstrip(".") + "."
 
 
 class Sections(click.Group):

@@ -11,10 +11,14 @@ from typing import Any
 import click
 
 from fzero.cli.ask import OF_SEARCH, QUESTIONS, Asked, ask
-from fzero.cli.flags import AS_JSON, FOLDER, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.flags import AS_JSON, FOLDER, MOST_RANKS, SHORTHANDS, config_flags, config_of, parse_mesh, table_of
+from fzero.cli.idle import Flag, refuse_idle
 from fzero.cli.names import check_names, check_preset
+from fzero.cli.number import Number
 from fzero.cli.progress import Progress
+from fzero.comm.mesh_text import mesh_text
 from fzero.core import tables
+from fzero.core.bounds import COUNT, MEMORY_GB, POSITIVE, SIZE
 from fzero.core.foreign import Unparsable, nearest, parse_toml
 from fzero.core.importing import without_collection
 from fzero.planner import launch
@@ -24,6 +28,24 @@ TABLES = (
     "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
     "stages", "local",
 )  # fmt: skip
+MOST_CLASSES = 1 << 20
+RATE_GBS = (0.0, False, 1e6)
+
+
+def on_disk(config: Any, device: Any) -> bool:
+    """Whether a run has a state on a disk."""
+    return "nvme" in config.offload
+
+
+def on_nodes(config: Any, device: Any) -> bool:
+    """Whether a run has ranks on several nodes of a device."""
+    ranks = math.prod(config.mesh.values())
+    return ranks > device.on_node(ranks)
+
+
+def over_ep(config: Any, device: Any) -> bool:
+    """Whether a run has experts over ep."""
+    return config.mesh.get("ep", 1) > 1
 
 
 @click.command()
@@ -37,35 +59,72 @@ TABLES = (
 @click.option(
     "--nproc-per-node",
     "ranks_on_node",
-    type=int,
+    type=Number(int, SIZE),
     help="The ranks on a machine. Default: as many as the device's links connect.",
 )
-@click.option("--memory-gb", type=float, help="The memory of a device in GB. Default: the device's.")
-@click.option("--nvme-gbs", type=float, help="The rate of a node's disk in GB/s, of reads and of writes.")
+@click.option("--memory-gb", type=Number(float, MEMORY_GB), help="The memory of a device in GB. Default: the device's.")
+@click.option(
+    "--nvme-gbs",
+    cls=Flag,
+    needs="a state on a disk, such as --offload opt=nvme",
+    of=on_disk,
+    type=Number(float, RATE_GBS),
+    help="The rate of a node's disk in GB/s, of reads and of writes.",
+)
 @click.option(
     "--between",
+    cls=Flag,
+    needs="ranks on several nodes, by --mesh and --nproc-per-node",
+    of=on_nodes,
     metavar="GBIT[:MS]",
     help="The links between nodes: Gbit/s of a node, ms of a message. For example 10:5.",
 )
-@click.option("--tokens", type=float, help="A budget of tokens, such as 1e12: show its days and cost.")
-@click.option("--price-per-gpu-hour", "price", type=float, help="The price of one device for an hour.")
-@click.option("--rank", type=int, default=0, show_default=True, help="The rank whose memory is shown.")
+@click.option(
+    "--tokens", type=Number(float, POSITIVE), help="A budget of tokens, such as 1e12: show its days and cost."
+)
+@click.option(
+    "--price-per-gpu-hour",
+    "price",
+    cls=Flag,
+    needs="--tokens",
+    type=Number(float, POSITIVE),
+    help="The price of one device for an hour.",
+)
+@click.option("--rank", type=Number(int, COUNT), default=0, show_default=True, help="The rank whose memory is shown.")
 @click.option(
     "--search",
     "searches",
     is_flag=True,
     help="Find mesh, stage, recomputation, offload and micro-batch for --world-size devices.",
 )
-@click.option("--world-size", type=int, help="The number of devices for a search, with a rank on each.")
-@click.option("--top", type=int, default=10, show_default=True, help="The number of plans that a search shows.")
+@click.option(
+    "--world-size",
+    cls=Flag,
+    needs="--search",
+    type=Number(int, (1, True, MOST_RANKS, True)),
+    help="The number of devices for a search, with a rank on each.",
+)
+@click.option(
+    "--top",
+    cls=Flag,
+    needs="--search",
+    type=Number(int, SIZE),
+    default=10,
+    show_default=True,
+    help="The number of plans that a search shows.",
+)
 @click.option(
     "--out",
+    cls=Flag,
+    needs="--search",
     type=FOLDER,
     metavar="RUN.TOML",
     help="Where to write. The best config of a search, .toml or .json, for fzero pretrain.",
 )
 @click.option(
     "--slurm",
+    cls=Flag,
+    needs="--search",
     type=FOLDER,
     metavar="FILE",
     help="Where to write a Slurm script that trains by the config of --out.",
@@ -83,7 +142,7 @@ TABLES = (
     help="A question. longest: of sequences that train on one device, and where each byte goes. fewer-bytes: what "
     "codecs and local steps gain on slow links between nodes.",
 )
-@click.option("--lora-rank", type=int, help="Plan LoRA of this rank: only its factors are trained.")
+@click.option("--lora-rank", type=Number(int, SIZE), help="Plan LoRA of this rank: only its factors are trained.")
 @click.option(
     "--lora-targets", metavar="REGEX", help="The weights that get factors. Default: those of attention and MLP."
 )
@@ -92,12 +151,19 @@ TABLES = (
     metavar="KIND",
     help="Keep the frozen weights in nf4, int4 or int8. This is QLoRA.",
 )
-@click.option("--classes", type=int, help="Plan a head of so many classes, to learn labels. 1 is a reward.")
+@click.option(
+    "--classes",
+    type=Number(int, (1, True, MOST_CLASSES, True)),
+    help="Plan a head of so many classes, to learn labels. 1 is a reward.",
+)
 @click.option(
     "--roofline", "by_part", is_flag=True, help="Show what bounds each part of the step, and how near its limit it is."
 )
 @click.option(
     "--imbalance",
+    cls=Flag,
+    needs="experts over ep, such as --mesh ep=2",
+    of=over_ep,
     metavar="FACTOR",
     help="How uneven experts over ep are: the rows of the fullest rank over the mean, or a run that recorded them.",
 )
@@ -133,21 +199,11 @@ def plan(
     **flags: Any,
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
-    expect_numbers(
-        {
-            "--nproc-per-node": ranks_on_node,
-            "--tokens": tokens,
-            "--price-per-gpu-hour": price,
-            "--world-size": world_size,
-            "--top": top,
-            "--memory-gb": memory_gb,
-            "--nvme-gbs": nvme_gbs,
-        }
-    )
     kind = of_many(searches, bool(vary))
-    of_search = {"--out": bool(out), "--slurm": bool(slurm), "--world-size": world_size is not None}
-    refuse_together(kind, question, as_json, of_search, {"--roofline": by_part, "--tokens": tokens is not None})
+    refuse_together(kind, question, as_json, {"--roofline": by_part, "--tokens": tokens is not None})
     refuse_lora_flags(lora_rank, lora_targets, quantize, kind)
+    if slurm is not None and out is None:
+        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if searches:
         refuse_decided_flags(config_file, settings, {**flags, "mesh": mesh})
         if world_size is None:
@@ -163,6 +219,8 @@ def plan(
     device = device_with(
         gpu, memory_gb, nvme_gbs, imbalance, between, price_per_hour=price, ranks_on_node=ranks_on_node
     )
+    if not (kind or question):  # which change the config
+        refuse_idle(config, device)
     if searches and world_size is not None:
         answer = search_plans(config, world_size, device, top, out, slurm)
         answer = Asked(answer, ask(question, answer.config, device, cache_of(no_cache))) if question else answer
@@ -192,21 +250,14 @@ def of_many(searches: bool, vary: bool) -> str:
     return "--search" if searches else "--vary" if vary else ""
 
 
-def refuse_together(
-    kind: str, question: str | None, as_json: bool, of_search: dict[str, bool], of_one: dict[str, bool]
-) -> None:
+def refuse_together(kind: str, question: str | None, as_json: bool, of_one: dict[str, bool]) -> None:
     """Raise ValueError for flags that exclude each other.
 
-    kind: "--search", "--vary" or "". of_search: {flag of a search alone: whether it is given}; of_one: of one plan.
+    kind: "--search", "--vary" or "". of_one: {flag of one plan: whether it is given}.
     """
-    found = [flag for flag, given in of_search.items() if given]
-    if kind != "--search" and found:
-        raise ValueError(f"{found[0]} is for --search; add that, or leave it out")
     other = [kind] if kind else [flag for flag, given in of_one.items() if given]
     if question and other and not (question in OF_SEARCH and kind == "--search"):
         raise ValueError(f"--ask {question} answers one question; leave out {other[0]}")
-    if of_search["--slurm"] and not of_search["--out"]:
-        raise ValueError("--slurm needs --out RUN.TOML, the config that the script starts")
     if of_one["--roofline"] and (kind or as_json):
         raise ValueError(f"--roofline is for one plan in words; leave out {kind or '--json, which has time.parts'}")
 
@@ -221,15 +272,10 @@ def refuse_lora_flags(rank: int | None, targets: str | None, quantize: str | Non
         raise ValueError(f"--lora-rank is for one plan; leave out {many}")
 
 
-MOST_CLASSES = 1 << 20
-
-
 def with_classes(config: Any, classes: int) -> Any:
     """The config whose model has a head of so many classes, or of a reward, with its objective."""
     from fzero import models
 
-    if not 1 <= classes <= MOST_CLASSES:
-        raise ValueError(f"--classes is {classes}; it must be from 2 to {MOST_CLASSES:,}, or 1 for a reward")
     model = models.build(config.model)
     found = models.reward(model) if classes == 1 else models.classify(model, [str(i) for i in range(classes)])
     objective = "reward" if classes == 1 else "classify"
@@ -265,6 +311,8 @@ def plan_one(config: Any, device: Any, cache: Path | None, rank: int) -> Any:
     from fzero.planner.trace_cache import is_kept
 
     sizes, resolved = plans.sizes_of(config, None), plans.resolve_for(config, device)
+    if rank >= (world := math.prod(sizes.values())):
+        raise ValueError(f"--rank is {rank} and a run on {mesh_text(sizes)} has ranks 0 to {world - 1}")
     line = ""
     if sizes.get("pp", 1) > 1:
         cache = None  # the closed forms and the kept traces are of steps without pp
@@ -390,10 +438,3 @@ def search_plans(config: Any, gpus: int, gpu: Any, top: int, out: Path | None, s
             write_text(slurm.parent, slurm.name, script)
             print(f"wrote {slurm}; start it with: sbatch {slurm}", file=sys.stderr)
     return result
-
-
-def expect_numbers(numbers: dict[str, float | None]) -> None:
-    """Raise ValueError for a flag's number that is not above 0."""
-    for name, value in numbers.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value:g}; it must be above 0 and finite")

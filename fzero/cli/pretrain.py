@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import click
 
 from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
+from fzero.cli.idle import refuse_idle
+from fzero.cli.number import Number
 from fzero.cli.process import coordinated, leave, one_line, quiet, say, versions
 from fzero.core import packages
-from fzero.core.bounds import POSITIVE, check_bounds
+from fzero.core.bounds import POSITIVE, SIZE
 from fzero.core.importing import without_collection
 from fzero.run import warm_up
 
@@ -45,7 +47,7 @@ STAGED = ("seq_len", "packing", "rope_theta", "rope_scaling", "batch", "micro_ba
 RUN_FLAGS = (
     click.option(
         "--stop-at",
-        type=int,
+        type=Number(int, SIZE),
         help="End after this step. The schedule remains that of all steps, so the run can be resumed.",
     ),
     click.option(
@@ -70,7 +72,7 @@ RUN_FLAGS = (
     ),
     click.option(
         "--peak-tflops",
-        type=float,
+        type=Number(float, POSITIVE),
         help="The peak TFLOP/s of all processes, for MFU. Default: the measured rate.",
     ),
 )
@@ -158,6 +160,8 @@ def prepare(
     auto = begin.auto_resume or (before != "" and (out is None or str(out.absolute()) == before))
     there = begin.resume or (auto and coordinator.share(lambda: earlier.run_exists(out or Path(before))))
     config = None if there else by_cost(make(), coordinator)
+    if config is not None:
+        refuse_idle(config)
     asked = {f"--{name.replace('_', '-')}": value for name, value in begin._asdict().items()}
     asked |= {"--out": str(out), "--init": str(init)}
     coordinator.compare({**versions(), **asked, **all_values(config or table)}, "start all ranks with the same command")
@@ -210,13 +214,9 @@ def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], N
 
 
 def refuse_flags(begin: Begin, given: dict[str, Any], settings: tuple[str, ...]) -> None:
-    """Raise ValueError for flags that are out of range or exclude each other. given: the flags of the config."""
+    """Raise ValueError for flags that exclude each other. given: the flags of the config."""
     if begin.resume:
         refuse_config({name: value for name, value in given.items() if value is not None}, settings)
-    if begin.stop_at is not None and begin.stop_at < 1:
-        raise ValueError(f"--stop-at is {begin.stop_at}; it must be at least 1")
-    if begin.peak_tflops is not None:
-        check_bounds("--peak-tflops", begin.peak_tflops, POSITIVE)
     if (begin.resume or begin.auto_resume) and begin.out is None:
         raise ValueError(f"--{'resume' if begin.resume else 'auto-resume'} needs the run folder: --out RUN")
     if begin.resume and begin.auto_resume:

@@ -8,27 +8,34 @@ import click
 
 from fzero.cli import process
 from fzero.cli.flags import FOLDER, RUNS_DEVICE, SHORTHANDS, table_of
+from fzero.cli.number import Number
 from fzero.cli.process import quiet, say
+from fzero.core.bounds import COUNT, RATE, SIZE, STAGE
 
 
 @click.command()
 @click.argument("run", type=FOLDER)
-@click.option("--step", type=int, required=True, help="A step of the run. It is repeated from an earlier checkpoint.")
+@click.option(
+    "--step",
+    type=Number(int, SIZE),
+    required=True,
+    help="A step of the run. It is repeated from an earlier checkpoint.",
+)
 @click.option(
     "--from",
     "start",
-    type=int,
+    type=Number(int, COUNT),
     help="The step of the checkpoint to start from; 0 is the start of the run. Default: the nearest one.",
 )
 @click.option(
     "--mesh",
     help="The sizes of the axes dp, rp, tp, pp, cp, ep. Default: the run's own if it fits, else dp over all processes.",
 )
-@click.option("--zero", type=int, help="The ZeRO stage, 0 to 3. Default: the run's own.")
+@click.option("--zero", type=Number(int, STAGE), help="The ZeRO stage, 0 to 3. Default: the run's own.")
 @RUNS_DEVICE
 @click.option(
     "--rtol",
-    type=float,
+    type=Number(float, RATE),
     help="The allowed relative difference of a loss. Default: 0 if equal bits are expected.",
 )
 @click.option(

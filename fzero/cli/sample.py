@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 
 from fzero.cli.flags import DEVICE, EMA, FOLDER
+from fzero.cli.number import Number
 from fzero.cli.process import say
+from fzero.core.bounds import COUNT, RATE, SEED
 
 
 @click.command()
@@ -21,31 +23,35 @@ from fzero.cli.process import say
 )
 @click.option(
     "--max-new-tokens",
-    type=int,
+    type=Number(int, COUNT),
     default=200,
     show_default=True,
     help="The number of tokens to generate. Less, if the text ends before.",
 )
 @click.option(
     "--temperature",
-    type=float,
+    type=Number(float, RATE),
     default=0.8,
     show_default=True,
     help="The sampling temperature. 0 takes the likeliest token.",
 )
 @click.option(
-    "--top-k", type=int, default=0, show_default=True, help="Sample from the K likeliest tokens. 0 samples from all."
+    "--top-k",
+    type=Number(int, COUNT),
+    default=0,
+    show_default=True,
+    help="Sample from the K likeliest tokens. 0 samples from all.",
 )
 @click.option(
     "--top-p",
-    type=float,
+    type=Number(float, (0.0, False, 1.0, True)),
     default=1.0,
     show_default=True,
     help="Sample from the likeliest tokens whose probabilities add up to P.",
 )
 @click.option(
     "--seed",
-    type=int,
+    type=Number(int, SEED),
     default=0,
     show_default=True,
     help="The seed of all random numbers. The same seed gives the same text.",

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import math
 
+from fzero.core.foreign import short
+
 INF = math.inf
-Bounds = tuple[float, bool, float]  # the lower bound, whether it is allowed, and the upper bound, which is not
+# The lower bound, whether it is allowed, the upper bound, and, where it is allowed as well, True.
+Bounds = tuple[float, bool, float] | tuple[float, bool, float, bool]
 POSITIVE: Bounds = (0.0, False, INF)
 COUNT: Bounds = (0, True, INF)
 RATE: Bounds = (0.0, True, INF)
 FRACTION: Bounds = (0.0, True, 1.0)
 SIZE: Bounds = (1, True, INF)
+SEED: Bounds = (0, True, 2**64)
+STAGE: Bounds = (0, True, 4)  # of ZeRO
+LENGTH: Bounds = (1, True, 1e9)  # of a sequence, in tokens
+MEMORY_GB: Bounds = (0.0, False, 1e6)
+WHOLE = 2**63  # whole numbers without another upper bound are below it: more does not fit into a tensor or a file
+POWERS: dict[float, str] = {2**63: "2^63", 2**64: "2^64"}
 
 
 def check_bounds(name: str, value: float, bounds: Bounds) -> None:
-    """Raise ValueError if `value` is outside of `bounds`, or not a number.
+    """Raise ValueError if `value` is outside of `bounds`, or not a number. A whole number is below 2^63 if its bounds
+    name no other end.
 
     >>> check_bounds("lr", -1.0, RATE)
     Traceback (most recent call last):
     ValueError: lr is -1.0; it must be at least 0
     """
-    low, included, high = bounds
-    if not (low <= value if included else low < value) or not value < high:
-        most = "2^64" if high == 2**64 else f"{high:g}"
-        above = f" and below {most}" if high < INF else "" if math.isfinite(value) else ", and a finite number"
-        raise ValueError(f"{name} is {value!r}; it must be {'at least' if included else 'above'} {low:g}{above}")
+    low, with_low, high = bounds[:3]
+    with_high, endless = len(bounds) == 4 and bounds[3], high == INF
+    high = WHOLE if endless and isinstance(value, int) else high
+    if (low <= value if with_low else low < value) and (value <= high if with_high else value < high):
+        return
+    most = f" and {'at most' if with_high else 'below'} {_shown(high)}"
+    if endless:  # an end that no number reaches is named to those alone which are beyond it
+        most = ", and a finite number" if not math.isfinite(value) else most if value >= WHOLE == high else ""
+    raise ValueError(f"{name} is {short(value)}; it must be {'at least' if with_low else 'above'} {_shown(low)}{most}")
+
+
+def _shown(bound: float) -> str:
+    """The text of a bound, short where that is the same number."""
+    text = POWERS.get(bound) or format(bound, "g")
+    return text if bound in POWERS or float(text) == bound else repr(bound)

@@ -57,7 +57,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     try:
         return key, parse_toml(f"value = {value}", f"--set {key}")["value"]
     except Unparsable:
-        if re.fullmatch(r"[\w./:+-]+", value):
+        if re.fullmatch(r"[\w./:+,=@-]+", value):
             return key, value
         raise ValueError(f"--set {text!r}: {value!r} is not a TOML value; a text with spaces goes in quotes") from None
 

@@ -10,6 +10,7 @@ for rewards.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,8 @@ class ScoreConfig(ConfigOver):
     def __post_init__(self) -> None:
         if len(self.labels) == 1:
             raise ValueError(f"labels has the class {self.labels[0]!r} alone; there must be two or more")
-        if twice := sorted({name for name in self.labels if self.labels.count(name) > 1}):
+        counts = Counter(self.labels)
+        if twice := sorted(name for name in counts if counts[name] > 1):
             raise ValueError(f"labels has {twice[0]!r} twice; each class has a name of its own")
 
 

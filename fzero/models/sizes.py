@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fzero.core.bounds import FRACTION, POSITIVE, RATE, Bounds, check_bounds
+from fzero.core.bounds import FRACTION, INF, POSITIVE, RATE, Bounds, check_bounds
 from fzero.core.kinds import expect_fields
 
 BOUNDS: dict[str, Bounds] = {
@@ -25,6 +25,11 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("score_cap", "logit_cap"), (0.0, True, 1e6)),
     **dict.fromkeys(("n_dense", "q_rank", "n_shared"), (0, True, 1e5)),
     **dict.fromkeys(("kv_rank", "nope_dim", "rope_dim", "value_dim", "n_groups", "top_groups"), (1, True, 1e5)),
+    "key_dim": (1, True, 1e5),
+    "rank": (1, True, 1e5),  # of LoRA
+    "alpha": POSITIVE,
+    "block": (16, True, 8192, True),  # of weights in codes
+    "pad": (-1, True, INF),  # an id; -1: none
     "d_expert": (1, True, 1e8),
     "n_mtp": (0, True, 2),
     "mtp_coef": RATE,

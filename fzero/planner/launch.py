@@ -60,7 +60,8 @@ def launch_command(config: str | Path, ranks: int, on_node: int, host: str = "HO
     nodes, on_node = machines(ranks, on_node)
     if nodes == 1:
         return f"torchrun --nproc-per-node {ranks} -m {train}"
-    meet = f"--rdzv-backend c10d --rdzv-endpoint {host}:{PORT} --rdzv-id {shlex.quote(Path(config).stem)}"
+    endpoint = f'"{host}:{PORT}"' if host.startswith("$") else f"{host}:{PORT}"
+    meet = f"--rdzv-backend c10d --rdzv-endpoint {endpoint} --rdzv-id {shlex.quote(Path(config).stem)}"
     return f"torchrun --nnodes {nodes} --nproc-per-node {on_node} {meet} -m {train}"
 
 

@@ -9,7 +9,19 @@ from typing import Any
 
 from fzero.core import gpu
 from fzero.core.autodiff import Remat
-from fzero.core.bounds import COUNT, FRACTION, POSITIVE, RATE, SIZE, Bounds, check_bounds
+from fzero.core.bounds import (
+    COUNT,
+    FRACTION,
+    INF,
+    LENGTH,
+    POSITIVE,
+    RATE,
+    SEED,
+    SIZE,
+    STAGE,
+    Bounds,
+    check_bounds,
+)
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.storage import is_url
@@ -61,7 +73,7 @@ ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the k
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
-    **{"data.seq_len": (1, True, 1e9), "optim.lr": RATE},
+    **{"data.seq_len": LENGTH, "optim.lr": RATE, "data.span_corruption": (0.0, True, 1.0, True)},
     **{"data.cache_gb": POSITIVE, "data.retry_minutes": RATE, "data.fim": FRACTION},
     **{"data.noise_density": (0.0, False, 1.0), "data.mean_noise_span_length": SIZE},
     **{"data.curriculum_start": (0.0, False, 1.0), "data.curriculum_steps": COUNT, "data.curriculum_tokens": COUNT},
@@ -79,16 +91,18 @@ BOUNDS: dict[str, Bounds] = {
     "train.delay_after": COUNT,
     **{
         "train.random_ltd": COUNT,
+        "train.layer_drop_theta": (0.0, False, 1.0, True),
         "train.layer_drop_gamma": RATE,
         "train.snapshot_mb": COUNT,
         "train.digest_every": COUNT,
         "train.measure_every": COUNT,
     },
     **{
-        "train.seed": (0, True, 2**64),
+        "train.seed": SEED,
         "train.hang_s": RATE,
         "train.ema_decay": FRACTION,
-        "zero": (0, True, 4),
+        "zero": STAGE,
+        "pipeline.chunks": COUNT,
         "prefetch": COUNT,
         "resident": COUNT,
         "host_memory_gb": (0.0, True, 1e6),
@@ -102,6 +116,9 @@ BOUNDS: dict[str, Bounds] = {
     },
     **{"local.every": SIZE, "local.fragments": SIZE, "local.overlap": COUNT, "local.after": COUNT},
     **{"local.lr": POSITIVE, "local.momentum": FRACTION, "local.mix": FRACTION},
+    **{"precision.loss_scale.init": POSITIVE, "precision.loss_scale.floor": POSITIVE},
+    **{"precision.loss_scale.window": SIZE, "precision.loss_scale.hysteresis": SIZE},
+    "precision.loss_scale.factor": (1.0, False, INF),
     "dpo.beta": POSITIVE,
     "dpo.smoothing": (0.0, True, 0.5),
     **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},

@@ -96,8 +96,6 @@ def validate_kept(c: RunConfig) -> None:
 def validate_layers(c: RunConfig) -> None:
     """Raise ValueError for progressive layer dropping with what it does not go with, and for its values without it."""
     t = c.train
-    if not 0 < t.layer_drop_theta <= 1:
-        raise ValueError(f"train.layer_drop_theta is {t.layer_drop_theta}; it must be above 0 and at most 1")
     if t.layer_drop_theta == 1:
         if t.layer_drop_gamma != GAMMA:
             raise ValueError(

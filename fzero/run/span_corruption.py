@@ -32,8 +32,6 @@ def validate_spans(c: RunConfig) -> None:
                     f"data.{key} is {getattr(d, key)!r} and data.span_corruption is 0; give the part of the documents"
                 )
         return
-    if not 0 <= d.span_corruption <= 1:
-        raise ValueError(f"data.span_corruption is {d.span_corruption!r}; it must be from 0 to 1")
     if c.objective != "text" or d.fim:
         what = f"data.fim is {d.fim:g}, which rearranges them too" if d.fim else f"objective is {c.objective}"
         raise ValueError(

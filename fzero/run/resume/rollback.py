@@ -154,8 +154,7 @@ def expect_agreement(job: Job, state: TrainState, part: Callable[[int], Any], st
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise FloatingPointError(
             f"step {step}: {lines[0]}{more}: hardware computes wrongly, or a memory has "
-            "changed; the checkpoints are from before: resume "
-            "with --resume, without that host"
+            "changed; start it again without that host: --resume goes on from the last checkpoint, if there is one"
         )
 
 
