@@ -18,12 +18,11 @@ import transformers as hf
 import fzero
 from fzero import models, optim
 from fzero.checkpoint import convert
-from fzero.checkpoint.convert.decoders import save_decoder
+from fzero.checkpoint.convert.decoders import decoder_of, save_decoder
 from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.core import pytree
 from fzero.models.base import Ctx
-from fzero.models.decoders.config import read_decoder
-from fzero.models.decoders.model import decoder_of
+from fzero.models.decoders.config import name_of_scored, read_decoder
 from fzero.models.vocabulary import with_vocab_size
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
@@ -179,6 +178,116 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(name, tmp_path)
     assert_close(found.total, expected, rtol=1e-5)
 
 
+# ---- heads of scores ----
+
+LENGTHS = [8, 5, 3, 8]  # of texts that fill rows of T tokens, the rest padded with 0
+
+
+SCORED = [name for name in DECODERS if name_of_scored(DECODERS[name]())]  # of which transformers has such a head
+
+
+def scored(name, folder, labels):
+    """The folder of a decoder with a head of scores as transformers saves it."""
+    config = DECODERS[name]()
+    config.num_labels, config.pad_token_id = labels, 0
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        hf.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def texts_with_classes():
+    """(a batch of texts with classes, the classes)."""
+    there = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    last, classes = torch.tensor(LENGTHS)[:, None] - 1 == torch.arange(T), torch.tensor([2, 0, 1, 1])
+    return {"tokens": rows(7)[:, :-1] * there, "targets": classes[:, None] * last, "mask": last}, classes
+
+
+def loss_and_gradients(folder, batch):
+    """(the model, its parameters, the loss and the gradients by transformers' names) in float64 of a folder's model."""
+    source = convert.open_source(folder)
+    model = models.build(source.config)
+    params = pytree.map(lambda leaf: leaf.double().requires_grad_(), convert.load(source))
+    model.prepare(batch, Ctx())  # looks at what a token sees, in float32
+    with theirs.Widened():
+        out = models.loss(model, params, batch, Ctx(dtype=torch.float64))
+    named = pytree.named_leaves(params)
+    found = dict(zip(named, torch.autograd.grad(out.total, list(named.values()))))
+    return model, params, out, named_by_them(source.config, found)
+
+
+def module_of(folder):
+    cls = hf.AutoModelForSequenceClassification
+    return cls.from_pretrained(folder, experts_implementation="batched_mm").double().train(False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "Phi" else slow if n == "OPT" else pytest.mark.exhaustive) for n in SCORED],
+)
+def test_classes_have_the_losses_and_gradients_of_transformers(name, tmp_path):
+    folder, (batch, classes) = scored(name, tmp_path / "theirs", 3), texts_with_classes()
+    model, params, out, found = loss_and_gradients(folder, batch)
+    module = module_of(folder)
+    with theirs.Widened():
+        logits = module(batch["tokens"], attention_mask=(batch["tokens"] != 0).long()).logits
+        loss = torch.nn.functional.cross_entropy(logits, classes, reduction="sum")
+    loss.backward()
+    assert int(out.num_tokens) == 4
+    assert_close(out.total.detach(), loss.detach(), rtol=1e-10)
+    expected = {
+        key: leaf.grad if leaf.grad is not None else 0 * leaf.detach() for key, leaf in module.named_parameters()
+    }
+    assert found.keys() == expected.keys() and "score.weight" in found
+    assert_close(found, {key: expected[key] for key in found}, rtol=1e-10, atol=1e-12)
+    assert model.config.labels == tuple(module.config.id2label.values()) and model.config.pad == 0
+    save_decoder(tmp_path / "ours", model.config, in_memory(pytree.map(torch.detach, params)))
+    back = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    assert type(back) is type(module) and (back.config.id2label, back.config.pad_token_id) == (
+        module.config.id2label,
+        0,
+    )
+    for key, leaf in module.named_parameters():
+        assert torch.equal(dict(back.named_parameters())[key], leaf), key
+
+
+@slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "GPT-NeoX" else pytest.mark.exhaustive) for n in SCORED if n not in MIXED]
+)
+def test_rewards_have_the_losses_and_gradients_of_transformers(name, tmp_path):
+    folder, tokens = scored(name, tmp_path / "theirs", 1), rows(8, 2)[:, :-1]
+    last = torch.tensor([2, T - 1])  # a row has the chosen answer, of three tokens, and the rejected one, of five
+    mask = torch.zeros(2, T, dtype=torch.bool)
+    mask[:, last] = True
+    batch = {"tokens": tokens, "targets": torch.zeros_like(tokens), "mask": mask}
+    _, _, out, found = loss_and_gradients(folder, batch | {"documents": torch.tensor([[0] * 3 + [1] * 5] * 2)})
+    module = module_of(folder)
+    with theirs.Widened():
+        chosen, rejected = module(tokens[:, :3]).logits, module(tokens[:, 3:]).logits
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).sum()
+    loss.backward()
+    assert int(out.num_tokens) == 2
+    assert_close(out.total.detach(), loss.detach(), rtol=1e-10)
+    expected = {
+        key: leaf.grad if leaf.grad is not None else 0 * leaf.detach() for key, leaf in module.named_parameters()
+    }
+    assert_close(found, {key: expected[key] for key in found}, rtol=1e-10, atol=1e-12)
+
+
+@slow
+def test_a_decoder_without_a_class_of_scores_has_none(tmp_path):
+    config = read_decoder(json.loads(hf.CodeGenConfig(**OLD, rotary_dim=4).to_json_string()), "config.json")
+    with pytest.raises(ValueError, match=r"no class of codegen with a head of scores.*use --objective chat or dpo"):
+        models.classify(models.build(config), ["a", "b"])
+    config = hf.OPTConfig(**TRUNK, ffn_dim=32, word_embed_proj_dim=8)
+    config = read_decoder(json.loads(config.to_json_string()), "config.json")
+    with pytest.raises(ValueError, match=r"OPTForSequenceClassification: its head is no linear layer `score` of 16"):
+        models.reward(models.build(config))
+
+
+# ---- on two ranks ----
+
 TWO = [
     pytest.param("GPT-NeoX", {"tp": 2}, 0, marks=slow),
     pytest.param("Cohere", {"tp": 2}, 0, marks=pytest.mark.exhaustive),
@@ -234,7 +343,9 @@ REFUSED = {
         "model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
     },
     "model_type is 'fhi', which transformers": {"model_type": "fhi"},
-    "of phi fzero reads PhiForCausalLM": {**PHI, "architectures": ["PhiForSequenceClassification"]},
+    "of phi fzero reads PhiForCausalLM and PhiForSequenceClassification": {
+        **PHI, "architectures": ["PhiForTokenClassification"],
+    },
     "vit is no decoder": {"model_type": "vit"},
     "more than tokens": {"model_type": "gemma3"},
     "transformers takes no such phi": {**PHI, "num_hidden_layers": "two"},
@@ -339,10 +450,7 @@ def test_lora_of_gpt_neox_resumes_merges_and_learns_preferences(tmp_path, fz):
     pairs = ["--data", tmp_path / "pairs.jsonl", *chats.FLAGS, "--steps", 2]
     assert fz("finetune", "--objective", "dpo", "--init", folder, *pairs, "--out", tmp_path / "dpo")[::2] == (0, "")
     assert chats.column(tmp_path / "dpo", "loss")[0] == pytest.approx(0.693147, abs=1e-5)
-    for more, message in (
-        (["--objective", "reward"], "reward and transformers' code computes GPTNeoXForCausalLM"),
-        (["--lora", "rank=4", "--quantize", "nf4"], "weights in codes are for fzero's own models"),
-    ):
+    for more, message in ((["--lora", "rank=4", "--quantize", "nf4"], "weights in codes are for fzero's own models"),):
         code, _, err = fz("finetune", "--init", folder, *pairs, *more, "--out", tmp_path / "no")
         assert code == 2 and message in err
 

@@ -124,9 +124,10 @@ def class_of_decoder(config: Any, content: Mapping[str, Any], where: str) -> typ
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
         raise ValueError(f"{where}: {config.model_type} is no decoder: transformers has no class for it that says text")
-    saved = content.get("architectures") or []
-    if saved not in ([], [name]):
-        raise ValueError(f"{where}: architectures is {saved}; of {config.model_type} fzero reads {name}")
+    saved, scored = content.get("architectures") or [], name_of_scored(config)
+    if saved not in ([], [name], *([[scored]] if scored else [])):
+        known = " and ".join([name, *([scored] if scored else [])])
+        raise ValueError(f"{where}: architectures is {saved}; of {config.model_type} fzero reads {known}")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{where}: {config.model_type} is an encoder-decoder; write fzero.from_huggingface")
     cls = getattr(transformers, name)
@@ -134,6 +135,26 @@ def class_of_decoder(config: Any, content: Mapping[str, Any], where: str) -> typ
     if others or config.get_text_config() is not config:
         raise ValueError(f"{where}: {name} takes more than tokens ({', '.join(others) or 'a config within'})")
     return cls
+
+
+def name_of_scored(config: Any) -> str:
+    """The name of the class of transformers that has a head of scores on a decoder; "" if there is none."""
+    from transformers.models.auto import modeling_auto
+
+    return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "")
+
+
+def class_of_scored(config: Any, where: str) -> type:
+    """The class of that name; raises ValueError if there is none."""
+    import transformers
+
+    name = name_of_scored(config)
+    if not name:
+        raise ValueError(
+            f"{where}: transformers has no class of {config.model_type} with a head of scores, "
+            "...ForSequenceClassification, which a folder of it needs; use --objective chat or dpo"
+        )
+    return getattr(transformers, name)
 
 
 def first_number(config: Any, names: tuple[str, ...], otherwise: int) -> int:

@@ -36,7 +36,8 @@ def expect_sight(layered: Layered, packed: bool) -> None:
     if packed:
         raise ValueError(
             f"{layered.name}: {part} mixes the documents of a row, which transformers is told apart by position_ids; "
-            "use data.within_documents=false, and for chat data.packing=buckets with it, where a row has one document"
+            "for text use data.within_documents=false, and for chat data.packing=buckets with it, where a row has one "
+            "document; pairs and classes, which share rows, need a decoder that tells documents apart"
         )
     raise ValueError(f"{layered.name}: in {part} a token sees the ones after it, so that it is no decoder")
 
