@@ -336,8 +336,11 @@ def test_dropout_is_drawn_from_the_key_of_the_state(tmp_path):
 PHI = {"model_type": "phi", "architectures": ["PhiForCausalLM"]}
 REFUSED = {
     "model_type is None": {"architectures": ["PhiForCausalLM"]},
-    "is an encoder-decoder": {"model_type": "bart", "is_encoder_decoder": True},
+    "is an encoder-decoder.*from_huggingface.*from_module": {"model_type": "bart", "is_encoder_decoder": True},
     "t5 is no decoder|encoder-decoder": {"model_type": "t5"},
+    "of bert fzero reads BertLMHeadModel.*from_huggingface": {
+        "model_type": "bert", "architectures": ["BertForMaskedLM"],
+    },
     "quantization_config is .*save the model without": {**PHI, "quantization_config": {"bits": 4}},
     "'own', which transformers .* auto_map names code of the folder's own": {
         "model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
@@ -373,8 +376,14 @@ def test_without_transformers_the_remedy_is_said(monkeypatch):
 def test_what_sees_later_tokens_or_has_no_layers_alike_is_refused(tmp_path):
     bert = hf.BertConfig(**TRUNK, intermediate_size=32)
     config = read_decoder(json.loads(bert.to_json_string()), "config.json")
-    with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0 a token sees the ones after it"):
-        models.build(config).prepare({"tokens": rows(0)}, Ctx())
+    for more in ({}, {"documents": torch.zeros(4, T + 1, dtype=torch.int64)}):
+        with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0 a token sees the ones after it.*from_module"):
+            models.build(config).prepare({"tokens": rows(0), **more}, Ctx())
+    xlnet = read_decoder(json.loads(hf.XLNetConfig(V, 16, 2, 4, 32).to_json_string()), "config.json")
+    with pytest.raises(ValueError, match=r"transformer\.layer\.0 is called with \[9, 1, 16\] for tokens \[1, 9\]"):
+        models.build(xlnet).prepare({"tokens": rows(0)}, Ctx())
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification: its head is no linear layer `score`"):
+        models.classify(models.build(config), ["a", "b"])
     phi = {**json.loads(DECODERS["Phi"]().to_json_string()), "is_causal": False}
     with pytest.raises(ValueError, match=r"model\.layers\.0 a token sees the ones after it"):
         models.build(read_decoder(phi, "config.json")).prepare({"tokens": rows(0)}, Ctx())
@@ -453,6 +462,32 @@ def test_lora_of_gpt_neox_resumes_merges_and_learns_preferences(tmp_path, fz):
     for more, message in ((["--lora", "rank=4", "--quantize", "nf4"], "weights in codes are for fzero's own models"),):
         code, _, err = fz("finetune", "--init", folder, *pairs, *more, "--out", tmp_path / "no")
         assert code == 2 and message in err
+
+
+@slow
+def test_classes_and_rewards_are_learnt_resumed_and_exported(tmp_path, fz):
+    folder = chat_folder(tmp_path / "phi", hf.PhiConfig(**BYTES))
+    texts = ({"text": f"{i} is it", "label": "odd" if i % 2 else "even"} for i in range(24))
+    chats.write_lines(tmp_path / "classify.jsonl", texts)
+    chats.pair_file(tmp_path / "reward.jsonl", 12)
+    for objective, more in (("classify", ["--lora", "rank=4"]), ("reward", [])):
+        run, out, on = (tmp_path / f"{objective}{end}" for end in ("", "-out", "-on"))
+        start = ["finetune", "--objective", objective, "--data", tmp_path / f"{objective}.jsonl", *chats.FLAGS, *more]
+        code, said, err = fz(*start, "--init", folder, "--steps", 3, "--stop-at", 2, "--out", run)
+        assert (code, err) == (0, "") and "PhiForCausalLM has no functions of fzero's own" in said
+        assert fz("finetune", "--resume", "--out", run)[::2] == (0, "")
+        assert fz("export", run, "--out", out)[::2] == (0, "")
+        module = hf.AutoModelForSequenceClassification.from_pretrained(out).eval()
+        trained, ids = weights.load(run, wide=True), torch.arange(20, 60)[None].clone()
+        ids[:, 30:] = module.config.pad_token_id
+        with torch.no_grad():
+            found = models.logits(trained.model, trained.params, {"tokens": ids[:, :30]})[:, -1]
+            assert_close(found, module(ids).logits, rtol=1e-4, atol=1e-5)
+        assert fz(*start, "--init", out, "--steps", 1, "--lr", 0, "--out", on)[::2] == (0, "")
+        before, after = (pytree.named_leaves(weights.load(one).params) for one in (run, on))
+        assert torch.equal(before["head/score"], after["head/score"])
+        code, _, err = fz("finetune", "--data", tmp_path / "chat.jsonl", *chats.FLAGS, "--init", out, "--out", tmp_path)
+        assert code == 2 and "objective is chat and the model has a head of" in err
 
 
 @slow

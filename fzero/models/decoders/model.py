@@ -22,7 +22,7 @@ from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch
 from fzero.models.by_source import sums_by_source
-from fzero.models.decoders.config import DecoderConfig, class_of_decoder, class_of_scored, config_of_text
+from fzero.models.decoders.config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
 from fzero.models.decoders.sight import expect_sight
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
@@ -121,8 +121,8 @@ def trunk_of(whole: Any, config: DecoderConfig) -> Trunk:
     score = getattr(whole, "score", None)
     if type(score) is not nn.Linear or score.bias is not None or score.in_features != config.d_model:
         raise ValueError(
-            f"{type(whole).__name__}: its head is no linear layer `score` of {config.d_model} numbers without bias, "
-            "which fzero trains; use --objective chat or dpo"
+            f"{type(whole).__name__}: its head is no linear layer `score` of {config.d_model} numbers without bias, as "
+            f"those of decoders are{IN_PYTHON}"
         )
     return Trunk(whole)
 
