@@ -22,7 +22,7 @@ from fzero.core.files import remove_entry
 from fzero.core.foreign import parse_json, read_json
 from fzero.core.storage import write_text, write_texts
 from fzero.models.decoders.config import DecoderConfig, read_decoder
-from fzero.models.score import ScoreConfig, head_rows
+from fzero.models.score import SCORE, ScoreConfig, head_rows
 
 
 def is_foreign(where: Path) -> bool:
@@ -60,12 +60,13 @@ def open_decoder(
 
 
 def decoder_of(config: DecoderConfig | ScoreConfig) -> Any:
-    """The decoder of a config."""
+    """The decoder of a config, with the sources of all its leaves."""
     from fzero.models.decoders import model
 
-    if isinstance(config, ScoreConfig):
-        return model.decoder_of(config.base, head_rows(config))
-    return model.decoder_of(config)
+    if not isinstance(config, ScoreConfig):
+        return model.decoder_of(config)
+    below = model.decoder_of(config.base, head_rows(config))
+    return below._replace(sources={**below.sources, SCORE: ("score.weight",)})
 
 
 def notes_of(config: DecoderConfig | ScoreConfig) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from fzero.models.layers import document_positions
 from fzero.models.module_functions import Layered, Prepared, slashed
 from fzero.models.module_layers import CannotSplit, choices
 from fzero.models.module_split import LossOf
-from fzero.models.score import SCORE
 from fzero.models.transformers_module import module_of_config, tp_rules
 
 
@@ -38,7 +37,7 @@ class Decoder(NamedTuple):
 
     module: nn.Module  # of its folders; its parameters have no memory
     model: Model  # with a head of scores: the one below it, which has `features`
-    sources: dict[str, tuple[str, ...]]  # of each leaf of the model: the parameters, one a layer, that it stacks
+    sources: dict[str, tuple[str, ...]]  # of each leaf of that model: the parameters, one a layer, that it stacks
     linears: tuple[str, ...]  # the leaves that linear layers within the layers have as weights
     notes: tuple[str, ...]  # what there is to say of it
 
@@ -107,7 +106,7 @@ def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
         join={stack: functools.partial(functions.join, stack) for stack in model.join},
     )
     if scores:
-        model, sources = model._replace(features=functions.outputs), {**sources, SCORE: ("score.weight",)}
+        model = model._replace(features=functions.outputs)
     else:
         ends = {"head": functions.head, "logits": functions.outputs, "token_losses": functions.token_losses}
         model = model._replace(**ends)
