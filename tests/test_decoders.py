@@ -379,7 +379,8 @@ def test_what_sees_later_tokens_or_has_no_layers_alike_is_refused(tmp_path):
     for more in ({}, {"documents": torch.zeros(4, T + 1, dtype=torch.int64)}):
         with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0 a token sees the ones after it.*from_module"):
             models.build(config).prepare({"tokens": rows(0), **more}, Ctx())
-    xlnet = read_decoder(json.loads(hf.XLNetConfig(V, 16, 2, 4, 32).to_json_string()), "config.json")
+    xlnet = hf.XLNetConfig(vocab_size=V, d_model=16, n_layer=2, n_head=4, d_inner=32)
+    xlnet = read_decoder(json.loads(xlnet.to_json_string()), "config.json")
     with pytest.raises(ValueError, match=r"transformer\.layer\.0 is called with \[9, 1, 16\] for tokens \[1, 9\]"):
         models.build(xlnet).prepare({"tokens": rows(0)}, Ctx())
     with pytest.raises(ValueError, match=r"BertForSequenceClassification: its head is no linear layer `score`"):
