@@ -18,12 +18,11 @@ import transformers as hf
 import fzero
 from fzero import models, optim
 from fzero.checkpoint import convert
-from fzero.checkpoint.convert.decoders import save_decoder
+from fzero.checkpoint.convert.decoders import decoder_of, save_decoder
 from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.core import pytree
 from fzero.models.base import Ctx
-from fzero.models.decoders.config import read_decoder
-from fzero.models.decoders.model import decoder_of
+from fzero.models.decoders.config import name_of_scored, read_decoder
 from fzero.models.vocabulary import with_vocab_size
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
@@ -179,6 +178,116 @@ def test_documents_in_a_row_have_the_losses_that_they_have_alone(name, tmp_path)
     assert_close(found.total, expected, rtol=1e-5)
 
 
+# ---- heads of scores ----
+
+LENGTHS = [8, 5, 3, 8]  # of texts that fill rows of T tokens, the rest padded with 0
+
+
+SCORED = [name for name in DECODERS if name_of_scored(DECODERS[name]())]  # of which transformers has such a head
+
+
+def scored(name, folder, labels):
+    """The folder of a decoder with a head of scores as transformers saves it."""
+    config = DECODERS[name]()
+    config.num_labels, config.pad_token_id = labels, 0
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        hf.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def texts_with_classes():
+    """(a batch of texts with classes, the classes)."""
+    there = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
+    last, classes = torch.tensor(LENGTHS)[:, None] - 1 == torch.arange(T), torch.tensor([2, 0, 1, 1])
+    return {"tokens": rows(7)[:, :-1] * there, "targets": classes[:, None] * last, "mask": last}, classes
+
+
+def loss_and_gradients(folder, batch):
+    """(the model, its parameters, the loss and the gradients by transformers' names) in float64 of a folder's model."""
+    source = convert.open_source(folder)
+    model = models.build(source.config)
+    params = pytree.map(lambda leaf: leaf.double().requires_grad_(), convert.load(source))
+    model.prepare(batch, Ctx())  # looks at what a token sees, in float32
+    with theirs.Widened():
+        out = models.loss(model, params, batch, Ctx(dtype=torch.float64))
+    named = pytree.named_leaves(params)
+    found = dict(zip(named, torch.autograd.grad(out.total, list(named.values()))))
+    return model, params, out, named_by_them(source.config, found)
+
+
+def module_of(folder):
+    cls = hf.AutoModelForSequenceClassification
+    return cls.from_pretrained(folder, experts_implementation="batched_mm").double().train(False)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "Phi" else slow if n == "OPT" else pytest.mark.exhaustive) for n in SCORED],
+)
+def test_classes_have_the_losses_and_gradients_of_transformers(name, tmp_path):
+    folder, (batch, classes) = scored(name, tmp_path / "theirs", 3), texts_with_classes()
+    model, params, out, found = loss_and_gradients(folder, batch)
+    module = module_of(folder)
+    with theirs.Widened():
+        logits = module(batch["tokens"], attention_mask=(batch["tokens"] != 0).long()).logits
+        loss = torch.nn.functional.cross_entropy(logits, classes, reduction="sum")
+    loss.backward()
+    assert int(out.num_tokens) == 4
+    assert_close(out.total.detach(), loss.detach(), rtol=1e-10)
+    expected = {
+        key: leaf.grad if leaf.grad is not None else 0 * leaf.detach() for key, leaf in module.named_parameters()
+    }
+    assert found.keys() == expected.keys() and "score.weight" in found
+    assert_close(found, {key: expected[key] for key in found}, rtol=1e-10, atol=1e-12)
+    assert model.config.labels == tuple(module.config.id2label.values()) and model.config.pad == 0
+    save_decoder(tmp_path / "ours", model.config, in_memory(pytree.map(torch.detach, params)))
+    back = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    assert type(back) is type(module) and (back.config.id2label, back.config.pad_token_id) == (
+        module.config.id2label,
+        0,
+    )
+    for key, leaf in module.named_parameters():
+        assert torch.equal(dict(back.named_parameters())[key], leaf), key
+
+
+@slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "GPT-NeoX" else pytest.mark.exhaustive) for n in SCORED if n not in MIXED]
+)
+def test_rewards_have_the_losses_and_gradients_of_transformers(name, tmp_path):
+    folder, tokens = scored(name, tmp_path / "theirs", 1), rows(8, 2)[:, :-1]
+    last = torch.tensor([2, T - 1])  # a row has the chosen answer, of three tokens, and the rejected one, of five
+    mask = torch.zeros(2, T, dtype=torch.bool)
+    mask[:, last] = True
+    batch = {"tokens": tokens, "targets": torch.zeros_like(tokens), "mask": mask}
+    _, _, out, found = loss_and_gradients(folder, batch | {"documents": torch.tensor([[0] * 3 + [1] * 5] * 2)})
+    module = module_of(folder)
+    with theirs.Widened():
+        chosen, rejected = module(tokens[:, :3]).logits, module(tokens[:, 3:]).logits
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).sum()
+    loss.backward()
+    assert int(out.num_tokens) == 2
+    assert_close(out.total.detach(), loss.detach(), rtol=1e-10)
+    expected = {
+        key: leaf.grad if leaf.grad is not None else 0 * leaf.detach() for key, leaf in module.named_parameters()
+    }
+    assert_close(found, {key: expected[key] for key in found}, rtol=1e-10, atol=1e-12)
+
+
+@slow
+def test_a_decoder_without_a_class_of_scores_has_none(tmp_path):
+    config = read_decoder(json.loads(hf.CodeGenConfig(**OLD, rotary_dim=4).to_json_string()), "config.json")
+    with pytest.raises(ValueError, match=r"no class of codegen with a head of scores.*use --objective chat or dpo"):
+        models.classify(models.build(config), ["a", "b"])
+    config = hf.OPTConfig(**TRUNK, ffn_dim=32, word_embed_proj_dim=8)
+    config = read_decoder(json.loads(config.to_json_string()), "config.json")
+    with pytest.raises(ValueError, match=r"OPTForSequenceClassification: its head is no linear layer `score` of 16"):
+        models.reward(models.build(config))
+
+
+# ---- on two ranks ----
+
 TWO = [
     pytest.param("GPT-NeoX", {"tp": 2}, 0, marks=slow),
     pytest.param("Cohere", {"tp": 2}, 0, marks=pytest.mark.exhaustive),
@@ -227,14 +336,19 @@ def test_dropout_is_drawn_from_the_key_of_the_state(tmp_path):
 PHI = {"model_type": "phi", "architectures": ["PhiForCausalLM"]}
 REFUSED = {
     "model_type is None": {"architectures": ["PhiForCausalLM"]},
-    "is an encoder-decoder": {"model_type": "bart", "is_encoder_decoder": True},
+    "is an encoder-decoder.*from_huggingface.*from_module": {"model_type": "bart", "is_encoder_decoder": True},
     "t5 is no decoder|encoder-decoder": {"model_type": "t5"},
+    "of bert fzero reads BertLMHeadModel.*from_huggingface": {
+        "model_type": "bert", "architectures": ["BertForMaskedLM"],
+    },
     "quantization_config is .*save the model without": {**PHI, "quantization_config": {"bits": 4}},
     "'own', which transformers .* auto_map names code of the folder's own": {
         "model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"},
     },
     "model_type is 'fhi', which transformers": {"model_type": "fhi"},
-    "of phi fzero reads PhiForCausalLM": {**PHI, "architectures": ["PhiForSequenceClassification"]},
+    "of phi fzero reads PhiForCausalLM and PhiForSequenceClassification": {
+        **PHI, "architectures": ["PhiForTokenClassification"],
+    },
     "vit is no decoder": {"model_type": "vit"},
     "more than tokens": {"model_type": "gemma3"},
     "transformers takes no such phi": {**PHI, "num_hidden_layers": "two"},
@@ -262,8 +376,15 @@ def test_without_transformers_the_remedy_is_said(monkeypatch):
 def test_what_sees_later_tokens_or_has_no_layers_alike_is_refused(tmp_path):
     bert = hf.BertConfig(**TRUNK, intermediate_size=32)
     config = read_decoder(json.loads(bert.to_json_string()), "config.json")
-    with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0 a token sees the ones after it"):
-        models.build(config).prepare({"tokens": rows(0)}, Ctx())
+    for more in ({}, {"documents": torch.zeros(4, T + 1, dtype=torch.int64)}):
+        with pytest.raises(ValueError, match=r"bert\.encoder\.layer\.0 a token sees the ones after it.*from_module"):
+            models.build(config).prepare({"tokens": rows(0), **more}, Ctx())
+    xlnet = hf.XLNetConfig(vocab_size=V, d_model=16, n_layer=2, n_head=4, d_inner=32)
+    xlnet = read_decoder(json.loads(xlnet.to_json_string()), "config.json")
+    with pytest.raises(ValueError, match=r"transformer\.layer\.0 is called with \[9, 1, 16\] for tokens \[1, 9\]"):
+        models.build(xlnet).prepare({"tokens": rows(0)}, Ctx())
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification: its head is no linear layer `score`"):
+        models.classify(models.build(config), ["a", "b"])
     phi = {**json.loads(DECODERS["Phi"]().to_json_string()), "is_causal": False}
     with pytest.raises(ValueError, match=r"model\.layers\.0 a token sees the ones after it"):
         models.build(read_decoder(phi, "config.json")).prepare({"tokens": rows(0)}, Ctx())
@@ -339,12 +460,35 @@ def test_lora_of_gpt_neox_resumes_merges_and_learns_preferences(tmp_path, fz):
     pairs = ["--data", tmp_path / "pairs.jsonl", *chats.FLAGS, "--steps", 2]
     assert fz("finetune", "--objective", "dpo", "--init", folder, *pairs, "--out", tmp_path / "dpo")[::2] == (0, "")
     assert chats.column(tmp_path / "dpo", "loss")[0] == pytest.approx(0.693147, abs=1e-5)
-    for more, message in (
-        (["--objective", "reward"], "reward and transformers' code computes GPTNeoXForCausalLM"),
-        (["--lora", "rank=4", "--quantize", "nf4"], "weights in codes are for fzero's own models"),
-    ):
+    for more, message in ((["--lora", "rank=4", "--quantize", "nf4"], "weights in codes are for fzero's own models"),):
         code, _, err = fz("finetune", "--init", folder, *pairs, *more, "--out", tmp_path / "no")
         assert code == 2 and message in err
+
+
+@slow
+def test_classes_and_rewards_are_learnt_resumed_and_exported(tmp_path, fz):
+    folder = chat_folder(tmp_path / "phi", hf.PhiConfig(**BYTES))
+    texts = ({"text": f"{i} is it", "label": "odd" if i % 2 else "even"} for i in range(24))
+    chats.write_lines(tmp_path / "classify.jsonl", texts)
+    chats.pair_file(tmp_path / "reward.jsonl", 12)
+    for objective, more in (("classify", ["--lora", "rank=4"]), ("reward", [])):
+        run, out, on = (tmp_path / f"{objective}{end}" for end in ("", "-out", "-on"))
+        start = ["finetune", "--objective", objective, "--data", tmp_path / f"{objective}.jsonl", *chats.FLAGS, *more]
+        code, said, err = fz(*start, "--init", folder, "--steps", 3, "--stop-at", 2, "--out", run)
+        assert (code, err) == (0, "") and "PhiForCausalLM has no functions of fzero's own" in said
+        assert fz("finetune", "--resume", "--out", run)[::2] == (0, "")
+        assert fz("export", run, "--out", out)[::2] == (0, "")
+        module = hf.AutoModelForSequenceClassification.from_pretrained(out).eval()
+        trained, ids = weights.load(run, wide=True), torch.arange(20, 60)[None].clone()
+        ids[:, 30:] = module.config.pad_token_id
+        with torch.no_grad():
+            found = models.logits(trained.model, trained.params, {"tokens": ids[:, :30]})[:, -1]
+            assert_close(found, module(ids).logits, rtol=1e-4, atol=1e-5)
+        assert fz(*start, "--init", out, "--steps", 1, "--lr", 0, "--out", on)[::2] == (0, "")
+        before, after = (pytree.named_leaves(weights.load(one).params) for one in (run, on))
+        assert torch.equal(before["head/score"], after["head/score"])
+        code, _, err = fz("finetune", "--data", tmp_path / "chat.jsonl", *chats.FLAGS, "--init", out, "--out", tmp_path)
+        assert code == 2 and "objective is chat and the model has a head of" in err
 
 
 @slow

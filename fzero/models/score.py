@@ -25,6 +25,7 @@ from fzero.core.arguments import checked
 from fzero.core.pytree import Tree
 from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Batch, Ctx, Loss, MakeLeaf, Model, with_still_leaves
+from fzero.models.decoders.config import DecoderConfig
 from fzero.models.layers import Split, enter, expect_divisible
 from fzero.models.preference import (
     expect_no_weights,
@@ -95,7 +96,8 @@ def classify(model: Model, labels: Sequence[str], pad: int = -1) -> Model:
     the texts whose class has the highest score. `logits` gives the scores [B, T, C] of the texts up to each token.
     Under tp the score is split along D.
 
-    Raises ValueError for fewer than two classes, names that are not different, and a model made from a module.
+    Raises ValueError for fewer than two classes, names that are not different, a model made from a module, and a
+    decoder of transformers' code that has no class `...ForSequenceClassification` there.
 
     >>> from fzero import models, random
     >>> model = classify(models.build(models.MLPConfig(vocab_size=8)), ["bad", "good"])
@@ -122,7 +124,7 @@ def reward(model: Model, pad: int = -1) -> Model:
     of pairs, and `extra` has accuracy (the pairs with z > 0), margin (z), reward_chosen and reward_rejected. `logits`
     gives the scores [B, T, 1] of the texts up to each token.
 
-    Raises ValueError for a model made from a module.
+    Raises ValueError as `classify`.
 
     >>> from fzero import models
     >>> model = models.build(models.MLPConfig())
@@ -134,6 +136,10 @@ def reward(model: Model, pad: int = -1) -> Model:
 
 def scored(model: Model, config: ScoreConfig) -> Model:
     """Return the model with the head of `config`."""
+    if isinstance(model.config, DecoderConfig):
+        from fzero.models.decoders.model import trunk
+
+        model = trunk(model.config)
     expect_own_head("classify" if config.labels else "reward", model)
     if head_of(model.config) is not None:
         raise ValueError("the model has a head of scores already; give it the model without")
@@ -167,8 +173,8 @@ def scored(model: Model, config: ScoreConfig) -> Model:
         found = scores(params, x, ctx)
         return class_loss(found, batch) if config.labels else reward_loss(found[..., 0], batch, ctx)
 
-    still = with_still_leaves(model)
-    return still._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=(), unembed=SCORE)
+    still, shared = with_still_leaves(model), model.shared if model.foreign else ()  # the head was beside an embedding
+    return still._replace(config=config, init=init, head=head, logits=scores, rules=rules, shared=shared, unembed=SCORE)
 
 
 def class_loss(scores: Tensor, batch: Batch) -> Loss:

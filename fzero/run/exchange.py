@@ -89,7 +89,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
 
     def write(leaves: huggingface.Leaves) -> None:
         config = without_adapters(value.model)
-        save: Any = save_decoder if isinstance(config, DecoderConfig) else huggingface.save_hf
+        save: Any = save_decoder if isinstance(body_of(config), DecoderConfig) else huggingface.save_hf
         save(out, config, leaves, tokenizer=where, eos=ids, files=files)
 
     def read(opened: checkpoint.CheckpointReader) -> int:

@@ -77,11 +77,6 @@ def with_head(init: Path, table: Table, sizes: models.ModelConfig) -> models.Mod
             f"objective is {objective} and {init} has LoRA without a head of scores; merge it first: fzero export "
             f"{init} --out FOLDER"
         )
-    if isinstance(body_of(sizes), DecoderConfig):
-        raise ValueError(
-            f"objective is {objective} and transformers' code computes {body_of(sizes).architecture}: fzero puts a "
-            "head of scores on its own models; use --objective chat or dpo"
-        )
     model, pad = models.build(sizes), start_pad(init)
     if objective == "reward":
         return models.reward(model, pad).config

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from fzero.checkpoint.convert.huggingface import Leaves, write_tokenizer
 from fzero.checkpoint.convert.huggingface_families import FAMILIES
 from fzero.checkpoint.convert.huggingface_read import FLOATS
+from fzero.checkpoint.convert.huggingface_score import read_labels, write_labels
 from fzero.checkpoint.convert.safetensors import Entry
 from fzero.checkpoint.convert.transformers_weights import keep_on_disk, weights_of, without_bars
 from fzero.core.files import remove_entry
 from fzero.core.foreign import parse_json, read_json
 from fzero.core.storage import write_text, write_texts
 from fzero.models.decoders.config import DecoderConfig, read_decoder
+from fzero.models.score import SCORE, ScoreConfig, head_rows
 
 
 def is_foreign(where: Path) -> bool:
@@ -33,12 +35,15 @@ def is_foreign(where: Path) -> bool:
 
 def open_decoder(
     folder: Path, where: Path, *, dtype: torch.dtype | None = None
-) -> tuple[DecoderConfig, dict[str, Entry]]:
+) -> tuple[DecoderConfig | ScoreConfig, dict[str, Entry]]:
     """(the config of the decoder in `folder`, its leaves, each read on request), by its config.json.
 
     Raises ValueError as `read_decoder` does, for a module that cannot be cut into layers, and naming a tensor that is
     missing, unexpected or of another shape, and a buffer whose values are not those that its code makes."""
-    config = read_decoder(read_json(where, wide=True), str(where))
+    content = read_json(where, wide=True)
+    config: Any = read_decoder(content, str(where))
+    if content.get("architectures") not in (None, [], [config.architecture]):  # else read_decoder has refused it
+        config = read_labels(content, config, where)
     decoder = decoder_of(config)
     read = weights_of(decoder.module, folder)
     expect_buffers(decoder.module, read, folder)
@@ -54,14 +59,17 @@ def open_decoder(
     return config, leaves
 
 
-def decoder_of(config: DecoderConfig) -> Any:
-    """The decoder of a config."""
+def decoder_of(config: DecoderConfig | ScoreConfig) -> Any:
+    """The decoder of a config, with the sources of all its leaves."""
     from fzero.models.decoders import model
 
-    return model.decoder_of(config)
+    if not isinstance(config, ScoreConfig):
+        return model.decoder_of(config)
+    below = model.decoder_of(config.base, head_rows(config))
+    return below._replace(sources={**below.sources, SCORE: ("score.weight",)})
 
 
-def notes_of(config: DecoderConfig) -> tuple[str, ...]:
+def notes_of(config: DecoderConfig | ScoreConfig) -> tuple[str, ...]:
     """The lines that say what computes a decoder, and what that costs."""
     import transformers
 
@@ -97,7 +105,7 @@ def expect_buffers(module: nn.Module, read: Mapping[str, Entry], folder: Path) -
 
 def save_decoder(
     folder: str | Path,
-    config: DecoderConfig,
+    config: DecoderConfig | ScoreConfig,
     leaves: Leaves,
     *,
     tokenizer: str | Path | None = None,
@@ -121,6 +129,10 @@ def save_decoder(
             values[name] = keep_on_disk(leaves.read(leaf, index), folder.parent)
     dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else "float32"
     content = {"architectures": [config.architecture], **parse_json(config.text, config.architecture, wide=True)}
+    content |= eos or {}
+    if isinstance(config, ScoreConfig):
+        content |= {"architectures": [type(decoder.module).__name__], **write_labels(config)}
+        content["pad_token_id"] = config.pad if config.pad >= 0 else None
     content = {name: one for name, one in content.items() if name not in ("torch_dtype", "dtype", "auto_map")}
     partly = folder.with_name(f"{folder.name}.partial")
     remove_entry(partly)
@@ -130,7 +142,7 @@ def save_decoder(
         for made in partly.glob("*.json"):
             if not made.name.startswith("model.safetensors"):
                 made.unlink()
-        write_text(partly, "config.json", json.dumps({**content, "torch_dtype": dtype, **(eos or {})}, indent=2) + "\n")
+        write_text(partly, "config.json", json.dumps({**content, "torch_dtype": dtype}, indent=2) + "\n")
         write_tokenizer(partly, tokenizer, config.max_len)
         write_texts(partly, files)
         partly.rename(folder)

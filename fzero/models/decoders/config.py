@@ -11,6 +11,8 @@ from typing import Any
 from fzero.core.foreign import parse_json, short
 from fzero.models.sizes import check_sizes
 
+# What a message ends with.
+IN_PYTHON = "; other models train in Python: fzero.from_huggingface(folder), or fzero.from_module of an nn.Module"
 INSTALL = "pip install 'transformers>=5'"
 ENDLESS = 1_000_000  # positions of a decoder whose config names no number of them
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
@@ -73,8 +75,7 @@ def refuse_entries(content: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: model_type is {short(name)}; it must be the name of an architecture, such as 'phi'")
     if content.get("is_encoder_decoder"):
         raise ValueError(
-            f"{where}: {name} is an encoder-decoder, and a run has decoders, whose batches are tokens; from Python: "
-            'fzero.from_huggingface(folder, task="seq2seq")'
+            f"{where}: {name} is an encoder-decoder, and a run has decoders, whose batches are tokens{IN_PYTHON}"
         )
     if content.get("quantization_config") is not None:
         raise ValueError(
@@ -123,17 +124,41 @@ def class_of_decoder(config: Any, content: Mapping[str, Any], where: str) -> typ
 
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if name is None:
-        raise ValueError(f"{where}: {config.model_type} is no decoder: transformers has no class for it that says text")
-    saved = content.get("architectures") or []
-    if saved not in ([], [name]):
-        raise ValueError(f"{where}: architectures is {saved}; of {config.model_type} fzero reads {name}")
+        raise ValueError(
+            f"{where}: {config.model_type} is no decoder: transformers has no class for it that says text{IN_PYTHON}"
+        )
+    saved, scored = content.get("architectures") or [], name_of_scored(config)
+    if saved not in ([], [name], *([[scored]] if scored else [])):
+        known = " and ".join([name, *([scored] if scored else [])])
+        raise ValueError(f"{where}: architectures is {saved}; of {config.model_type} fzero reads {known}{IN_PYTHON}")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{where}: {config.model_type} is an encoder-decoder; write fzero.from_huggingface")
+        raise ValueError(f"{where}: {config.model_type} is an encoder-decoder{IN_PYTHON}")
     cls = getattr(transformers, name)
     others = [one for one in inspect.signature(cls.forward).parameters if one.startswith(("pixel_", "input_features"))]
     if others or config.get_text_config() is not config:
-        raise ValueError(f"{where}: {name} takes more than tokens ({', '.join(others) or 'a config within'})")
+        more = ", ".join(others) or "a config within"
+        raise ValueError(f"{where}: {name} takes more than tokens ({more}){IN_PYTHON}")
     return cls
+
+
+def name_of_scored(config: Any) -> str:
+    """The name of the class of transformers that has a head of scores on a decoder; "" if there is none."""
+    from transformers.models.auto import modeling_auto
+
+    return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "")
+
+
+def class_of_scored(config: Any, where: str) -> type:
+    """The class of that name; raises ValueError if there is none."""
+    import transformers
+
+    name = name_of_scored(config)
+    if not name:
+        raise ValueError(
+            f"{where}: transformers has no class of {config.model_type} with a head of scores, "
+            "...ForSequenceClassification, which a folder of it needs; use --objective chat or dpo"
+        )
+    return getattr(transformers, name)
 
 
 def first_number(config: Any, names: tuple[str, ...], otherwise: int) -> int:

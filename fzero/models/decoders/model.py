@@ -22,21 +22,22 @@ from fzero.kernels.cross_entropy import counted_tokens, number_of, weighed
 from fzero.models.base import Ctx, Loss, Model
 from fzero.models.batch import Batch
 from fzero.models.by_source import sums_by_source
-from fzero.models.decoders.config import DecoderConfig, class_of_decoder, config_of_text
+from fzero.models.decoders.config import IN_PYTHON, DecoderConfig, class_of_decoder, class_of_scored, config_of_text
 from fzero.models.decoders.sight import expect_sight
 from fzero.models.from_module import expect_trainable
 from fzero.models.layers import document_positions
 from fzero.models.module_functions import Layered, Prepared, slashed
 from fzero.models.module_layers import CannotSplit, choices
+from fzero.models.module_split import LossOf
 from fzero.models.transformers_module import module_of_config, tp_rules
 
 
 class Decoder(NamedTuple):
     """A decoder that transformers' own code computes."""
 
-    module: nn.Module  # its parameters have no memory
-    model: Model
-    sources: dict[str, tuple[str, ...]]  # of each leaf of the model: the parameters, one a layer, that it stacks
+    module: nn.Module  # of its folders; its parameters have no memory
+    model: Model  # with a head of scores: the one below it, which has `features`
+    sources: dict[str, tuple[str, ...]]  # of each leaf of that model: the parameters, one a layer, that it stacks
     linears: tuple[str, ...]  # the leaves that linear layers within the layers have as weights
     notes: tuple[str, ...]  # what there is to say of it
 
@@ -54,26 +55,48 @@ class Unread:
         )
 
 
+class Trunk(nn.Module):
+    """A module of transformers without its head, with the names that its parameters have beside the head."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.prefix, self.config = whole.base_model_prefix, whole.config
+        self.add_module(self.prefix, getattr(whole, self.prefix))
+
+    def forward(self, **given: Any) -> Tensor:
+        """The activations [B, T, D] after the last norm."""
+        return getattr(self, self.prefix)(**given, return_dict=True).last_hidden_state
+
+
 def decoder(config: DecoderConfig) -> Model:
     """The Model of a decoder, which begins with weights that are given."""
     return decoder_of(config).model
 
 
+def trunk(config: DecoderConfig) -> Model:
+    """The Model of a decoder without its head, for one of scores; raises ValueError where transformers has none."""
+    return decoder_of(config, 1).model
+
+
 @functools.lru_cache(maxsize=4)
-def decoder_of(config: DecoderConfig) -> Decoder:
-    """The decoder of a config. Raises ValueError for one that cannot be cut into layers, and for sizes that are not
-    those of its text."""
+def decoder_of(config: DecoderConfig, scores: int = 0) -> Decoder:
+    """The decoder of a config, with so many scores of a text as its head, 0 for words. Raises ValueError for one that
+    cannot be cut into layers, and for sizes that are not those of its text."""
     where = config.architecture
     theirs = config_of_text(config.text, where)
     cls = class_of_decoder(theirs, {}, where)
+    if scores:
+        cls, theirs.num_labels = class_of_scored(theirs, where), scores
     expect_sizes(config, theirs)
     module = make_module(theirs, cls)
     module.train(has_dropout(theirs))
-    expect_trainable(module)
+    body = trunk_of(module, config) if scores else module
+    expect_trainable(body)
     example = {"input_ids": torch.arange(16).reshape(2, 8) % config.vocab_size}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        layered, model = layered_model(module, example)
+        layered, model = layered_model(body, example, features_of if scores else logits_of)
+    layered.name = where
     functions = Functions(layered)
     sources = {leaf: tuple(read.name for read in start.layers) for leaf, start in model.start.items()}
     model = model._replace(
@@ -81,12 +104,26 @@ def decoder_of(config: DecoderConfig) -> Decoder:
         prepare=functions.prepare,
         embed=functions.embed,
         join={stack: functools.partial(functions.join, stack) for stack in model.join},
-        head=functions.head,
-        logits=functions.logits,
-        token_losses=functions.token_losses,
     )
+    if scores:
+        model = model._replace(features=functions.outputs)
+    else:
+        ends = {"head": functions.head, "logits": functions.outputs, "token_losses": functions.token_losses}
+        model = model._replace(**ends)
     linears = (f"{stack}/{slashed(name)}/weight" for stack, some in layered.linears.items() for name in some)
     return Decoder(module, model, sources, tuple(linears), tuple(str(one.message) for one in said))
+
+
+def trunk_of(whole: Any, config: DecoderConfig) -> Trunk:
+    """A module with a head of scores without that head; raises ValueError for a head that is not one product with the
+    activations [B, T, D]."""
+    score = getattr(whole, "score", None)
+    if type(score) is not nn.Linear or score.bias is not None or score.in_features != config.d_model:
+        raise ValueError(
+            f"{type(whole).__name__}: its head is no linear layer `score` of {config.d_model} numbers without bias, as "
+            f"those of decoders are{IN_PYTHON}"
+        )
+    return Trunk(whole)
 
 
 def make_module(theirs: Any, cls: type) -> nn.Module:
@@ -112,14 +149,14 @@ def linear_targets(config: DecoderConfig, attention: bool) -> str:
     return f"^({'|'.join(map(re.escape, names))})$"
 
 
-def layered_model(module: nn.Module, example: Batch) -> tuple[Layered, Model]:
-    """The functions of a module's layers and the Model that they are; raises ValueError for a module that has no stack
-    of like layers."""
+def layered_model(module: nn.Module, example: Batch, outputs: LossOf) -> tuple[Layered, Model]:
+    """The functions of a module's layers and the Model that they are, which ends with these outputs; raises ValueError
+    for a module that has no stack of like layers."""
     reason: CannotSplit | None = None
     try:
         for stacks in choices(module):
             try:
-                layered = Layered(module, logits_of, stacks, tp_rules(module) or {"": "auto"}, True)
+                layered = Layered(module, outputs, stacks, tp_rules(module) or {"": "auto"}, True)
                 return layered, layered.model(Unread, example)
             except CannotSplit as error:
                 reason = error
@@ -138,6 +175,11 @@ def layered_model(module: nn.Module, example: Batch) -> tuple[Layered, Model]:
 def logits_of(call: Callable[..., Any], batch: Batch) -> Tensor:
     """The logits [B, T, V] of a batch."""
     return call(**batch, return_dict=True).logits
+
+
+def features_of(call: Callable[..., Any], batch: Batch) -> Tensor:
+    """The activations [B, T, D] of a batch after the last norm, of a Trunk."""
+    return call(**batch)
 
 
 def has_dropout(config: Any) -> bool:
@@ -186,13 +228,13 @@ class Functions:
         extra = sums_by_source(batch, losses.detach().reshape(-1), counts.reshape(-1))
         return Loss(losses.sum(), number_of(counts), extra)
 
-    def logits(self, params: Tree, x: Any, ctx: Ctx) -> Tensor:
-        """The logits [B, T, V]."""
+    def outputs(self, params: Tree, x: Any, ctx: Ctx) -> Tensor:
+        """The logits [B, T, V]; of a Trunk the activations [B, T, D]."""
         return self.layered.result(params, x, {}, ctx)
 
     def token_losses(self, params: Tree, x: Any, batch: Batch, ctx: Ctx) -> Tensor:
         """The cross-entropy of each target [B, T], in nats and in float32 or wider, times its weight."""
-        logits, counts = self.logits(params, x, ctx), counted_tokens(batch["targets"], batch.get("mask"))
+        logits, counts = self.outputs(params, x, ctx), counted_tokens(batch["targets"], batch.get("mask"))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = torch.where(counts.bool(), batch["targets"], 0).long()
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)

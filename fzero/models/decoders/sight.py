@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.core import graph_cut
 from fzero.models.base import Ctx
 from fzero.models.batch import Batch
+from fzero.models.decoders.config import IN_PYTHON
 from fzero.models.module_buffers import layer_buffer
 from fzero.models.module_functions import Layered, LayerLeaves, any_numbers, inputs_of
 from fzero.models.module_split import Kind
@@ -21,7 +22,10 @@ NEAR = 1e-3  # of the largest number: what products of other shapes may differ b
 
 
 def expect_sight(layered: Layered, packed: bool) -> None:
-    """Raise ValueError if a token sees what is after it or, packed, another document of its row."""
+    """Raise ValueError if a token sees what is after it or, packed, another document of its row; and if the layers are
+    not called with [B, T, D]."""
+    if packed:
+        expect_sight(layered, False)
     with graph_cut.apart(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         before = BEFORE if packed else 0
@@ -36,9 +40,10 @@ def expect_sight(layered: Layered, packed: bool) -> None:
     if packed:
         raise ValueError(
             f"{layered.name}: {part} mixes the documents of a row, which transformers is told apart by position_ids; "
-            "use data.within_documents=false, and for chat data.packing=buckets with it, where a row has one document"
+            "for text use data.within_documents=false, and for chat data.packing=buckets with it, where a row has one "
+            "document; pairs and classes, which share rows, need a decoder that tells documents apart"
         )
-    raise ValueError(f"{layered.name}: in {part} a token sees the ones after it, so that it is no decoder")
+    raise ValueError(f"{layered.name}: in {part} a token sees the ones after it, so that it is no decoder{IN_PYTHON}")
 
 
 def vocabulary(layered: Layered) -> Tensor:
@@ -55,6 +60,12 @@ def first_difference(layered: Layered, beside: Batch, alone: Batch, text: slice)
     x: list[tuple[Tensor, ...]] = [(), ()]
     for stack, layers in layered.stacks.items():
         x = [layered.splits[p.split].before[stack](i, one) for (_, p), i, one in zip(both, inputs, x)]
+        rows = tuple(beside["input_ids"].shape)
+        if x[0][0].shape[:-1] != rows:
+            raise ValueError(
+                f"{layered.name}: {layers.names[0]} is called with {list(x[0][0].shape)} for tokens {list(rows)}, and "
+                f"the activations of a decoder are [B, T, D]{IN_PYTHON}"
+            )
         if differ(x[0][0][:, text], x[1][0]):
             return "the embedding" if stack == next(iter(layered.stacks)) else f"what is before {layers.names[0]}"
         drawn = torch.randn(x[0][0].shape)
