@@ -17,6 +17,7 @@ import pytest
 from fzero import checkpoint, data
 from fzero.core.files import append_line
 from fzero.core.foreign import json_text, parse_json, read_json
+from fzero.core.tables import put
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
 from fzero.run import run_folder
@@ -170,6 +171,88 @@ def test_no_flipped_bit_of_a_run_is_read_as_another_value(name, tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match=f"{name}: |{tmp_path}: is not a run"):
         read()
+
+
+EDITS = {  # entries of config.json that are changed by hand, and what the error says of each
+    "train.seed": (7, "train.seed is 7, and 0 is what the run trained with", "a run keeps this value"),
+    "train.batch": (8, "train.batch is 8, and 4 is", "--resume --set train.batch=8"),
+    "optim.lr": (0.5, "optim.lr is 0.5, and 0.01 is", "--resume --set optim.lr=0.5"),
+    "zero": (2, "zero is 2, and 0 is", "--resume --set zero=2"),
+    "data.within_documents": (False, "data.within_documents is False, and True is", "a run keeps this value"),
+    "train.ema_decay": (0.5, "train.ema_decay is 0.5, and 0.0 is", "a run keeps this value"),
+}
+
+
+def rewrite(path, table):
+    """Write a table without its checksum, as somebody does by hand."""
+    path.write_text(json.dumps({key: value for key, value in table.items() if key != run_folder.SEAL}))
+
+
+def refused_by_all(fz, run, *texts):
+    """Each reader refuses the run in one line with these texts, and leaves the folder as it is."""
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock.json"}
+    for command in (("pretrain", "--out", run, "--resume"), ("sample", run, "--prompt", "a"), ("report", run)):
+        code, _, err = fz(*command)
+        assert code == 2 and err.count("\n") == 1 and all(text in err for text in texts), (command, err)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_config_without_its_checksum_is_the_one_that_the_run_trained_with(tmp_path, fz):
+    """By its last attempt, else by its newest checkpoint; and what is damaged is written again from either."""
+    run = begin(fz, tmp_path)
+    path, written, lines = run / "config.json", read_json(run / "config.json"), (run / "attempts.jsonl").read_text()
+    (line,) = run_folder.read_attempts(run)
+    for without in ("", "attempts"):
+        if without:
+            (run / "attempts.jsonl").unlink()
+        source = "step-00000004/manifest.json" if without else "attempts.jsonl"
+        for key, (value, *texts) in EDITS.items():
+            table = json.loads(json.dumps(written))
+            put(table, key, value)
+            rewrite(path, table)
+            refused_by_all(fz, run, str(path), f"the entry config of {'' if without else 'the last line of '}{run}",
+                           source, *texts)  # fmt: skip
+        rewrite(path, written)
+        assert run_folder.read_config(run) == from_table(run_folder.current_keys(written))
+        for damaged in ("", path.read_text()[:100]):
+            path.write_text(damaged)
+            refused_by_all(fz, run, str(path), "write the entry config of", source)
+        path.write_text(json.dumps(checkpoint.read_manifest(run / "checkpoints/step-00000004")["config"] if without else
+                                   line["config"]))  # fmt: skip
+        assert run_folder.read_config(run) == from_table(run_folder.current_keys(written))
+    # Folders may have moved, and a run of a version that recorded neither is read as it is.
+    rewrite(path, {**written, "data": {**written["data"], "path": "/elsewhere/text.txt"}, "mesh": {"dp": 1}})
+    assert run_folder.read_config(run).data.path == "/elsewhere/text.txt"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    rewrite(bare / "config.json", {**written, "zero": 3})
+    assert run_folder.read_config(bare).zero == 3
+    # The corpus is the one that the last attempt trained on.
+    (run / "attempts.jsonl").write_text(lines)
+    rewrite(run / "environment.json", {**run_folder.read_environment(run), "corpus_sha256": "0" * 64})
+    refused_by_all(fz, run, f"corpus_sha256 is '{'0' * 64}'", line["environment"]["corpus_sha256"], "attempts.jsonl")
+
+
+@pytest.mark.slow
+def test_a_value_that_a_hand_changed_is_changed_by_the_remedy(tmp_path, fz):
+    """And a run of several stages has all of them in its record."""
+    run = begin(fz, tmp_path)
+    for key, (value, _, fix) in EDITS.items():
+        if "--set" in fix:
+            code, _, err = fz("pretrain", "--out", run, "--resume", "--stop-at", 6, *fix.split()[1:], "--prompt", "")
+            assert code == 0, err
+            found = run_folder.read_config(run)
+            for name in key.split("."):
+                found = getattr(found, name)
+            assert found == value
+            run = begin(fz, tmp_path, name=f"after-{key}")
+    code, _, err = fz("pretrain", "--out", run, "--resume", "--stop-at", 6, "--batch", 8, "--prompt", "")
+    assert code == 0, err
+    table = read_json(run / "config.json")
+    rewrite(run / "config.json", table)
+    assert run_folder.read_config(run).stages
+    rewrite(run / "config.json", {**table, "stages": []})
+    refused_by_all(fz, run, "stages is []", "a run keeps this value")
 
 
 @pytest.mark.slow

@@ -48,14 +48,7 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
 
     Raises ValueError naming a damaged file, and if `folder` is no run or its run has made no step.
     """
-    if not (folder / run_folder.CONFIG).is_file():
-        raise ValueError(
-            f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a "
-            f"{run_folder.CONFIG}"
-        )
-    written = read_json(folder / run_folder.CONFIG)
-    run_folder.expect_seal(written, folder / run_folder.CONFIG)
-    config = current_keys(written)
+    config = current_keys(run_folder.read_config_table(folder))
     environment = run_folder.read_environment(folder)
     if not environment.get("corpus") and not (folder / run_folder.METRICS).is_file():
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is nothing to report")

@@ -44,12 +44,14 @@ from fzero.core.foreign import (
     read_json,
     read_text_file,
 )
-from fzero.core.storage import write_text, write_texts
+from fzero.core.storage import is_url, write_text, write_texts
+from fzero.core.tables import Table
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
 from fzero.run.config_versions import current_keys
+from fzero.run.recorded_config import Copy, copies, expect_corpus, expect_recorded
 
 CONFIG, ENVIRONMENT, METRICS, ATTEMPTS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",
@@ -147,10 +149,7 @@ def expect_seal(table: dict[str, Any], path: Path) -> None:
     if isinstance(table, dict) and SEAL in table:
         content = {name: value for name, value in table.items() if name != SEAL}
         if table[SEAL] != _digest(content):
-            raise ValueError(
-                f"{path}: has changed since fzero wrote it, or is damaged: its checksum does not agree; put the old "
-                f"file back, or remove its entry {SEAL} if the values are to be these"
-            )
+            raise ValueError(f"{path}: has changed since fzero wrote it, or is damaged: its checksum does not agree")
 
 
 def _digest(table: dict[str, Any]) -> str:
@@ -160,11 +159,6 @@ def _digest(table: dict[str, Any]) -> str:
 def _digest_of(path: Path) -> str:
     expect_regular(path)
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def pretrain_command(processes: int) -> str:
-    """The command that starts `fzero pretrain` with this number of processes."""
-    return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
 
 
 def expect_places(folder: Path) -> None:
@@ -184,15 +178,43 @@ def is_run(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The config of the run in `folder`; raises ValueError if it is no run."""
+    """The config of the run in `folder`; raises ValueError if it is no run, and as `read_config_table` does."""
+    return config_table.from_table(current_keys(read_config_table(folder)))
+
+
+def read_config_table(folder: Path) -> Table:
+    """The table of config.json of the run in `folder`, by the keys of the version that wrote it.
+
+    Raises ValueError if it is no run; if the file is damaged, naming the copy of it that there is; and if its checksum
+    was taken out and a value is another than the one that the run trained with.
+    """
     path = folder / CONFIG
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(
             f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}"
         )
-    text = read_text_file(path)
-    expect_seal(parse_json(text, str(path)), path)
-    return config_table.from_json(text, str(path))
+    try:
+        table = parse_json(read_text_file(path), str(path))
+        expect_seal(table, path)
+        config = config_table.from_table(current_keys(table))
+    except ValueError as error:
+        copy = next(copies_of(folder, None), None)
+        fix = f"write {copy.source} into it" if copy else "start a new run in another folder"
+        about = "" if str(path) in str(error) else f"{path}: "
+        raise ValueError(f"{about}{error}; put the old file back, or {fix}") from None
+    if SEAL not in table and (copy := next(copies_of(folder, config), None)):
+        expect_recorded(config, path, copy)
+    return table
+
+
+def copies_of(folder: Path, config: RunConfig | None) -> Iterator[Copy]:
+    """The copies of the config of the run in `folder`; config: as far as it is known, for the place of checkpoints."""
+    place = folder / CHECKPOINTS if config is None else checkpoints_of(folder, config)
+    try:
+        lines = list(read_lines(folder / ATTEMPTS))
+    except ValueError:
+        lines = []
+    return copies(lines, folder / ATTEMPTS, folder / CHECKPOINTS if is_url(place) else Path(place))
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -201,7 +223,12 @@ def read_environment(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
     found = read_json(path)
-    expect_seal(found, path)
+    try:
+        expect_seal(found, path)
+    except ValueError as error:
+        raise ValueError(f"{error}; put the old file back, or remove its entry {SEAL} if folders have moved") from None
+    if SEAL not in found:
+        expect_corpus(found, path, read_attempts(folder), folder / ATTEMPTS)
     expect_entries(found, ENTRIES, str(path))
     return found
 
