@@ -207,6 +207,8 @@ def test_a_config_without_its_checksum_is_the_one_that_the_run_trained_with(tmp_
             (run / "attempts.jsonl").unlink()
         source = "step-00000004/manifest.json" if without else "attempts.jsonl"
         for key, (value, *texts) in EDITS.items():
+            if without and key == "zero":  # of an earlier version, whose attempts may have had other placements
+                continue
             table = json.loads(json.dumps(written))
             put(table, key, value)
             rewrite(path, table)

@@ -35,6 +35,7 @@ class Copy(NamedTuple):
     source: str  # the entry of a file that has it
     table: Table  # by the keys of the version that wrote it
     step: int | None  # after which it holds; None: it is of all stages
+    placed: bool = True  # whether config.json has its placement, which earlier versions did not write there
 
 
 def copies(attempts: Sequence[Table], attempts_path: Path, checkpoint_dir: Path) -> Iterator[Copy]:
@@ -44,14 +45,14 @@ def copies(attempts: Sequence[Table], attempts_path: Path, checkpoint_dir: Path)
         if isinstance(last.get(key), dict):
             first = last.get("first_step")
             step = None if key == WHOLE or not isinstance(first, int) else max(first, 0)
-            yield Copy(f"the entry {key} of the last line of {attempts_path}", last[key], step)
+            yield Copy(f"the entry {key} of the last line of {attempts_path}", last[key], step, "environment" in last)
     with contextlib.suppress(ValueError, OSError):
         for step in reversed(checkpoint.steps(checkpoint_dir)):
             path = checkpoint.step_folder(checkpoint_dir, step)
             with contextlib.suppress(ValueError, OSError):
                 table = checkpoint.read_manifest(path)["config"]
                 if isinstance(table, dict) and table:
-                    yield Copy(f"the entry config of {path}{os.sep}{MANIFEST}", table, max(step - 1, 0))
+                    yield Copy(f"the entry config of {path}{os.sep}{MANIFEST}", table, max(step - 1, 0), False)
 
 
 def expect_recorded(config: RunConfig, path: Path, copy: Copy) -> None:
@@ -63,8 +64,9 @@ def expect_recorded(config: RunConfig, path: Path, copy: Copy) -> None:
     except ValueError as error:
         raise ValueError(f"{copy.source} is no config ({error}); put the old file back") from None
     mine, theirs = (dict(flat(to_table(without_folders(each)))) for each in (here, recorded))
+    free = {*PLACES, *(() if copy.placed else FLAGS)}
     for key in {**mine, **theirs}:
-        if mine.get(key) != theirs.get(key) and key not in PLACES and not key.startswith("mesh."):
+        if mine.get(key) != theirs.get(key) and key not in free and not key.startswith("mesh."):
             now, before = (short(each.get(key)) for each in (mine, theirs))
             raise ValueError(
                 f"{path}: {key} is {now}, and {before} is what the run trained with, by {copy.source}; set it back, "
