@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 
 from fzero import checkpoint, data
-from fzero.core.files import append_line
+from fzero.core.files import append_line, remove_entry
 from fzero.core.foreign import json_text, parse_json, read_json
 from fzero.core.tables import put
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
-from fzero.run import run_folder
+from fzero.run import run_folder, run_lock
 from fzero.run.config_table import from_table
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.resume import rollback
@@ -171,6 +172,94 @@ def test_no_flipped_bit_of_a_run_is_read_as_another_value(name, tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match=f"{name}: |{tmp_path}: is not a run"):
         read()
+
+
+IS = {  # what is put in the place of a file, and what an error says that it is
+    "fifo": "is a FIFO",
+    "folder": "is a folder",
+    "dangling": "is a symbolic link to nothing",
+    "loop": "is a symbolic link to itself",
+    "socket": "is a socket",
+    "empty": "is empty|its text is empty|has changed",
+}
+
+
+def put_there(path, kind):
+    """Put something else in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in ("dangling", "loop"):
+        path.symlink_to("nothing" if kind == "dangling" else path.name)
+    elif kind == "socket":
+        folder = os.open(path.parent, os.O_RDONLY)  # its whole path may be too long for a socket
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")
+        os.close(folder)
+    else:
+        path.write_text("")
+
+
+@pytest.mark.parametrize("kind", IS)
+def test_what_is_no_file_is_refused_by_what_it_is(kind, tmp_path, fz):
+    """By each reader of a run's folder, and never taken for a file that is missing."""
+    run_folder.create_run(tmp_path, from_table({"preset": "mlp-tiny"}), train_bpe(["some text " * 20], 262),
+                          Chat("{{ messages[0].content }}", {}), corpus="data")  # fmt: skip
+    readers = {name: read for name, read in READERS.items() if not any(c in name for c in "*/") and ".gz" not in name}
+    readers |= {
+        "tokenizer.json": lambda path: run_folder.read_tokenizer(path.parent),
+        "chat_template.jinja": lambda path: read_chat(path.parent),
+        "meta.json": lambda path: data.read_meta(path.parent),
+        "manifest.json": lambda path: checkpoint.read_manifest(path.parent),
+        "lock.json": lambda path: (run_lock.take(path.parent), run_lock.release(path.parent)),
+    }
+    lines = ("attempts.jsonl", "samples.jsonl", "metrics.jsonl", "lock.json", "metrics.csv", "chat_template.jinja")
+    for name, read in readers.items():
+        path, before = tmp_path / name, (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
+        put_there(path, kind)
+        if kind == "empty" and name in lines:  # no line yet
+            read(path)
+        else:
+            with pytest.raises((ValueError, OSError), match=IS[kind].partition(" to ")[0]) as raised:
+                read(path)
+            assert str(path) in str(raised.value) and "no such file" not in str(raised.value)
+        remove_entry(path)
+        if before is not None:
+            path.write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["config.json", "environment.json", "metrics.jsonl", "lock.json", "attempts.jsonl"])
+@pytest.mark.slow
+def test_every_command_says_what_is_in_the_place_of_a_file(name, tmp_path, fz):
+    run = begin(fz, tmp_path)
+    for kind in ("fifo", "folder", "dangling"):
+        whole = (run / name).read_bytes() if (run / name).exists() else None
+        put_there(run / name, kind)
+        commands = [("pretrain", "--out", run, "--resume")]
+        if name != "lock.json":
+            commands += [("report", run)]
+        if name in ("config.json", "environment.json"):
+            commands += [("sample", run, "--prompt", "a"), ("export", run, "--out", tmp_path / "new")]
+        if name == "config.json":
+            commands += [("ckpt", word, run) for word in ("verify", "ls", "show")]
+        for command in commands:
+            code, _, err = fz(*command)
+            expected = IS[kind].partition(" to ")[0]  # where a link is refused, whatever it leads to
+            assert code == 2 and err.count("\n") == 1 and expected in err and str(run / name) in err, (command, err)
+        remove_entry(run / name)
+        if whole is not None:
+            (run / name).write_bytes(whole)
+    if name == "config.json":
+        (run / name).unlink()
+        for word in ("verify", "ls", "show"):
+            code, _, err = fz("ckpt", word, run)
+            assert code == 2 and f"has no config.json any more; write the entry config of the last line of {run}" in err
+        (line,) = run_folder.read_attempts(run)
+        (run / name).write_text(json.dumps(line["config"]))
+        code, out, err = fz("ckpt", "verify", run)
+        assert code == 0 and "sound" in out, err
 
 
 EDITS = {  # entries of config.json that are changed by hand, and what the error says of each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def runs_of(folder: Path, predict: Predict | None = None) -> list[RunReport]:
     """The run in a folder, or the runs of an earlier report in it."""
     return (
         read(folder).runs
-        if (folder / JSON).is_file() and not (folder / CONFIG).is_file()
+        if os.path.lexists(folder / JSON) and not os.path.lexists(folder / CONFIG)
         else [read_run(folder, predict)]
     )
 
@@ -139,7 +140,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 def read(folder: Path) -> Report:
     """Read the report in a folder; raises ValueError naming the file if it is missing or damaged."""
     path = folder / JSON
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; fzero report RUN --out {folder} writes it")
     try:
         value = read_json(path)

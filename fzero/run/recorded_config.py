@@ -42,7 +42,7 @@ def copies(attempts: Sequence[Table], attempts_path: Path, checkpoint_dir: Path)
     """The copies of a run's config, the best one first: of its last attempt, then of its local checkpoints."""
     last = attempts[-1] if attempts else {}
     for key in (WHOLE, "config"):
-        if isinstance(last.get(key), dict):
+        if is_whole(last.get(key)):
             first = last.get("first_step")
             step = None if key == WHOLE or not isinstance(first, int) else max(first, 0)
             yield Copy(f"the entry {key} of the last line of {attempts_path}", last[key], step, "environment" in last)
@@ -51,8 +51,13 @@ def copies(attempts: Sequence[Table], attempts_path: Path, checkpoint_dir: Path)
             path = checkpoint.step_folder(checkpoint_dir, step)
             with contextlib.suppress(ValueError, OSError):
                 table = checkpoint.read_manifest(path)["config"]
-                if isinstance(table, dict) and table:
+                if is_whole(table):
                     yield Copy(f"the entry config of {path}{os.sep}{MANIFEST}", table, max(step - 1, 0), False)
+
+
+def is_whole(table: Any) -> bool:
+    """Whether a value of a record is the table of a whole config."""
+    return isinstance(table, dict) and "preset" in table
 
 
 def expect_recorded(config: RunConfig, path: Path, copy: Copy) -> None:

@@ -38,8 +38,8 @@ from fzero.core.foreign import (
     LARGEST,
     Unparsable,
     expect_entries,
-    expect_regular,
     json_text,
+    open_regular,
     parse_json,
     read_json,
     read_text_file,
@@ -86,10 +86,8 @@ def free_folder(name: str, among: Path = Path("runs")) -> Path:
 def expect_free(folder: Path) -> None:
     """Raise ValueError if `folder` holds anything: a run never writes over one."""
     if folder.is_dir() and any(path.name != run_lock.LOCK for path in folder.iterdir()):
-        fix = (
-            "resume it with --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
-        )
-        raise ValueError(f"{folder}: exists and is not empty; {fix} (--out)")
+        resume = "resume it with --resume, or " * os.path.lexists(folder / CONFIG)
+        raise ValueError(f"{folder}: exists and is not empty; {resume}name another folder (--out)")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
@@ -132,7 +130,7 @@ def create_run(
         "eos": tokenizer.eos if tokenizer else -1,
         **environment,
     }
-    here["files"] = {name: _digest_of(folder / name) for name in TEXTS if (folder / name).is_file()}
+    here["files"] = {name: _digest_of(folder / name) for name in TEXTS if os.path.lexists(folder / name)}
     _write_sealed(folder / ENVIRONMENT, here)
     replace_config(folder, value)
 
@@ -157,8 +155,8 @@ def _digest(table: dict[str, Any]) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    expect_regular(path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with open_regular(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def expect_places(folder: Path) -> None:
@@ -174,7 +172,7 @@ def expect_places(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run or an import of ours, and not one of another system."""
-    return (folder / ENVIRONMENT).is_file()
+    return os.path.lexists(folder / ENVIRONMENT)
 
 
 def read_config(folder: Path) -> RunConfig:
@@ -190,6 +188,8 @@ def read_config_table(folder: Path) -> Table:
     """
     path = folder / CONFIG
     if not os.path.lexists(path):
+        if copy := next(copies_of(folder, None), None):
+            raise ValueError(f"{folder}: has no {CONFIG} any more; write {copy.source} into {path}")
         raise ValueError(
             f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}"
         )
@@ -220,7 +220,7 @@ def copies_of(folder: Path, config: RunConfig | None) -> Iterator[Copy]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """The content of environment.json: machine, corpus and tokenizer."""
     path = folder / ENVIRONMENT
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
     found = read_json(path)
     try:
@@ -242,7 +242,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of the run; raises ValueError if it has none (an import without tokenizer.json)."""
     recorded = read_environment(folder)
     for name, digest in recorded.get("files", {}).items():
-        if not (folder / name).is_file() or _digest_of(folder / name) != digest:
+        if not os.path.lexists(folder / name) or _digest_of(folder / name) != digest:
             raise ValueError(
                 f"{folder / name}: is missing, has changed since the run began, or is damaged, by its checksum in "
                 f"{ENVIRONMENT}; put the old file back, or remove the entries files and {SEAL} of {ENVIRONMENT}"
@@ -250,7 +250,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if recorded["tokenizer"] == "bytes":
         return byte_tokenizer()
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; this run has no tokenizer, so there is no text to read or write")
     return json_tokenizer(read_text_file(path), str(path), recorded["eos"])._replace(name=recorded["tokenizer"])
 
@@ -275,10 +275,10 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file's lines, none if there is no file; a last line that a kill cut short is left
     out."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    size = expect_regular(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         for number, line in enumerate(iter(lambda: file.readline(LARGEST + 1), b""), 1):
             try:
                 yield parse_json(line, f"{path}:{number}")
