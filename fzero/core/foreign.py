@@ -179,11 +179,11 @@ def open_regular(path: str | Path) -> BinaryIO:
     what it is, and never taken for a file that is missing (tests/test_run_files.py).
     """
     expect_regular(path)
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if kind := kind_of(os.fstat(fd).st_mode):  # put there since
-        os.close(fd)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if kind := kind_of(os.fstat(file.fileno()).st_mode):  # put there since
+        file.close()
         raise ValueError(f"{path}: is {kind}; {REGULAR}")
-    return open(fd, "rb")
+    return file
 
 
 REGULAR = "it must be a regular file (copy what it gives into one)"

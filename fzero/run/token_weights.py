@@ -122,7 +122,8 @@ def content_of(path: Path) -> bytes:
         with open_regular(path) as file:
             return file.read()
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.token_weights: {error}") from None
+        why = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"data.token_weights: {path} cannot be read ({why})") from None
 
 
 def digest_of(content: bytes) -> str:
