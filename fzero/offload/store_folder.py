@@ -157,7 +157,8 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
-                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or "
+                f"{folder}: holds step {record.step} of a run that is not over; go on from it by "
+                f"fzero.reopen_state (--resume of a run), or "
                 f"give another folder ({FOLDER})"
             )
     if is_url(folder):

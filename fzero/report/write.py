@@ -42,7 +42,7 @@ def gather(
         raise ValueError(f"{', '.join(map(str, folders))}: a run is named twice; name each once")
     found = []
     for folder in folders:
-        with in_form(str(folder), "; --traceback shows where"):
+        with in_form(str(folder), "; its traceback (--traceback) shows where"):
             found += runs_of(folder, predict)
     runs = distinct(found)
     if public:
@@ -87,7 +87,7 @@ def draw(report: Report, *, runs: bool = True) -> dict[str, Drawn]:
     for run, prefix, part in markdown.all_parts(report):
         if isinstance(part, Picture) and (runs or run is None):
             files = f"the files of run {run.name}" if run else "the files of the runs"
-            with in_form(files, "; --traceback shows which value"):
+            with in_form(files, "; its traceback (--traceback) shows which value"):
                 pictures[prefix + part.name] = figures.draw_svg(part.draw)
     return pictures
 
