@@ -351,6 +351,39 @@ def test_a_value_that_a_hand_changed_is_changed_by_the_remedy(tmp_path, fz):
     refused_by_all(fz, run, "stages is []", "a run keeps this value")
 
 
+KINDS = {  # further words of a run, and what its resume changes
+    "ramp": (("--batch", 8, "--batch-ramp", "4:4:128"), ("--steps", 10)),
+    "disk": (("--offload", "params=nvme,opt=nvme"), ("--lr", 0.02)),
+    "stages": (("--precision", "bf16", "--set", "optim.name=muon"), ("--seq-len", 8, "--batch", 8, "--steps", 12)),
+    "schedule": (("--set", "optim.schedule.name=linear"), ("--set", "optim.clip=0.5")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_without_its_checksum_is_read_as_it_was_written(kind, tmp_path, fz):
+    """Of runs whose attempts have other values than config.json: of one of its stages, and after a resume."""
+    words, changes = KINDS[kind]
+    run = begin(fz, tmp_path, *words)
+    for stop in (7, None):
+        wanted, table = run_folder.read_config(run), read_json(run / "config.json")
+        rewrite(run / "config.json", table)
+        assert run_folder.read_config(run) == wanted
+        rewrite(run / "config.json", {**table, "train": {**table["train"], "seed": 3}})
+        with pytest.raises(ValueError, match=r"train\.seed is 3, and 0 is what"):
+            run_folder.read_config(run)
+        rewrite(run / "config.json", table)
+        if stop:
+            code, _, err = fz("pretrain", "--out", run, "--resume", *changes, "--stop-at", stop, "--prompt", "")
+            assert code == 0, err
+    # A record of keys that this version does not have is none to compare with.
+    rewrite(run / "config.json", {**table, "train": {**table["train"], "seed": 3}})
+    (*lines, last) = (run / "attempts.jsonl").read_text().splitlines()
+    old = {"a_key_of_long_ago": 1, **json.loads(last)["config"]}
+    (run / "attempts.jsonl").write_text("\n".join([*lines, json.dumps({"attempt": 2, "config": old})]) + "\n")
+    assert run_folder.read_config(run).train.seed == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["disk", "words"])
 def test_no_file_of_a_run_that_is_not_as_it_was_written_leads_to_a_hang_or_another_result(kind, tmp_path, fz):
