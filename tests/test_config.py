@@ -410,7 +410,7 @@ def test_micro_batches_are_shared_by_the_data_ranks():
     with pytest.raises(ValueError, match=said) as error:
         build.build(run, fake_mesh({"dp": 2, "rp": 2}))
     assert "use --micro-batch 2 or 3 or 6" in str(error.value)
-    with pytest.raises(ValueError, match="use a batch that 5 divides"):
+    with pytest.raises(ValueError, match="use a --batch that 5 divides"):
         build.local_micro_batches(run, fake_mesh({"dp": 5}))
 
 
