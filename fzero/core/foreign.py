@@ -179,7 +179,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     what it is, and never taken for a file that is missing (tests/test_run_files.py).
     """
     expect_regular(path)
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
     if kind := kind_of(os.fstat(file.fileno()).st_mode):  # put there since
         file.close()
         raise ValueError(f"{path}: is {kind}; {REGULAR}")
