@@ -290,13 +290,17 @@ def test_a_file_system_that_refuses_direct_transfers(fz, folder, monkeypatch):
 
 
 def test_too_little_space(fz, folder, monkeypatch):
-    assert "GB free and 900,000.00 GB are needed; use a smaller --size-gb" in refused(fz, folder, "--size-gb", "900000")
+    assert "GB free and 900,000.00 GB are needed; use a smaller size (--size-gb)" in refused(
+        fz, folder, "--size-gb", "900000"
+    )
 
     def full(fd, offset, size):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "No space left on device for 0.01 GB; use a smaller --size-gb" in refused(fz, folder, "--size-gb", "0.01")
+    assert "No space left on device for 0.01 GB; use a smaller size (--size-gb)" in refused(
+        fz, folder, "--size-gb", "0.01"
+    )
     assert list(folder.iterdir()) == []
 
 

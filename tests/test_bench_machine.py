@@ -589,7 +589,8 @@ def test_mistakes_are_one_line(fz, args, said):
 def test_no_gpu(fz):
     assert (
         fz("bench", "--device", "cuda")[2]
-        == "fzero: error: device is cuda and PyTorch finds no GPU here; use --device cpu, or a CUDA build of PyTorch\n"
+        == "fzero: error: device is cuda and PyTorch finds no GPU here; use device=cpu (--device cpu), or a CUDA build "
+        "of PyTorch\n"
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from launched import TIMED
 
+import fzero
 from fzero import checkpoint, models
 from fzero.checkpoint.convert import huggingface
 from fzero.cli import main, process
@@ -213,7 +214,7 @@ def test_a_signal_in_the_middle_of_an_import_ends_the_command_after_it(number, m
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        signals.interrupt_after_imports()
+        signal.signal(signal.SIGINT, signals.interrupt)
         with pytest.raises((signals.Stopped, KeyboardInterrupt)), signals.raise_on_sigterm():
             import half_made
 
@@ -223,6 +224,54 @@ def test_a_signal_in_the_middle_of_an_import_ends_the_command_after_it(number, m
         signal.signal(signal.SIGINT, before)
         sys.modules.pop("half_made", None)
     assert not issubclass(signals.Stopped, Exception)  # `except Exception` is for failures
+
+
+ENTRIES = {  # the ways to start a command: its words, a module that it imports early, and one that it imports late
+    "module": (("-m", "fzero", "models"), "tomllib", "click"),
+    "script": (("-c", "from fzero.cli.start import start; start()", "models"), "tomllib", "click"),
+    "aot": (("-m", "fzero.cli.aot"), "argparse", "torch"),
+}
+# As torch does around its import of numpy.
+SWALLOWS = """import os, time
+try:
+    os.kill(os.getpid(), {number})
+    time.sleep(9)
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    "entry", ["module", *(pytest.param(each, marks=pytest.mark.slow) for each in ("script", "aot"))]
+)
+def test_a_signal_while_a_command_is_imported_is_one_line(entry, tmp_path):
+    """Of the first rank alone; a module that is imported early, and one late, send it to themselves."""
+    words, early, late = ENTRIES[entry]
+    ctrl_c, term = signal.SIGINT, signal.SIGTERM
+    for name, number, rank in ((early, ctrl_c, "0"), (late, ctrl_c, "0"), (late, ctrl_c, "1"), (late, term, "0")):
+        folder = tmp_path / f"{name}{number}{rank}"
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(SWALLOWS.format(number=int(number)))
+        places = {"PYTHONPATH": f"{folder}:{Path(fzero.__file__).parents[1]}", "RANK": rank}
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, env={**os.environ, **places}, timeout=60
+        )
+        code, said = (130, "fzero: interrupted\n" * (rank == "0")) if number == signal.SIGINT else (-number, "")
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", said), name
+
+
+def test_ctrl_c_in_a_command_and_behind_its_end(tmp_path, fz, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.models, "callback", interrupted)
+    code, out, err = fz("models")
+    assert (code, out, err) == (130, "", "fzero: interrupted\n")
+    late = "import atexit, os; atexit.register(lambda: os.kill(os.getpid(), 2)); "
+    late += "from fzero.cli.start import start; start()"
+    done = subprocess.run([sys.executable, "-c", late, "--version"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(Path(fzero.__file__).parents[1])})  # fmt: skip
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "") and "fzero" in done.stdout
 
 
 def test_the_second_interrupt_is_at_once():

@@ -259,7 +259,7 @@ def long_prepared(path, kind, lengths):
 )
 def test_lines_that_are_too_long_are_dropped_or_cut_and_counted(tmp_path, kind, row, dropped, cut):
     path = long_lines(tmp_path / "lines.jsonl", kind)
-    with pytest.raises(ValueError, match=r"lines.jsonl:2: .*--too-long drop or cut"):
+    with pytest.raises(ValueError, match=r"lines.jsonl:2: .*too_long of drop or cut \(--too-long"):
         long_prepared(path, kind, Lengths(row, 96))
     assert not (tmp_path / "out-error").exists()
     left = long_prepared(path, kind, Lengths(row, 96, "drop"))
@@ -314,7 +314,7 @@ MISTAKES = [
     (["--quantize", "nf4"], "--quantize needs --lora"),
     (["--model", "llama-tiny"], "No such option"),
     (["--set", "model.d_model=8"], "--init sets the model's sizes"),
-    (["--seq-len", "20"], "data.seq_len is 20; use --seq-len"),
+    (["--seq-len", "20"], "data.seq_len is 20; use a seq_len of"),
     (["--chat-template", "none.jinja"], "none.jinja: no such file"),
 ]
 

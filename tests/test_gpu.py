@@ -119,7 +119,7 @@ def test_segments_expand_unless_the_user_says_how_memory_is_allocated(machine, m
 @pytest.mark.parametrize(
     "gpus, local_rank, processes, message",
     [
-        (0, 0, 1, r"device is cuda and PyTorch finds no GPU here; use --device cpu"),
+        (0, 0, 1, r"device is cuda and PyTorch finds no GPU here; use device=cpu \(--device cpu\)"),
         (2, 0, 4, r"4 processes of this host share 2 GPUs; .*--nproc-per-node 2"),
         (1, 1, 1, r"2 processes of this host share 1 GPU;"),
     ],
@@ -156,7 +156,7 @@ def test_a_gpu_that_cuda_does_not_count_is_told_with_the_reason(machine, monkeyp
     with pytest.raises(ValueError) as refused:
         gpu.use_device("cuda")
     assert str(refused.value).startswith(f"device is cuda and PyTorch can use no GPU here: {line}")
-    assert str(refused.value).endswith("; --device cpu trains without it")
+    assert str(refused.value).endswith("; device=cpu (--device cpu) trains without it")
     table = {"preset": "mlp-tiny", "precision": {"policy": "fp32", "fp32_matmul": "default"}}
     lines = place(from_table(table), Coordinator())[3]  # auto
     assert lines[0] == f"device: the CPU; no GPU can be used: {line.partition(';')[0]}"
@@ -182,7 +182,9 @@ def test_whatever_cuda_says_at_its_first_use_is_one_line(machine, monkeypatch, w
     with pytest.raises(ValueError) as refused:
         gpu.use_device("cuda", 2)
     assert re.match(rf"GPU 1 of host \S+ cannot be used: {re.escape(line)}", str(refused.value))
-    assert "\n" not in str(refused.value) and str(refused.value).endswith("; --device cpu trains without it")
+    assert "\n" not in str(refused.value) and str(refused.value).endswith(
+        "; device=cpu (--device cpu) trains without it"
+    )
 
 
 def test_a_gpu_that_pytorch_was_not_compiled_for_is_refused(machine, monkeypatch):
@@ -258,7 +260,9 @@ def test_a_run_on_a_gpu_that_is_not_there_ends_with_one_line(machine, fz, tmp_pa
     machine(0)
     monkeypatch.chdir(tmp_path)
     code, _, err = fz("pretrain", "--device", "cuda", "--model", "mlp-tiny", "--out", "run")
-    assert code == 2 and len(err.splitlines()) == 1 and "PyTorch finds no GPU here; use --device cpu" in err
+    assert (
+        code == 2 and len(err.splitlines()) == 1 and "PyTorch finds no GPU here; use device=cpu (--device cpu)" in err
+    )
     assert not list(tmp_path.glob("run/config.json"))
 
 

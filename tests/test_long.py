@@ -157,7 +157,7 @@ def test_nothing_fits(fz):
 def test_the_question_refuses_what_it_does_not_answer(fz):
     for flags, words in (
         (["--vary", "remat=none,full"], "--ask longest answers one question; leave out --vary"),
-        (["--mesh", "dp=2"], "--ask longest is of one device, and the mesh is"),
+        (["--mesh", "dp=2"], "the longest sequence is asked for one device, and the mesh is"),
     ):
         code, _, err = fz("plan", "--ask", "longest", "--model", "llama-tiny", *flags)
         assert code == 2 and words in err

@@ -295,7 +295,7 @@ def test_code_in_a_checkpoint_is_not_run(known, tmp_path, monkeypatch):
     assert not (tmp_path / "harm").exists()
 
 
-NO_CONFIG = "without a config.json with the model's sizes; name it: --hf-config HF_CONFIG.json"
+NO_CONFIG = "without a config.json with the model's sizes; name it by config= (--hf-config HF_CONFIG.json"
 
 
 def test_folders_that_are_no_source(known, tmp_path):

@@ -10,7 +10,7 @@ from close import assert_same
 
 import fzero
 from fzero import checkpoint, optim
-from fzero.core import pytree
+from fzero.core import pytree, torch_private
 from fzero.core.precision import POLICIES, LossScale, Policy, fp16, init_scaler, overflow_at_floor, update_scaler
 
 
@@ -270,6 +270,101 @@ def test_parameters_that_are_not_the_rounding_of_their_masters_are_named(policy,
     restored = checkpoint.restore(path, like.params, under="params")
     first, _ = run.step(fzero.with_params(like, restored, run.plan), run.batch)
     assert_same(first.params["head"] - restored["head"] == 0, torch.zeros(16, 8, dtype=torch.bool))
+
+
+NAN, INF = float("nan"), float("inf")
+GIVEN = {  # what with_params is given as one leaf of 4 numbers, and what the error says
+    "meta": (lambda: torch.ones(4, device="meta"), "b: is on the meta device and has no values"),
+    "fake": (
+        lambda: torch_private.FakeTensorMode().from_tensor(torch.ones(4)),
+        "b: is on the meta device and has no values",
+    ),
+    "freed": (lambda: freed(torch.ones(4)), "b: was freed and has no values"),
+    "lazy": (lambda: torch.nn.UninitializedParameter(), "b: is an uninitialized parameter of a lazy module"),
+    "int": (lambda: torch.ones(4, dtype=torch.int64), "b: is torch.int64 and the state has torch.bfloat16"),
+    "bool": (lambda: torch.ones(4, dtype=torch.bool), "b: is torch.bool and the state has"),
+    "codes": (lambda: torch.ones(4, dtype=torch.int8), "b: is torch.int8 and the state has"),
+    "nan": (lambda: torch.tensor([1, NAN, 1, 1]), "b: 1 or more of 4 values are not finite, such as nan"),
+    "inf": (lambda: torch.tensor([1.0, 1, 1, -INF]), "b: 1 or more of 4 values are not finite, such as -inf"),
+    "nan of 8 bits": (lambda: torch.tensor([1, NAN, 1, 1]).to(torch.float8_e5m2), "b: 1 or more .* such as nan"),
+    "large": (
+        lambda: torch.full((4,), 1e300, dtype=torch.float64),
+        "such as 1e.300, which torch.bfloat16 does",
+    ),
+    "complex": (lambda: torch.ones(4, dtype=torch.complex64), "leaf 'b' .* is torch.complex64"),
+    "sparse": (lambda: torch.ones(4).to_sparse(), "leaf 'b' .* is torch.sparse_coo; give leaf.to_dense"),
+    "array": (lambda: torch.ones(4).numpy(), "leaf 'b' .* is a ndarray, not a tensor"),
+    "nothing": (lambda: None, "leaf 'b' .* is a NoneType, not a tensor"),
+    "long": (lambda: torch.ones(5), r"b: is \[5\]; the state has \[4\]: a tree of other shapes"),
+    "table": (lambda: {"c": torch.ones(4)}, "missing b; extra b/c"),
+    "list": (lambda: [torch.ones(4)], "missing b; extra b/0"),
+}
+TREES = {
+    "empty": ({}, "has no leaves"),
+    "leaf": (torch.ones(4), "missing a, b; extra a single leaf, no tree"),
+    "tuple": ((torch.ones(2), torch.ones(4)), "missing a, b; extra 0, 1"),
+    "extra": ({"a": torch.ones(2), "b": torch.ones(4), "c": torch.ones(1)}, "extra c"),
+}
+
+
+def freed(leaf):
+    leaf.untyped_storage().resize_(0)
+    return leaf
+
+
+def test_what_is_no_tree_of_new_parameters_is_refused_by_its_leaf():
+    """And the state is as it was; what has values is taken as it comes."""
+    params, tx = {"a": torch.zeros(2), "b": torch.zeros(4)}, optim.sgd(0.1)
+    plan = fzero.zero_plan(0, params, fzero.one_process(), policy=fzero.bf16())
+    state = fzero.init_state(params, tx, plan, seed=0)
+    cases = [({"a": torch.ones(2), "b": make()}, text) for make, text in GIVEN.values()] + [*TREES.values()]
+    for given, text in cases:
+        with pytest.raises((ValueError, TypeError), match=text) as raised:
+            fzero.with_params(state, given, plan)
+        assert str(raised.value).count("\n") == 0 and not any(state.params["b"])
+    shared = torch.full((4,), 2.0, requires_grad=True)
+    for leaf in (shared, shared * 1, torch.nn.Parameter(shared.double()), shared.to(torch.float8_e4m3fn), shared.half(),
+                 torch.full((1,), 2.0).expand(4)):  # fmt: skip
+        found = fzero.with_params(state, {"a": shared[:2], "b": leaf}, plan)
+        assert found.params["b"].tolist() == found.master["b"].tolist() == [2.0] * 4
+        assert not found.params["b"].requires_grad and not found.master["b"].requires_grad
+    # A frozen leaf, such as a mask, may be infinite, and one of whole numbers is of its dtype.
+    params = {"a": torch.zeros(2), "b": torch.zeros(4), "ids": torch.arange(3)}
+    plan = fzero.zero_plan(0, params, fzero.one_process(), policy=fzero.bf16(), frozen="^b$")
+    state = fzero.init_state(params, tx, plan, seed=0)
+    given = {"a": torch.ones(2), "b": torch.tensor([0.0, -INF, 0, 0]), "ids": torch.arange(3) + 1}
+    assert fzero.with_params(state, given, plan).params["ids"].tolist() == [1, 2, 3]
+    for name, leaf, text in (
+        ("b", torch.tensor([0, NAN, 0, 0]), "b: 1 or more"),
+        ("ids", torch.ones(3), "ids: is torch"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fzero.with_params(state, {**given, name: leaf}, plan)
+
+
+def refusals_of(mesh):
+    """What each rank says of leaves that are wrong on one rank alone."""
+    params, tx, said = {"a": torch.zeros(2, 3), "b": torch.zeros(8, 2)}, optim.sgd(0.1), []
+    plan = fzero.zero_plan(3, params, mesh, policy=fzero.bf16())
+    state, first = fzero.init_state(params, tx, plan, seed=0), mesh["dp"].rank == 0
+    part = torch.ones(state.params["b"].shape)
+    for wrong, right in ((part[:1], part), (part * NAN, part), (part.to("meta"), part), (torch.ones(8, 2), part)):
+        with pytest.raises(ValueError) as raised:
+            fzero.with_params(state, {"a": torch.ones(2, 3), "b": wrong if first else right}, plan)
+        said.append(str(raised.value))
+    found = fzero.with_params(state, {"a": torch.ones(2, 3), "b": part}, plan)
+    return said, bool(found.params["b"].all())
+
+
+@pytest.mark.slow
+def test_what_one_rank_is_given_is_refused_on_all():
+    (first, whole), (second, _) = ranks.run(2, refusals_of)
+    assert whole
+    for text, wanted in zip(
+        first, ("is [1, 2]; the state has [8, 2] or [4, 2]", "not finite", "meta", "and a shard on")
+    ):
+        assert wanted in text, text
+    assert ["another rank" in text for text in second] == [True, True, True, False] and "and a shard on" in second[3]
 
 
 def begun_from(mesh, policy, stage, offload, folder):

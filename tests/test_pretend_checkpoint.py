@@ -306,7 +306,7 @@ def test_a_step_is_made_again_on_the_gpu_and_two_runs_are_compared_there(fz, run
         assert code == 1 and "\npart at step 1: lr, digest, leaf params/" in out, out[-200:]
         assert not seen.races and not seen.freed
     code, _, err = fz("replay", str(runs / "run"), "--step", "1", "--device", "cuda")
-    assert code == 2 and "PyTorch finds no GPU here; use --device cpu" in err, err
+    assert code == 2 and "PyTorch finds no GPU here; use device=cpu (--device cpu)" in err, err
 
 
 def test_leaves_of_a_state_and_of_a_checkpoint_are_compared(seen):

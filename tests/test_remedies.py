@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from remedies import remedies_of, tried
 
 import fzero
-from fzero import models, optim
+from fzero import data, models, optim
 from fzero.cli.main import cli
 from fzero.core.tables import flat
 from fzero.run.config import RunConfig
@@ -42,17 +43,24 @@ def text_of(node):
 
 @functools.cache
 def read_package():
-    """([(where, expression of the text) of each error], the names of all arguments and fields) of the package."""
-    raised, names = [], set()
+    """([(where, expression of the text) of each error], the names of all arguments and fields, [(where, text) of each
+    error and of each text that has a name or is returned]) of the package."""
+    raised, names, texts = [], set(), []
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
+            where, value = f"{path.relative_to(ROOT).as_posix()}:{getattr(node, 'lineno', 0)}", None
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                raised.append((f"{path.relative_to(ROOT).as_posix()}:{node.lineno}", node.exc.args[0]))
+                value = node.exc.args[0]
+                raised.append((where, value))
             elif isinstance(node, ast.FunctionDef):
                 names |= {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)}
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 names.add(node.target.id)
-    return raised, names
+            elif isinstance(node, ast.Assign | ast.Return) and isinstance(node.value, ast.JoinedStr | ast.Constant):
+                value = node.value
+            if value is not None:
+                texts.append((where, text_of(value)))
+    return raised, names, texts
 
 
 @functools.cache
@@ -121,7 +129,53 @@ def test_names_that_are_not_there_are_seen():
     assert [*unknown_in(text)] == ["skip_nonfinite", "optim.no_key", "fzero.Skipped", "optim.no_key", "--no-such-flag"]
 
 
+COMMANDS = ("cli/", "run/", "planner/format.py", "planner/launch.py")  # whose texts answer a command
+# Options that a text has for another reason: what was given, a program's own, and a text that is in parentheses later.
+OPTIONS = {"core/tables.py", "checkpoint/convert/upcycle.py", "kernels/aot.py", "offload/disk_config.py"}
+
+
+def options_without_argument(text):
+    """The options in a text that stand neither in parentheses, behind what a caller in Python writes, nor in a whole
+    command (`fzero ...`, torchrun, python)."""
+    for match in re.finditer(r"(?<![\w-])--[a-z][a-z-]*", text):
+        before = text[: match.start()]
+        inside = before.count("(") > before.count(")")
+        if not inside and not re.search(r"(fzero [a-z]|torchrun |python )[^;]*$", before):
+            yield match[0]
+
+
+def test_an_error_for_python_names_what_python_writes():
+    """Outside of the commands an option is in parentheses behind an argument: text_key= (--text-key). Also in texts
+    that errors take from a constant of their module."""
+    faults = []
+    for place, text in read_package()[2]:
+        if not place.startswith(COMMANDS) and place.partition(":")[0] not in OPTIONS and "\n" not in text:
+            faults += [f"{place}: {option} in {text!r}" for option in options_without_argument(text)]
+    assert not faults, "\n".join(faults)
+
+
+def test_an_option_alone_is_seen():
+    assert [*options_without_argument("use --seq-len 4 or --too-long drop")] == ["--seq-len", "--too-long"]
+    assert not [
+        *options_without_argument("use seq_len (--seq-len); run fzero plan --ask longest, or `torchrun --nnodes`")
+    ]
+
+
 # -- the calls
+
+
+def test_an_argument_that_an_error_names_beside_its_option(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": f"text {i} " * 9}) + "\n" for i in range(40)))
+    (tmp_path / "a.txt").write_text("some words of text " * 200)
+    data.prepare(tmp_path / "a.txt", tmp_path / "bpe", tokenizer="bpe:260", eos="<end>")
+    for i, (sources, options, text, fix) in enumerate((
+        ("a.jsonl", {}, "with text_key= (--text-key)", {"text_key": "body"}),
+        ("a.txt", {"eos": "x"}, "leave eos= out (--eos)", {"eos": None}),
+        ("a.txt", {"tokenizer": tmp_path / "bpe/tokenizer.json"}, "with eos= (--eos)", {"eos": "<end>"}),
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=re.escape(text)):
+            data.prepare(tmp_path / sources, tmp_path / f"{i}", **options)
+        data.prepare(tmp_path / sources, tmp_path / f"{i}", **{**options, **fix})
 
 
 def test_remedies_are_read():

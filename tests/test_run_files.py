@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from fzero import checkpoint, data
-from fzero.core.files import append_line
+from fzero.core.files import append_line, remove_entry
 from fzero.core.foreign import json_text, parse_json, read_json
+from fzero.core.tables import put
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
-from fzero.run import run_folder
+from fzero.run import run_folder, run_lock
 from fzero.run.config_table import from_table
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.resume import rollback
@@ -170,6 +172,216 @@ def test_no_flipped_bit_of_a_run_is_read_as_another_value(name, tmp_path):
     path.unlink()
     with pytest.raises(ValueError, match=f"{name}: |{tmp_path}: is not a run"):
         read()
+
+
+IS = {  # what is put in the place of a file, and what an error says that it is
+    "fifo": "is a FIFO",
+    "folder": "is a folder",
+    "dangling": "is a symbolic link to nothing",
+    "loop": "is a symbolic link to itself",
+    "socket": "is a socket",
+    "empty": "is empty|its text is empty|has changed",
+}
+
+
+def put_there(path, kind):
+    """Put something else in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in ("dangling", "loop"):
+        path.symlink_to("nothing" if kind == "dangling" else path.name)
+    elif kind == "socket":
+        folder = os.open(path.parent, os.O_RDONLY)  # its whole path may be too long for a socket
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(f"/proc/self/fd/{folder}/{path.name}")
+        os.close(folder)
+    else:
+        path.write_text("")
+
+
+@pytest.mark.parametrize("kind", IS)
+def test_what_is_no_file_is_refused_by_what_it_is(kind, tmp_path, fz):
+    """By each reader of a run's folder, and never taken for a file that is missing."""
+    run_folder.create_run(tmp_path, from_table({"preset": "mlp-tiny"}), train_bpe(["some text " * 20], 262),
+                          Chat("{{ messages[0].content }}", {}), corpus="data")  # fmt: skip
+    readers = {name: read for name, read in READERS.items() if not any(c in name for c in "*/") and ".gz" not in name}
+    readers |= {
+        "tokenizer.json": lambda path: run_folder.read_tokenizer(path.parent),
+        "chat_template.jinja": lambda path: read_chat(path.parent),
+        "meta.json": lambda path: data.read_meta(path.parent),
+        "manifest.json": lambda path: checkpoint.read_manifest(path.parent),
+        "lock.json": lambda path: (run_lock.take(path.parent), run_lock.release(path.parent)),
+    }
+    lines = ("attempts.jsonl", "samples.jsonl", "metrics.jsonl", "lock.json", "metrics.csv", "chat_template.jinja")
+    for name, read in readers.items():
+        path, before = tmp_path / name, (tmp_path / name).read_bytes() if (tmp_path / name).exists() else None
+        put_there(path, kind)
+        if kind == "empty" and name in lines:  # no line yet
+            read(path)
+        else:
+            with pytest.raises((ValueError, OSError), match=IS[kind].partition(" to ")[0]) as raised:
+                read(path)
+            assert str(path) in str(raised.value) and "no such file" not in str(raised.value)
+        remove_entry(path)
+        if before is not None:
+            path.write_bytes(before)
+
+
+@pytest.mark.parametrize("name", ["config.json", "environment.json", "metrics.jsonl", "lock.json", "attempts.jsonl"])
+@pytest.mark.slow
+def test_every_command_says_what_is_in_the_place_of_a_file(name, tmp_path, fz):
+    run = begin(fz, tmp_path)
+    for kind in ("fifo", "folder", "dangling"):
+        whole = (run / name).read_bytes() if (run / name).exists() else None
+        put_there(run / name, kind)
+        commands = [("pretrain", "--out", run, "--resume")]
+        if name != "lock.json":
+            commands += [("report", run)]
+        if name in ("config.json", "environment.json"):
+            commands += [("sample", run, "--prompt", "a"), ("export", run, "--out", tmp_path / "new")]
+        if name == "config.json":
+            commands += [("ckpt", word, run) for word in ("verify", "ls", "show")]
+        for command in commands:
+            code, _, err = fz(*command)
+            expected = IS[kind].partition(" to ")[0]  # where a link is refused, whatever it leads to
+            assert code == 2 and err.count("\n") == 1 and expected in err and str(run / name) in err, (command, err)
+        remove_entry(run / name)
+        if whole is not None:
+            (run / name).write_bytes(whole)
+    if name == "config.json":
+        (run / name).unlink()
+        for word in ("verify", "ls", "show"):
+            code, _, err = fz("ckpt", word, run)
+            assert code == 2 and f"has no config.json any more; write the entry config of the last line of {run}" in err
+        (line,) = run_folder.read_attempts(run)
+        (run / name).write_text(json.dumps(line["config"]))
+        code, out, err = fz("ckpt", "verify", run)
+        assert code == 0 and "sound" in out, err
+
+
+EDITS = {  # entries of config.json that are changed by hand, and what the error says of each
+    "train.seed": (7, "train.seed is 7, and 0 is what the run trained with", "a run keeps this value"),
+    "train.batch": (8, "train.batch is 8, and 4 is", "--resume --set train.batch=8"),
+    "optim.lr": (0.5, "optim.lr is 0.5, and 0.01 is", "--resume --set optim.lr=0.5"),
+    "zero": (2, "zero is 2, and 0 is", "--resume --set zero=2"),
+    "data.within_documents": (False, "data.within_documents is False, and True is", "a run keeps this value"),
+    "train.ema_decay": (0.5, "train.ema_decay is 0.5, and 0.0 is", "a run keeps this value"),
+}
+
+
+def rewrite(path, table):
+    """Write a table without its checksum, as somebody does by hand."""
+    path.write_text(json.dumps({key: value for key, value in table.items() if key != run_folder.SEAL}))
+
+
+def refused_by_all(fz, run, *texts):
+    """Each reader refuses the run in one line with these texts, and leaves the folder as it is."""
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock.json"}
+    for command in (("pretrain", "--out", run, "--resume"), ("sample", run, "--prompt", "a"), ("report", run)):
+        code, _, err = fz(*command)
+        assert code == 2 and err.count("\n") == 1 and all(text in err for text in texts), (command, err)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_config_without_its_checksum_is_the_one_that_the_run_trained_with(tmp_path, fz):
+    """By its last attempt, else by its newest checkpoint; and what is damaged is written again from either."""
+    run = begin(fz, tmp_path)
+    path, written, lines = run / "config.json", read_json(run / "config.json"), (run / "attempts.jsonl").read_text()
+    (line,) = run_folder.read_attempts(run)
+    for without in ("", "attempts"):
+        if without:
+            (run / "attempts.jsonl").unlink()
+        source = "step-00000004/manifest.json" if without else "attempts.jsonl"
+        for key, (value, *texts) in EDITS.items():
+            if without and key == "zero":  # of an earlier version, whose attempts may have had other placements
+                continue
+            table = json.loads(json.dumps(written))
+            put(table, key, value)
+            rewrite(path, table)
+            texts += [str(path), f"the entry config of {'' if without else 'the last line of '}{run}", source]
+            with pytest.raises(ValueError) as raised:
+                run_folder.read_config(run)
+            assert all(text in str(raised.value) for text in texts), raised.value
+            if key == "train.seed" and not without:
+                refused_by_all(fz, run, *texts)
+        rewrite(path, written)
+        assert run_folder.read_config(run) == from_table(run_folder.current_keys(written))
+        for damaged in ("", path.read_text()[:100]):
+            path.write_text(damaged)
+            with pytest.raises(ValueError, match=f"{path}: .*write the entry config of .*{source}"):
+                run_folder.read_config(run)
+        path.write_text(json.dumps(checkpoint.read_manifest(run / "checkpoints/step-00000004")["config"] if without else
+                                   line["config"]))  # fmt: skip
+        assert run_folder.read_config(run) == from_table(run_folder.current_keys(written))
+    # Folders may have moved, and a run of a version that recorded neither is read as it is.
+    rewrite(path, {**written, "data": {**written["data"], "path": "/elsewhere/text.txt"}, "mesh": {"dp": 1}})
+    assert run_folder.read_config(run).data.path == "/elsewhere/text.txt"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    rewrite(bare / "config.json", {**written, "zero": 3})
+    assert run_folder.read_config(bare).zero == 3
+    # The corpus is the one that the last attempt trained on.
+    (run / "attempts.jsonl").write_text(lines)
+    rewrite(run / "environment.json", {**run_folder.read_environment(run), "corpus_sha256": "0" * 64})
+    refused_by_all(fz, run, f"corpus_sha256 is '{'0' * 64}'", line["environment"]["corpus_sha256"], "attempts.jsonl")
+
+
+@pytest.mark.slow
+def test_a_value_that_a_hand_changed_is_changed_by_the_remedy(tmp_path, fz):
+    """And a run of several stages has all of them in its record."""
+    run = begin(fz, tmp_path)
+    for key, (value, _, fix) in EDITS.items():
+        if "--set" in fix:
+            code, _, err = fz("pretrain", "--out", run, "--resume", "--stop-at", 6, *fix.split()[1:], "--prompt", "")
+            assert code == 0, err
+            found = run_folder.read_config(run)
+            for name in key.split("."):
+                found = getattr(found, name)
+            assert found == value
+            run = begin(fz, tmp_path, name=f"after-{key}")
+    code, _, err = fz("pretrain", "--out", run, "--resume", "--stop-at", 6, "--batch", 8, "--prompt", "")
+    assert code == 0, err
+    table = read_json(run / "config.json")
+    rewrite(run / "config.json", table)
+    assert run_folder.read_config(run).stages
+    rewrite(run / "config.json", {**table, "stages": []})
+    refused_by_all(fz, run, "stages is []", "a run keeps this value")
+
+
+KINDS = {  # further words of a run, and what its resume changes
+    "ramp": (("--batch", 8, "--batch-ramp", "4:4:128"), ("--steps", 10)),
+    "disk": (("--offload", "params=nvme,opt=nvme"), ("--lr", 0.02)),
+    "stages": (("--precision", "bf16", "--set", "optim.name=muon"), ("--seq-len", 8, "--batch", 8, "--steps", 12)),
+    "schedule": (("--set", "optim.schedule.name=linear"), ("--set", "optim.clip=0.5")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_without_its_checksum_is_read_as_it_was_written(kind, tmp_path, fz):
+    """Of runs whose attempts have other values than config.json: of one of its stages, and after a resume."""
+    words, changes = KINDS[kind]
+    run = begin(fz, tmp_path, *words)
+    for stop in (7, None):
+        wanted, table = run_folder.read_config(run), read_json(run / "config.json")
+        rewrite(run / "config.json", table)
+        assert run_folder.read_config(run) == wanted
+        rewrite(run / "config.json", {**table, "train": {**table["train"], "seed": 3}})
+        with pytest.raises(ValueError, match=r"train\.seed is 3, and 0 is what"):
+            run_folder.read_config(run)
+        rewrite(run / "config.json", table)
+        if stop:
+            code, _, err = fz("pretrain", "--out", run, "--resume", *changes, "--stop-at", stop, "--prompt", "")
+            assert code == 0, err
+    # A record of keys that this version does not have is none to compare with.
+    rewrite(run / "config.json", {**table, "train": {**table["train"], "seed": 3}})
+    (*lines, last) = (run / "attempts.jsonl").read_text().splitlines()
+    old = {"a_key_of_long_ago": 1, **json.loads(last)["config"]}
+    (run / "attempts.jsonl").write_text("\n".join([*lines, json.dumps({"attempt": 2, "config": old})]) + "\n")
+    assert run_folder.read_config(run).train.seed == 3
 
 
 @pytest.mark.slow

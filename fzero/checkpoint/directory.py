@@ -67,7 +67,7 @@ def steps(checkpoint_dir: Folder) -> list[int]:
         return sorted(
             step for name in found if len(name) == 2 and name[1] == MANIFEST and (step := step_of(name[0])) is not None
         )
-    return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if (path / MANIFEST).is_file())
+    return sorted(step for path, step in _step_folders(Path(checkpoint_dir)) if os.path.lexists(path / MANIFEST))
 
 
 @checked()
@@ -215,7 +215,7 @@ def clean_step(path: Folder) -> None:
         _clean_url_step(path)
         return
     path = Path(path)
-    complete = (path / MANIFEST).is_file()
+    complete = os.path.lexists(path / MANIFEST)
     used = _arrays_used(path)
     if complete and used is None:
         return  # a damaged manifest is kept as evidence until the step is saved again
@@ -267,7 +267,7 @@ def remove(checkpoint_dir: Folder, step: int, *, spare: bool = False) -> None:
         Objects(str(path)).remove([MANIFEST])
         _clean_url_step(path)
         return
-    if not Path(path, MANIFEST).is_file():
+    if not os.path.lexists(Path(path, MANIFEST)):
         raise ValueError(f"{path}: no such checkpoint")
     if not is_real_folder(path):
         remove_entry(path)

@@ -5,6 +5,11 @@ compiled blocks.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from fzero.cli.start import begin_imports
+
+    begin_imports()
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -80,5 +85,7 @@ def _say(label: str, width: int, r: aot.Result) -> bool:
 
 if __name__ == "__main__":
     from fzero.cli.process import run
+    from fzero.cli.start import end_imports
 
+    end_imports()
     sys.exit(run(main, traceback=False))

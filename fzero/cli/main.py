@@ -60,6 +60,13 @@ class Sections(click.Group):
         formatter.write_paragraph()
         formatter.write(EXAMPLES + "\n")
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; Ctrl-C leaves it as click's Abort, for which click prints no line of its own."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
+
 
 @click.group(cls=Sections, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="fzero")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def predict_run(folder: Path) -> dict[str, Any] | None:
     from fzero.run.measure import attempts
 
     path, lines = folder / attempts.PLAN, run_folder.read_attempts(folder)
-    found = read_json(path) if path.is_file() else None
+    found = read_json(path) if os.path.lexists(path) else None
     if not lines or (found is not None and planned_for(found, lines[-1])):
         return found
     last = lines[-1]

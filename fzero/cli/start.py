@@ -1,19 +1,48 @@
-"""The entry of `fzero` and `python -m fzero`: Ctrl-C while modules are imported is one line, too."""
+"""The entry of `fzero` and `python -m fzero`: Ctrl-C while modules are imported is one line, too.
+
+It loads nothing before it has the signal in hand, and `fzero/__init__.py` hardly anything: what Python itself does
+before that it shows as it likes.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from types import FrameType
 from typing import NoReturn
 
-from fzero.run.ranks import signals
+
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """The handler of Ctrl-C while a command is imported and nothing has begun: an exception would be the traceback of
+    some import, or be swallowed by it."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, b"fzero: interrupted\n")
+    os._exit(130)
+
+
+def begin_imports() -> None:
+    """Let Ctrl-C end this process at once and in one line, if it ends it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
+
+
+def end_imports() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt from now on, but in the middle of an import."""
+    from fzero.run.ranks import signals
+
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signals.interrupt)
 
 
 def start() -> NoReturn:
     """Run the command line and exit."""
-    signals.interrupt_after_imports()
+    begin_imports()
+    from fzero.cli.main import main
+
+    end_imports()
     try:
-        from fzero.cli.main import main
-    except KeyboardInterrupt:
-        print("fzero: interrupted", file=sys.stderr)
-        sys.exit(130)
-    main()
+        main()
+    finally:  # the command has ended, and Python ends: a signal has no line to say any more
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

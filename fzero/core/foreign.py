@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
+import io
 import json
 import math
 import os
-import stat
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from fzero.core.files import kind_of
 
 LARGEST = 1 << 26  # bytes of a text that is read whole
 LARGEST_TOML, MOST_DOTS = 1 << 20, 200  # characters of a text, dots in a line of it
@@ -96,6 +99,8 @@ def _parse(text: str | bytes, name: str, kind: str, parse: Any, marks: tuple[str
     # Counted before parsing: a text of [[],[],...] takes thirty times its bytes.
     if len(text) > MOST_VALUES and sum(map(text.count, marks)) > MOST_VALUES:
         raise ValueError(f"{name}: more than {MOST_VALUES:,} values; this is too large to be meant")
+    if kind == "JSON" and not text.strip():
+        raise Unparsable(f"{name}: is empty, where {kind} was to be")
     try:
         value = parse(text)
     except RecursionError:
@@ -148,15 +153,16 @@ def short(value: Any, most: int = 80) -> str:
 
 
 def read_text_file(path: str | Path, most: int = LARGEST) -> str:
-    """The text of a file; raises ValueError naming it if it is not there, not a regular file (a FIFO would be waited
-    for), larger than `most` bytes, or not UTF-8. A byte order mark at its start is no part of the text.
+    """The text of a file; raises ValueError as `open_regular` does, and naming a file that is larger than `most` bytes,
+    or not UTF-8. A byte order mark at its start is no part of the text.
     """
-    path = Path(path)
-    size = expect_regular(path)
-    if size > most:
-        raise ValueError(f"{path}: {size:,} bytes; a file of this kind has at most {most:,}")
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{path}: {size:,} bytes; a file of this kind has at most {most:,}")
+        raw = file.read()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8-sig").read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text ({error})") from None
 
@@ -166,26 +172,41 @@ def read_json(path: str | Path, *, wide: bool = False) -> dict[str, Any]:
     return parse_json(read_text_file(path), str(path), wide=wide)
 
 
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading; raises ValueError as `expect_regular` does. A FIFO in its place is not waited for.
+
+    Whether a file is there at all, a reader asks by `os.path.lexists`: what else is in its place is refused here by
+    what it is, and never taken for a file that is missing (tests/test_run_files.py).
+    """
+    expect_regular(path)
+    file = open(path, "rb", opener=lambda name, _: os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))  # noqa: SIM115
+    if kind := kind_of(os.fstat(file.fileno()).st_mode):  # put there since
+        file.close()
+        raise ValueError(f"{path}: is {kind}; {REGULAR}")
+    return file
+
+
+REGULAR = "it must be a regular file (copy what it gives into one)"
+
+
 def expect_regular(path: str | Path) -> int:
-    """Return the bytes of a file; raises ValueError if there is none, or if it is a folder, a FIFO, a socket or a
-    device, which may never end.
+    """Return the bytes of a file; raises ValueError if there is none, or if it is a folder, a FIFO, a socket, a device,
+    which may never end, or a symbolic link to nothing.
     """
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise ValueError(f"{path}: is a symbolic link to nothing; {REGULAR}") from None
         raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path}: is a symbolic link to itself; {REGULAR}") from None
     except ValueError as error:  # a NUL in the name
         raise ValueError(f"{str(path)!r}: is no name of a file ({error})") from None
-    if not stat.S_ISREG(found.st_mode):
-        kinds = {
-            stat.S_IFDIR: "a folder",
-            stat.S_IFIFO: "a FIFO",
-            stat.S_IFSOCK: "a socket",
-            stat.S_IFCHR: "a device",
-            stat.S_IFBLK: "a device",
-        }
-        kind = kinds.get(stat.S_IFMT(found.st_mode), "no file")
-        raise ValueError(f"{path}: is {kind}; it must be a regular file (copy what it gives into one)")
+    if kind := kind_of(found.st_mode):
+        raise ValueError(f"{path}: is {kind}; {REGULAR}")
     return found.st_size
 
 

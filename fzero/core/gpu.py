@@ -101,12 +101,14 @@ def use_device(kind: str, processes: int = 1) -> torch.device:
     if not found and (why := complaint()):
         raise ValueError(f"device is cuda and PyTorch can use no GPU here: {why}; {advice_on(why)}")
     if not found:
-        raise ValueError("device is cuda and PyTorch finds no GPU here; use --device cpu, or a CUDA build of PyTorch")
+        raise ValueError(
+            "device is cuda and PyTorch finds no GPU here; use device=cpu (--device cpu), or a CUDA build of PyTorch"
+        )
     if max(processes, local_rank() + 1) > found:
         raise ValueError(
             f"device is cuda and {max(processes, local_rank() + 1)} processes of this host share {found} "
             f"GPU{'s' * (found > 1)}; a process takes a GPU of its own: start {found} a host "
-            f"(torchrun --nproc-per-node {found}), or use --device cpu"
+            f"(torchrun --nproc-per-node {found}), or use device=cpu (--device cpu)"
         )
     device = device_here(kind)
     if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):  # read once, when PyTorch begins to use the GPU

@@ -38,7 +38,7 @@ def gist_of(text: str) -> str:
 def advice_on(gist: str) -> str:
     """What to do about what `gist_of` found, and how to train without a GPU."""
     found = next(advice for said, advice in ADVICE.items() if re.search(said, gist, re.IGNORECASE))
-    return f"{found}; --device cpu trains without it"
+    return f"{found}; device=cpu (--device cpu) trains without it"
 
 
 def is_compiled_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:

@@ -113,7 +113,7 @@ def empty_together(like: Sequence[tuple[Sequence[int], torch.dtype]], what: str)
 
     what: for the ValueError if CUDA cannot pin them.
     """
-    remedy = "offload less (--offload), or to a disk"
+    remedy = "offload less (offload= of zero_plan, --offload of a run), or to a disk"
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
     starts, arena = {}, 0
     for i, size in enumerate(sizes):

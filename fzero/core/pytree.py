@@ -211,7 +211,8 @@ def from_named(named: dict[str, Any], like: Tree) -> Tree:
                 f"missing {', '.join(missing[:5])}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             )
         if extra:
-            faults.append("extra " + ", ".join(f"{n}{nearest(n, missing or wanted)}" for n in extra[:5]))
+            shown = [f"{n}{nearest(n, missing or wanted)}" if n else "a single leaf, no tree" for n in extra[:5]]
+            faults.append(f"extra {', '.join(shown)}")
         raise ValueError(f"the leaves do not match the tree: {'; '.join(faults)}")
     ordered = iter(wanted)
     return map(lambda _: named[next(ordered)], like)

@@ -92,7 +92,7 @@ def read_text(folder: str | Path, name: str) -> str | None:
         except UnicodeDecodeError as error:
             raise ValueError(f"{folder}/{name}: is not UTF-8 text ({error})") from None
     path = Path(folder, name)
-    return read_text_file(path) if path.exists() else None
+    return read_text_file(path) if os.path.lexists(path) else None
 
 
 def write_text(folder: str | Path, name: str, text: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -61,10 +62,10 @@ def read_chat(folder: str | Path) -> Chat | None:
     """
     folder = Path(folder)
     templates = {Path(name).stem: text for name, text in template_files(folder).items()}
-    if (folder / TEMPLATE).is_file():
+    if os.path.lexists(folder / TEMPLATE):
         templates["default"] = read_text_file(folder / TEMPLATE)
     if not templates:
-        about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+        about = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
         templates = templates_in(about, str(folder / CONFIG))
     if "default" not in templates:
         return None
@@ -108,7 +109,7 @@ def chat_files(chat: Chat, about: dict[str, Any]) -> dict[str, str]:
 
 def write_chat(folder: Path, chat: Chat) -> None:
     """Write the files that `read_chat` reads; entries of a tokenizer_config.json that is there stay."""
-    about = read_json(folder / CONFIG, wide=True) if (folder / CONFIG).is_file() else {}
+    about = read_json(folder / CONFIG, wide=True) if os.path.lexists(folder / CONFIG) else {}
     write_texts(folder, chat_files(chat, about))
 
 

@@ -83,7 +83,7 @@ def prepare_examples(
     dropped = set[int]() if too_long == "error" else lines_too_long(path, read)
     fit = {draw for (number, _), draw in zip(lines_of(path), draws) if number not in dropped}
     if len(fit) < 2:
-        but = f", without {len(dropped):,} that are too long: use a larger --seq-len" if dropped else ""
+        but = f", without {len(dropped):,} that are too long: use a larger seq_len (--seq-len)" if dropped else ""
         raise ValueError(
             f"{path}: training and validation need at least two lines that differ, and it has {len(fit)}{but}"
         )
@@ -163,12 +163,13 @@ def expect_fits(example: Example, lengths: Lengths, what: str) -> None:
     if (need := len(example.ids) - 1) > lengths.model:
         raise TooLong(
             f"{what} has {need + 1:,} tokens and the model takes {lengths.model:,} positions "
-            "(model.max_len); shorten it, or use --too-long drop or cut"
+            "(model.max_len); shorten it, or use too_long of drop or cut (--too-long)"
         )
     if need > lengths.row:
         raise TooLong(
-            f"{what} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use --seq-len {need} or more, or "
-            "--too-long drop or cut"
+            f"{what} has {need + 1:,} tokens and data.seq_len is {lengths.row:,}; use a seq_len of {need} or "
+            f"more (--seq-len), or "
+            "too_long of drop or cut (--too-long)"
         )
 
 

@@ -24,7 +24,7 @@ from fzero.data.tokenizers import Tokenizer
 ANSWERS = ("chosen", "rejected")
 NO_TEMPLATE = (
     "the line has messages and the model no chat template (chat_template.jinja, or an entry of tokenizer_config.json); "
-    "give one: --chat-template FILE.jinja"
+    "give a Chat (--chat-template FILE.jinja)"
 )
 
 
@@ -65,8 +65,8 @@ def expect_pair_fits(pair: list[Example], lengths: Lengths) -> None:
     if (need := sum(len(example.ids) - 1 for example in pair)) > lengths.row:
         raise TooLong(
             f"the two answers, each with the prompt, take {need:,} positions of a row and data.seq_len is "
-            f"{lengths.row:,}; use --seq-len {need} or more, up to model.max_len={lengths.model:,}, or --too-long "
-            "drop or cut"
+            f"{lengths.row:,}; use a seq_len of {need} or more (--seq-len), up to model.max_len={lengths.model:,}, "
+            "or too_long of drop or cut (--too-long)"
         )
 
 

@@ -152,7 +152,9 @@ def _check_tokenizer(spec: str, eos: str | None) -> None:
     kind, _, size = spec.partition(":")
     if spec == "bytes":
         if eos is not None:
-            raise ValueError(f"eos={eos!r}: the byte tokenizer always ends a document with id 0 (NUL); leave --eos out")
+            raise ValueError(
+                f"eos={eos!r}: the byte tokenizer always ends a document with id 0 (NUL); leave eos= out (--eos)"
+            )
     elif kind == "bpe":
         if not (size.isascii() and size.isdecimal() and len(size) < 20 and 257 <= int(size) <= MOST_TOKENS):
             raise ValueError(

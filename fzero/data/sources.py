@@ -356,7 +356,8 @@ def _json_text(line: bytes, origin: str, text_key: str) -> str:
             f"an object with the keys {', '.join(record)}" if isinstance(record, dict) else f"a {type(record).__name__}"
         )
         raise ValueError(
-            f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with --text-key"
+            f"{origin}: wanted an object with the key {text_key!r}, found {have}; name the right key with "
+            f"text_key= (--text-key)"
         )
     text = record[text_key]
     if not isinstance(text, str):

@@ -136,11 +136,14 @@ def expect_texts(schema: Any, name: str, key: str) -> None:
 
     if key not in schema.names:
         raise ValueError(
-            f"{name}: wanted a column {key!r}, found {', '.join(schema.names)}; name the right one with --text-key"
+            f"{name}: wanted a column {key!r}, found {', '.join(schema.names)}; name the right one with "
+            f"text_key= (--text-key)"
         )
     kind = schema.field(key).type
     if not (kinds.is_string(kind) or kinds.is_large_string(kind) or kinds.is_string_view(kind)):
-        raise ValueError(f"{name}: the column {key!r} is of {kind}, wanted texts; name another with --text-key")
+        raise ValueError(
+            f"{name}: the column {key!r} is of {kind}, wanted texts; name another with text_key= (--text-key)"
+        )
 
 
 def saved_dataset(folder: Path) -> list[Path] | None:

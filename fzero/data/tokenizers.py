@@ -102,7 +102,7 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokeni
         if (ids == eos_id).any():
             raise ValueError(
                 f"text contains {library.id_to_token(eos_id)!r}, the end-of-document token of {name}; "
-                "remove it from the text or choose another token with --eos"
+                "remove it from the text or choose another token with eos= (--eos)"
             )
         return ids
 
@@ -219,14 +219,15 @@ def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None) -> int:
     if eos is not None:
         if eos not in vocabulary:
             raise ValueError(
-                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with --eos"
+                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with "
+                f"eos= (--eos)"
             )
         return vocabulary[eos]
     found = [token for token in USUAL_EOS if token in vocabulary]
     if len(found) != 1:
         raise ValueError(
             f"{name}: which token ends a document? Of the usual {', '.join(USUAL_EOS)} it has "
-            f"{', '.join(found) or 'none'}; name the one to use with --eos"
+            f"{', '.join(found) or 'none'}; name the one to use with eos= (--eos)"
         )
     return vocabulary[found[0]]
 

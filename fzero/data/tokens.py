@@ -15,6 +15,7 @@ Every document of text ends with the end-of-document token `eos`, which occurs n
 files are memory-mapped.
 """
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from fzero.core.arguments import checked
 from fzero.core.crc32c import crc32c
-from fzero.core.foreign import parse_json
+from fzero.core.foreign import expect_regular, open_regular, parse_json
 from fzero.core.storage import is_url, read_text
 from fzero.data.checksums import CHUNK, ChunkSums, line, read_sums, split_sums
 from fzero.data.remote import READING, Reading, RemoteTokens, TokenFile
@@ -60,7 +61,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     Raises ValueError naming the file if it is missing, is not JSON, is of another format or version, or lacks an entry.
     """
     path = f"{folder}/meta.json" if is_url(folder) else Path(folder) / "meta.json"
-    text = read_text(folder, "meta.json") if is_url(folder) or Path(path).is_file() else None
+    text = read_text(folder, "meta.json") if is_url(folder) or os.path.lexists(path) else None
     if text is None:
         raise ValueError(f"{path}: no such file; {folder} is not a prepared corpus: make one with fzero data prepare")
     try:
@@ -175,7 +176,10 @@ def open_remote(folder: str | Path, split: str, meta: dict[str, Any], reading: R
     """The tokens of a split in an object store; raises ValueError if the checksums are missing or damaged."""
     counts, dtype, path = meta["splits"], token_dtype(meta["vocab_size"]), Path(folder) / f"{split}.sums"
     sizes = [counts[split]["tokens"] * dtype.itemsize, 8 * (counts[split]["documents"] + 1)]
-    raw = path.read_bytes() if path.is_file() else None
+    raw = None
+    if os.path.lexists(path):
+        with open_regular(path) as file:
+            raw = file.read()
     sums = split_sums(raw, str(path), meta["sums"][split], sizes)[0]
     remote = meta["remote"]
     file = TokenFile(remote["url"], f"{split}.bin", dtype, counts[split]["tokens"], sums, remote["sha256"])
@@ -185,9 +189,9 @@ def open_remote(folder: str | Path, split: str, meta: dict[str, Any], reading: R
 def open_linked(linked: dict[str, Any], split: str, count: int) -> np.ndarray:
     """The tokens of a split, memory-mapped; raises ValueError if the file is gone or of another size."""
     path = Path(linked["path"])
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file, but a corpus reads its tokens there; put it back, or link it again")
-    if (have := path.stat().st_size) != linked["bytes"]:
+    if (have := expect_regular(path)) != linked["bytes"]:
         raise ValueError(
             f"{path}: has {have} bytes, and {linked['bytes']} when it was linked; put that file back, or link it again"
         )
@@ -208,9 +212,9 @@ def sampled_sum(path: Path) -> int:
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file, but meta.json promises it; {PREPARE_AGAIN}")
-    have, want = path.stat().st_size, count * dtype.itemsize
+    have, want = expect_regular(path), count * dtype.itemsize
     if have != want:
         what = "empty" if have == 0 else "truncated" if have < want else "too long"
         raise ValueError(

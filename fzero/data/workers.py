@@ -85,7 +85,8 @@ def _ended(started: list[tuple[Any, Any]], connection: Any) -> str:
     process.join()
     how = f"by signal {-process.exitcode}" if process.exitcode < 0 else f"with exit code {process.exitcode}"
     return (
-        f"a process that prepares ended {how}; if memory was short, use fewer (--workers); the same command goes on "
+        f"a process that prepares ended {how}; if memory was short, use fewer (workers= of Preparing, "
+        f"--workers); the same command goes on "
         "from what is done"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from datetime import date
 from pathlib import Path
@@ -26,7 +27,7 @@ def config_file() -> Path:
 def _read_config() -> tuple[str, dict[str, Any]]:
     path = config_file()
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             return "", {}
         text = read_text_file(path)
         found = parse_toml(text, str(path))

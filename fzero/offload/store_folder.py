@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -156,7 +157,8 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
         record = read_step_manifest(folder)
         if record is not None and not record.done:
             raise ValueError(
-                f"{folder}: holds step {record.step} of a run that is not over; resume it with --resume, or "
+                f"{folder}: holds step {record.step} of a run that is not over; go on from it by "
+                f"fzero.reopen_state (--resume of a run), or "
                 f"give another folder ({FOLDER})"
             )
     if is_url(folder):
@@ -189,12 +191,12 @@ def _take_over(folder: str | Path, wanted: dict[str, Any]) -> None:
 
 def release_store(folder: str | Path) -> None:
     """Mark the store in `folder` as not needed any more, so that another run may take over the folder."""
-    if is_url(folder) or not Path(folder, STEP).is_file():
+    if is_url(folder) or not os.path.lexists(Path(folder, STEP)):
         return
     try:
         record = read_step_manifest(folder)
     except ValueError:  # damaged: the run resumes from a checkpoint
-        Path(folder, STEP).unlink()
+        remove_entry(Path(folder, STEP))
         return
     if record is not None:
         write_text(folder, STEP, step_manifest_text(record._replace(pinned={}, done=True)))

@@ -116,8 +116,8 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
     found = read_description(folder)
     if found is None:
         raise ValueError(
-            f"{folder}: holds no store (there is no {STORE}); start the run without --resume, or give the "
-            "folder it began with"
+            f"{folder}: holds no store (there is no {STORE}); make a new state by fzero.init_state (a run: "
+            "without --resume), or give the folder it began with"
         )
     leaves = found["leaves"]
     for name, leaf in wanted["leaves"].items():

@@ -126,7 +126,7 @@ def candidates(
         least = ranks // widest
         raise ValueError(
             f"no mesh of {ranks} ranks can share a batch of {config.train.batch} sequences: with tp={widest}, the "
-            f"largest within a node, there are {least} data ranks; use a --batch that {least} divides"
+            f"largest within a node, there are {least} data ranks; use a batch that {least} divides (--batch)"
         )
 
 

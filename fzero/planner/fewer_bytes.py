@@ -142,14 +142,17 @@ def fewer_bytes(
     ValueError if all ranks are on one node, and for a device without rates.
     """
     if not has_rates(device):
-        raise ValueError(f"--ask fewer-bytes needs the rates of a device, and {device.name} has none; run fzero bench")
+        raise ValueError(
+            f"what sends fewer bytes needs the rates of a device, and {device.name} has none; run fzero bench"
+        )
     sizes = sizes_of(config, None)
     ranks = math.prod(sizes.values())
     nodes = -(-ranks // device.on_node(ranks))
     if nodes == 1:
         raise ValueError(
-            f"--ask fewer-bytes is of links between nodes, and all {ranks} ranks of {mesh_text(sizes)} are on one; "
-            "give a mesh of more ranks, or --nproc-per-node"
+            f"what sends fewer bytes is asked of links between nodes, and all {ranks} ranks of "
+            f"{mesh_text(sizes)} are on one; "
+            "give a mesh of more ranks, or fewer on a node (--nproc-per-node)"
         )
     plain = replace(config, codec="", local=LocalSteps())
     found = []

@@ -28,7 +28,7 @@ def refuse_decided(table: Mapping[str, Any], said: str) -> None:
     if given:
         raise ValueError(
             f"{said} gives {', '.join(given)}, and a search decides {', '.join(DECIDED)} itself; leave that "
-            "out, or plan it without --search"
+            "out, or plan it alone (without --search)"
         )
 
 

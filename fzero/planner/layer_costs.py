@@ -42,7 +42,7 @@ def with_layout(config: RunConfig, sizes: Mapping[str, int], device: Device) -> 
         return config
     p = sizes.get("pp", 1)
     if p == 1:
-        raise ValueError(f"layout is {COST}, and the mesh has no pp; leave it out, or use --mesh pp=2")
+        raise ValueError(f"layout is {COST}, and the mesh has no pp; leave it out, or use a mesh with pp=2 (--mesh)")
     if pipeline.has_table:
         raise ValueError(f"layout is {COST}, and schedule {pipeline.name} is a table; give it a line of layers")
     if not has_rates(device):

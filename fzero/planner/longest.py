@@ -146,7 +146,10 @@ def at_length(config: RunConfig, tokens: int, offload: str, kind: str) -> RunCon
     Raises ValueError for a mesh of several ranks, and what a config of such values raises.
     """
     if math.prod(config.mesh.values()) > 1:
-        raise ValueError(f"--ask longest is of one device, and the mesh is {dict(config.mesh)}; leave --mesh out")
+        raise ValueError(
+            f"the longest sequence is asked for one device, and the mesh is {dict(config.mesh)}; leave mesh "
+            f"out (--mesh)"
+        )
     model: dict[str, Any] = {"max_len": tokens} if hasattr(config.model, "max_len") else {}
     chunk = getattr(config.model, "mlp_tokens", None)
     if chunk == 0 and getattr(config.model, "mlp_tiles", 1) == 1 and not hasattr(config.model, "n_experts"):
@@ -257,7 +260,7 @@ def longest(config: RunConfig, device: Device, say: Callable[[str], None] = lamb
     if not most:
         least = min(choices, key=lambda choice: choice.peak_bytes)
         raise ValueError(
-            f"--ask longest: not even {UNIT} tokens fit: with offload {least.offload or 'none'} they need "
+            f"the longest sequence: not even {UNIT} tokens fit: with offload {least.offload or 'none'} they need "
             f"{size(least.peak_bytes)} of {size(capacity)}; offload more, or name a device with more memory"
         )
     at = next(i for i, choice in enumerate(choices) if choice.tokens >= most * (1 - NEAR))

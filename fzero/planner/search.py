@@ -88,15 +88,15 @@ def search(
     device = with_host_memory(device_for(gpu), given)
     if not has_rates(device):
         raise ValueError(
-            "a search needs the rates of a device; run `fzero bench` on this machine first, or name another "
-            "(--gpu h100)"
+            "a search needs the rates of a device; run `fzero bench` on this machine first, or name another, "
+            "such as gpu=h100 (--gpu h100)"
         )
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}; it must be at least 1")
     if given.local.method:
         raise ValueError(
             f"local.method is {given.local.method}, and a search compares meshes whose ranks agree in each step; leave "
-            "it out, and add --ask fewer-bytes, which tries local steps with the best"
+            "it out; fzero plan --ask fewer-bytes tries local steps with the best"
         )
     config = resolve_for(given, device)
     node = device.on_node(gpus)
@@ -114,7 +114,8 @@ def search(
         every = [c for c in every if experts.has_room(basis.plan_of(c)[0], device.loads)]
         if not every:
             raise ValueError(
-                "no candidate has room for this imbalance of experts; add --experts gather, or exchange:SLACK"
+                "no candidate has room for this imbalance of experts; use experts of gather or "
+                "exchange:SLACK (--experts)"
             )
         # Of equal times, try the one that moves fewer bytes first.
         sketches = sorted(

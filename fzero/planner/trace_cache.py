@@ -104,7 +104,9 @@ def cached_trace(
             write_entry(path, text)
             remove_oldest(folder)
         except OSError as error:
-            warnings.warn(f"the trace of this plan is not kept ({error}); --no-cache keeps none", stacklevel=2)
+            warnings.warn(
+                f"the trace of this plan is not kept ({error}); cache=None (--no-cache) keeps none", stacklevel=2
+            )
     return trace
 
 

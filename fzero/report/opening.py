@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
 def opening(report: Report) -> Section:
     """The section that a page begins with."""
     runs = report.runs
-    with in_form("the files of the runs", "; --traceback shows which value"):
+    with in_form("the files of the runs", "; its traceback (--traceback) shows which value"):
         found = outcomes(report)
         words = [f"{in_words(runs[0], found[0])} {failed_in_words(runs[0])}"]
         if len(runs) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -48,27 +49,20 @@ def read_run(folder: Path, predict: Predict | None = None) -> RunReport:
 
     Raises ValueError naming a damaged file, and if `folder` is no run or its run has made no step.
     """
-    if not (folder / run_folder.CONFIG).is_file():
-        raise ValueError(
-            f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a "
-            f"{run_folder.CONFIG}"
-        )
-    written = read_json(folder / run_folder.CONFIG)
-    run_folder.expect_seal(written, folder / run_folder.CONFIG)
-    config = current_keys(written)
+    config = current_keys(run_folder.read_config_table(folder))
     environment = run_folder.read_environment(folder)
-    if not environment.get("corpus") and not (folder / run_folder.METRICS).is_file():
+    if not environment.get("corpus") and not os.path.lexists(folder / run_folder.METRICS):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is nothing to report")
     rows = list(run_folder.read_metrics(folder))
     if not rows:
         raise ValueError(f"{folder / run_folder.METRICS}: has no step yet; report the run when it has made some")
     series = columns(rows, folder / run_folder.METRICS)
-    missing = [f"{name} is not there: {what}." for name, what in MISSING.items() if not (folder / name).is_file()]
+    missing = [f"{name} is not there: {what}." for name, what in MISSING.items() if not os.path.lexists(folder / name)]
     attempts = run_folder.read_attempts(folder)
-    memory = check_form(read_json(folder / MEMORY), folder / MEMORY) if (folder / MEMORY).is_file() else None
-    ledger = check_form(read_json(folder / LEDGER), folder / LEDGER) if (folder / LEDGER).is_file() else {}
+    memory = check_form(read_json(folder / MEMORY), folder / MEMORY) if os.path.lexists(folder / MEMORY) else None
+    ledger = check_form(read_json(folder / LEDGER), folder / LEDGER) if os.path.lexists(folder / LEDGER) else {}
     other = "is of an earlier attempt with another placement, so it is not compared with the last one's figures"
-    pipeline = read_pipeline(folder / PIPELINE) if (folder / PIPELINE).is_file() else None
+    pipeline = read_pipeline(folder / PIPELINE) if os.path.lexists(folder / PIPELINE) else None
     if not belongs(memory, series["step"], attempts):
         memory, missing = None, [*missing, f"{MEMORY} {other}."]
     if not belongs(ledger, series["step"], attempts):
@@ -151,7 +145,7 @@ def check_form(value: dict[str, Any], path: Path) -> dict[str, Any]:
 def read_plan(folder: Path, predict: Predict | None, attempt: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """Return (the prediction for an attempt of a run, or None; its source, or why there is none)."""
     why, another = f"the run folder has no {PLAN}", f"{PLAN} is of another placement than the last attempt's"
-    if (folder / PLAN).is_file():
+    if os.path.lexists(folder / PLAN):
         found = drop_repeats(check_form(read_json(folder / PLAN), folder / PLAN))
         if planned_for(found, attempt):
             return found, PLAN

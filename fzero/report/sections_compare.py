@@ -18,7 +18,7 @@ def sections(report: Report) -> list[tuple[RunReport | None, list[Section]]]:
     several = [(None, comparison(report))] if report.compared is not None else []
     found: list[tuple[RunReport | None, list[Section]]] = []
     for run in report.runs:
-        with in_form(f"the files of run {run.name}", "; --traceback shows which value"):
+        with in_form(f"the files of run {run.name}", "; its traceback (--traceback) shows which value"):
             found.append((run, of_run(run)))
     return [*several, *found]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def gather(
         raise ValueError(f"{', '.join(map(str, folders))}: a run is named twice; name each once")
     found = []
     for folder in folders:
-        with in_form(str(folder), "; --traceback shows where"):
+        with in_form(str(folder), "; its traceback (--traceback) shows where"):
             found += runs_of(folder, predict)
     runs = distinct(found)
     if public:
@@ -57,7 +58,7 @@ def runs_of(folder: Path, predict: Predict | None = None) -> list[RunReport]:
     """The run in a folder, or the runs of an earlier report in it."""
     return (
         read(folder).runs
-        if (folder / JSON).is_file() and not (folder / CONFIG).is_file()
+        if os.path.lexists(folder / JSON) and not os.path.lexists(folder / CONFIG)
         else [read_run(folder, predict)]
     )
 
@@ -86,7 +87,7 @@ def draw(report: Report, *, runs: bool = True) -> dict[str, Drawn]:
     for run, prefix, part in markdown.all_parts(report):
         if isinstance(part, Picture) and (runs or run is None):
             files = f"the files of run {run.name}" if run else "the files of the runs"
-            with in_form(files, "; --traceback shows which value"):
+            with in_form(files, "; its traceback (--traceback) shows which value"):
                 pictures[prefix + part.name] = figures.draw_svg(part.draw)
     return pictures
 
@@ -139,7 +140,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 def read(folder: Path) -> Report:
     """Read the report in a folder; raises ValueError naming the file if it is missing or damaged."""
     path = folder / JSON
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; fzero report RUN --out {folder} writes it")
     try:
         value = read_json(path)

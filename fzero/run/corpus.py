@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import platform
 import sysconfig
 import time
@@ -57,7 +58,7 @@ def find_corpus(value: RunConfig, folder: Path, say: Say, init: Path | None = No
         out = folder / run_folder.DATA
         expect_tokenizer(config.tokenizer, data.link_url(config.path, out)["tokenizer"], f"{config.path} was")
         return out
-    if config.path != "stdlib" and (path / "meta.json").is_file():
+    if config.path != "stdlib" and os.path.lexists(path / "meta.json"):
         expect_tokenizer(config.tokenizer, read_meta(path)["tokenizer"], f"{path} was")
         return path
     if value.objective != "text":

@@ -4,6 +4,7 @@ at a time."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def export_hf(run: Path, out: Path, *, ema: bool = False) -> tuple[str, list[str
     value = run_folder.read_config(run)
     has_text = run_folder.read_environment(run)["tokenizer"] != ""
     ids, files = text_ends.export_entries(run, run_folder.read_tokenizer(run) if has_text else None)
-    where = run / run_folder.TOKENIZER if (run / run_folder.TOKENIZER).is_file() else None
+    where = run / run_folder.TOKENIZER if os.path.lexists(run / run_folder.TOKENIZER) else None
 
     def write(leaves: huggingface.Leaves) -> None:
         config = without_adapters(value.model)

@@ -215,7 +215,7 @@ def measure_steps(
     which = chosen(first, until, t.measure_every > 0, steps_of(options.profile, first) if options.profile else (0, 0))
     number = 0
     if coordinator.first:
-        number = attempts.begin(folder, job, first, coordinator.size, flop, options.peak_flops, options.peak_measured)
+        number = attempts.begin(attempt, first, flop)
     meter = Meter(job, flop, options.peak_flops, first)
     with (
         recording(job, folder, number, which if coordinator.first else Chosen()) as step,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -109,7 +110,7 @@ def advice(fitting: list[tuple[Setting, int]]) -> str:
 
 def next_start(job: Job, folder: Path, coordinator: Coordinator, fitting: list[tuple[Setting, int]]) -> str:
     """The newest checkpoint of the run, and the command that goes on from it by the first setting that allows it."""
-    if not (folder / run_folder.CONFIG).is_file():
+    if not os.path.lexists(folder / run_folder.CONFIG):
         return "nothing was trained yet"
     place = run_folder.checkpoints_of(folder, job.config)
     steps = checkpoint.steps(place)

@@ -11,7 +11,6 @@ from pathlib import Path
 from fzero.core.tables import Table, flat
 from fzero.run.config import RunConfig
 from fzero.run.config_table import to_table
-from fzero.run.run_folder import pretrain_command
 
 # key of the config: the flag of `fzero pretrain` that sets it; "" for none
 FLAGS = {
@@ -64,6 +63,11 @@ def fit_layout(recorded: RunConfig, config: RunConfig, changes: Table) -> tuple[
         return config, []
     line = f"layout {layout} is of {old} stages and there are {new} now: layers as even as they go"
     return replace(config, pipeline=replace(config.pipeline, layout="auto")), [line]
+
+
+def pretrain_command(processes: int) -> str:
+    """The command that starts `fzero pretrain` with this number of processes."""
+    return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
 
 
 def resume_command(folder: Path, config: RunConfig, processes: int) -> str:

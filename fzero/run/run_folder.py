@@ -38,18 +38,20 @@ from fzero.core.foreign import (
     LARGEST,
     Unparsable,
     expect_entries,
-    expect_regular,
     json_text,
+    open_regular,
     parse_json,
     read_json,
     read_text_file,
 )
-from fzero.core.storage import write_text, write_texts
+from fzero.core.storage import is_url, write_text, write_texts
+from fzero.core.tables import Table
 from fzero.data.chat import Chat, write_chat
 from fzero.data.tokenizers import Tokenizer, byte_tokenizer, json_tokenizer
 from fzero.run import config_table, run_lock
 from fzero.run.config import RunConfig
 from fzero.run.config_versions import current_keys
+from fzero.run.recorded_config import Copy, copies, expect_corpus, expect_recorded
 
 CONFIG, ENVIRONMENT, METRICS, ATTEMPTS, SAMPLES, CHECKPOINTS, TOKENIZER, DATA, NVME = (
     "config.json",
@@ -84,10 +86,8 @@ def free_folder(name: str, among: Path = Path("runs")) -> Path:
 def expect_free(folder: Path) -> None:
     """Raise ValueError if `folder` holds anything: a run never writes over one."""
     if folder.is_dir() and any(path.name != run_lock.LOCK for path in folder.iterdir()):
-        fix = (
-            "resume it with --resume, or name another folder" if (folder / CONFIG).is_file() else "name another folder"
-        )
-        raise ValueError(f"{folder}: exists and is not empty; {fix} (--out)")
+        resume = "resume it with --resume, or " * os.path.lexists(folder / CONFIG)
+        raise ValueError(f"{folder}: exists and is not empty; {resume}name another folder (--out)")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: exists and is a file; name another folder (--out)")
 
@@ -130,7 +130,7 @@ def create_run(
         "eos": tokenizer.eos if tokenizer else -1,
         **environment,
     }
-    here["files"] = {name: _digest_of(folder / name) for name in TEXTS if (folder / name).is_file()}
+    here["files"] = {name: _digest_of(folder / name) for name in TEXTS if os.path.lexists(folder / name)}
     _write_sealed(folder / ENVIRONMENT, here)
     replace_config(folder, value)
 
@@ -147,10 +147,7 @@ def expect_seal(table: dict[str, Any], path: Path) -> None:
     if isinstance(table, dict) and SEAL in table:
         content = {name: value for name, value in table.items() if name != SEAL}
         if table[SEAL] != _digest(content):
-            raise ValueError(
-                f"{path}: has changed since fzero wrote it, or is damaged: its checksum does not agree; put the old "
-                f"file back, or remove its entry {SEAL} if the values are to be these"
-            )
+            raise ValueError(f"{path}: has changed since fzero wrote it, or is damaged: its checksum does not agree")
 
 
 def _digest(table: dict[str, Any]) -> str:
@@ -158,13 +155,8 @@ def _digest(table: dict[str, Any]) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    expect_regular(path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def pretrain_command(processes: int) -> str:
-    """The command that starts `fzero pretrain` with this number of processes."""
-    return "fzero pretrain" if processes == 1 else f"torchrun --nproc-per-node {processes} -m fzero pretrain"
+    with open_regular(path) as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def expect_places(folder: Path) -> None:
@@ -180,28 +172,63 @@ def expect_places(folder: Path) -> None:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run or an import of ours, and not one of another system."""
-    return (folder / ENVIRONMENT).is_file()
+    return os.path.lexists(folder / ENVIRONMENT)
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The config of the run in `folder`; raises ValueError if it is no run."""
+    """The config of the run in `folder`; raises ValueError if it is no run, and as `read_config_table` does."""
+    return config_table.from_table(current_keys(read_config_table(folder)))
+
+
+def read_config_table(folder: Path) -> Table:
+    """The table of config.json of the run in `folder`, by the keys of the version that wrote it.
+
+    Raises ValueError if it is no run; if the file is damaged, naming the copy of it that there is; and if its checksum
+    was taken out and a value is another than the one that the run trained with.
+    """
     path = folder / CONFIG
-    if not path.is_file():
+    if not os.path.lexists(path):
+        if copy := next(copies_of(folder, None), None):
+            raise ValueError(f"{folder}: has no {CONFIG} any more; write {copy.source} into {path}")
         raise ValueError(
             f"{folder}: {'is not a run' if folder.is_dir() else 'no such folder'}; a run folder has a {CONFIG}"
         )
-    text = read_text_file(path)
-    expect_seal(parse_json(text, str(path)), path)
-    return config_table.from_json(text, str(path))
+    try:
+        table = parse_json(read_text_file(path), str(path))
+        expect_seal(table, path)
+        config = config_table.from_table(current_keys(table))
+    except ValueError as error:
+        copy = next(copies_of(folder, None), None)
+        fix = f"write {copy.source} into it" if copy else "start a new run in another folder"
+        about = "" if str(path) in str(error) else f"{path}: "
+        raise ValueError(f"{about}{error}; put the old file back, or {fix}") from None
+    if SEAL not in table and (copy := next(copies_of(folder, config), None)):
+        expect_recorded(config, path, copy)
+    return table
+
+
+def copies_of(folder: Path, config: RunConfig | None) -> Iterator[Copy]:
+    """The copies of the config of the run in `folder`; config: as far as it is known, for the place of checkpoints."""
+    place = folder / CHECKPOINTS if config is None else checkpoints_of(folder, config)
+    try:
+        lines = list(read_lines(folder / ATTEMPTS))
+    except ValueError:
+        lines = []
+    return copies(lines, folder / ATTEMPTS, folder / CHECKPOINTS if is_url(place) else Path(place))
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """The content of environment.json: machine, corpus and tokenizer."""
     path = folder / ENVIRONMENT
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; {folder} is not a whole run folder")
     found = read_json(path)
-    expect_seal(found, path)
+    try:
+        expect_seal(found, path)
+    except ValueError as error:
+        raise ValueError(f"{error}; put the old file back, or remove its entry {SEAL} if folders have moved") from None
+    if SEAL not in found:
+        expect_corpus(found, path, read_attempts(folder), folder / ATTEMPTS)
     expect_entries(found, ENTRIES, str(path))
     return found
 
@@ -215,7 +242,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of the run; raises ValueError if it has none (an import without tokenizer.json)."""
     recorded = read_environment(folder)
     for name, digest in recorded.get("files", {}).items():
-        if not (folder / name).is_file() or _digest_of(folder / name) != digest:
+        if not os.path.lexists(folder / name) or _digest_of(folder / name) != digest:
             raise ValueError(
                 f"{folder / name}: is missing, has changed since the run began, or is damaged, by its checksum in "
                 f"{ENVIRONMENT}; put the old file back, or remove the entries files and {SEAL} of {ENVIRONMENT}"
@@ -223,7 +250,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if recorded["tokenizer"] == "bytes":
         return byte_tokenizer()
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise ValueError(f"{path}: no such file; this run has no tokenizer, so there is no text to read or write")
     return json_tokenizer(read_text_file(path), str(path), recorded["eos"])._replace(name=recorded["tokenizer"])
 
@@ -248,10 +275,10 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file's lines, none if there is no file; a last line that a kill cut short is left
     out."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    size = expect_regular(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         for number, line in enumerate(iter(lambda: file.readline(LARGEST + 1), b""), 1):
             try:
                 yield parse_json(line, f"{path}:{number}")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fzero.core.files import make_folder, open_to_write
-from fzero.core.foreign import parse_json
+from fzero.core.foreign import parse_json, read_text_file
 from fzero.core.storage import naming
 
 LOCK = "lock.json"
@@ -47,9 +47,9 @@ class Held:
     def beat(self) -> None:
         """Renew the heartbeat until `over`; end the process if another has taken the lock over."""
         while not self.over.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # a full or slow disk: tried again after the next pause
+            with contextlib.suppress(OSError, ValueError):  # a full or slow disk: tried again after the next pause
                 path = self.folder / LOCK
-                text = path.read_text(encoding="utf-8")
+                text = read_text_file(path)
                 if text != self.text and not self.over.is_set():
                     print(
                         f"fzero: error: {self.folder}: {describe(parse(text))} has taken this run over, as it heard "

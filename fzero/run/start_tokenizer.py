@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def start_chat(init: Path, template: str = "") -> Chat | None:
 def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
     """The tokenizer in `folder` or beside a config.json, as AutoTokenizer loads it, None if there is none; its eos is
     the one that config.json names."""
-    places = [place for place in (folder, hf_config.parent) if (place / TOKENIZER).is_file()]
+    places = [place for place in (folder, hf_config.parent) if os.path.lexists(place / TOKENIZER)]
     place = (places or [folder])[0]
     beside = place if (place / CONFIG).is_file() else hf_config.parent
     content = read_tokenizer_json(place, beside)

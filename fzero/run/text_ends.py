@@ -12,6 +12,7 @@ config.json                bos_token_id, eos_token_id, pad_token_id: in a run's 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def with_added(files: dict[str, str], tokens: Sequence[str]) -> dict[str, str]:
 
 def files_in(folder: Path, *, templates: bool = True) -> dict[str, str]:
     """{name: content} of the FILES in a folder, and of its additional_chat_templates."""
-    found = {name: read_text_file(folder / name) for name in FILES if (folder / name).is_file()}
+    found = {name: read_text_file(folder / name) for name in FILES if os.path.lexists(folder / name)}
     return found | (template_files(folder) if templates else {})
 
 
@@ -65,7 +66,7 @@ def start_ids(init: Path) -> dict[str, Any]:
 
 def ids_of(where: Path) -> dict[str, Any]:
     """The entries of IDS in a config.json or a generation_config.json; raises ValueError for what is no id."""
-    about = read_json(where, wide=True) if where.is_file() else {}
+    about = read_json(where, wide=True) if os.path.lexists(where) else {}
     found = {name: about[name] for name in IDS if name in about}
     expect_entries(found, {f"{name}?": int | list | None for name in IDS}, str(where))
     for name, value in found.items():
@@ -87,7 +88,7 @@ def listed(ids: Any) -> list[int]:
 def stop_ids(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """The ids that end a text of the run in `folder`: those at which `generate` of transformers stops in the model that
     it comes from, the end of a document, and that of an answer by its chat template."""
-    before = ids_of(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    before = ids_of(folder / GENERATION) if os.path.lexists(folder / GENERATION) else {}
     chat = read_chat(folder)
     found = [*listed(before.get("eos_token_id")), *listed(run_ids(folder).get("eos_token_id")), tokenizer.eos]
     found += end_tokens(chat, tokenizer) if chat else []

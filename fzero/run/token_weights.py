@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.files import kind_of
+from fzero.core.foreign import open_regular
 from fzero.data.assemble import Batch
 from fzero.data.tokens import read_meta
 from fzero.data.transforms import weigh_targets
@@ -119,11 +119,11 @@ def with_digest(text: str) -> str:
 def content_of(path: Path) -> bytes:
     """The bytes of a file of weights; raises ValueError if they cannot be read."""
     try:
-        if kind := kind_of(path.stat().st_mode):
-            raise ValueError(f"data.token_weights: {path} cannot be read (it is {kind})")
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"data.token_weights: {path} cannot be read ({error.strerror})") from None
+        with open_regular(path) as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"data.token_weights: {path} cannot be read ({why})") from None
 
 
 def digest_of(content: bytes) -> str:

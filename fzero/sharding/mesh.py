@@ -44,8 +44,8 @@ STARTING = {
     "cpu": ("gloo", "GLOO_SOCKET_IFNAME names the network interface, such as lo for one host and eth0 for several"),
     "cuda": (
         "NCCL",
-        "NCCL_DEBUG=INFO shows more, NCCL_SOCKET_IFNAME names the network interface, such as eth0, and --device cpu "
-        "trains without GPUs",
+        "NCCL_DEBUG=INFO shows more, NCCL_SOCKET_IFNAME names the network interface, such as eth0, and device=cpu "
+        "(--device cpu) trains without GPUs",
     ),
 }
 _MESHES = itertools.count()  # every rank makes the same meshes in the same order

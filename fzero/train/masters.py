@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from fzero.core.arguments import checked, expect_kind
 from fzero.core.copy_buckets import bring
 from fzero.core.host_memory import to_host
 from fzero.core.pytree import Tree
+from fzero.core.torch_private import FakeTensor
 from fzero.offload import DiskTensor, Nvme
 from fzero.sharding import Mesh, Plan, Spec
 from fzero.sharding.shapes import check_tree
@@ -44,8 +46,11 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
     A master weight is the value given, in the policy's `state` dtype, and the parameter is its rounding. Without master
     weights, as in fp32, parameters are the values given. With delayed updates those before the last one are these too.
     All else stays: step, key, optimizer state and its average.
-    Communicates: with ranks, an all_gather of each leaf that is given as the optimizer updates it and rests whole.
-    Raises ValueError naming a leaf that is missing, extra or of another shape, and a frozen one on a disk that differs.
+    Communicates: with ranks, three integers over each axis, and an all_gather of each leaf that is given as the
+    optimizer updates it and rests whole.
+    Raises ValueError, on every rank if on one, naming a leaf that is missing, extra, of another shape, of whole numbers
+    where the plan has floats, without values (on the meta device), or not finite in its parameter's dtype; and a frozen
+    one on a disk that differs.
 
     >>> params, tx = {"w": torch.ones(2)}, fzero.optim.sgd(0.1)
     >>> plan = fzero.zero_plan(0, params, fzero.one_process(), policy=fzero.bf16())
@@ -57,12 +62,8 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
     expect_kind("the state", state, TrainState, "write with_params(state, params, plan)")
     expect_kind("plan", plan, Plan, "write with_params(state, params, plan)")
     expect_alive(state.step)
-    if not any(isinstance(leaf, DiskTensor) for leaf in pytree.leaves(params)):
-        check_tree(params)
     values = NewValues(plan, pytree.named_leaves(params), state.step.device)
-    pytree.from_named(values.given, plan.like)  # which names a leaf that is missing or extra
-    for name in values.given:
-        values.layout(name)
+    expect_given(values, params, look=have_values(state.step))
     before = {"params": pytree.named_leaves(state.params), "master": pytree.named_leaves(state.master)}
     if any(isinstance(leaf, DiskTensor) for leaves in before.values() for leaf in leaves.values()):
         rewrite_store(values, state, nvme)
@@ -78,6 +79,35 @@ def with_params(state: TrainState, params: Tree, plan: Plan, *, nvme: Nvme | Non
     changed = changed._replace(extra={**state.extra, **with_previous(plan, changed.params)})
     commit(nvme, changed, plan)
     return changed
+
+
+def expect_given(values: NewValues, params: Tree, *, look: bool) -> None:
+    """Raise TypeError or ValueError, on every rank if on one, where `params` is no tree of new values. look: whether
+    values can be looked at."""
+    error, layouts, mesh = None, "", values.plan.mesh
+    try:
+        given = {name: leaf for name, leaf in values.given.items() if not isinstance(leaf, DiskTensor)}
+        if given or not values.given:
+            check_tree(params if len(given) == len(values.given) else given)
+        pytree.from_named(values.given, values.plan.like)  # which names a leaf that is missing or extra
+        for name in values.plan.leaves:
+            values.expect_dtype(name)
+        layouts = ",".join(values.layout(name) for name in values.plan.leaves)
+        for name in values.plan.leaves if look else ():
+            values.expect_values(name)
+    except (TypeError, ValueError) as found:
+        error = found
+    if mesh.store is not None:
+        if any_rank(error is not None, mesh) and error is None:
+            error = ValueError("the parameters given to with_params on another rank are refused there; see its error")
+        code = zlib.crc32(layouts.encode())
+        if any_rank(code, mesh) != -any_rank(-code, mesh) and error is None:
+            error = ValueError(
+                "a leaf given to with_params is whole on one rank and a shard on another; give each leaf alike on all "
+                "ranks"
+            )
+    if error is not None:
+        raise error
 
 
 class NewValues(NamedTuple):
@@ -97,9 +127,45 @@ class NewValues(NamedTuple):
         for part, size in shapes.items():
             if shape == size:
                 return part
-        shards = "".join(f" or {list(size)}, a shard of it" for size in dict.fromkeys(shapes.values()))
+        sizes = [size for size in dict.fromkeys(shapes.values()) if size != leaf.shape]
+        shards = "".join(f" or {list(size)}, a shard of it on this rank" for size in sizes)
         fix = "a tree of other shapes needs a plan and state of its own: init_state(params, tx, zero_plan(...))"
         raise ValueError(f"{name}: is {list(shape)}; the state has {list(leaf.shape)}{shards}: {fix}")
+
+    def expect_dtype(self, name: str) -> None:
+        """Raise ValueError for a leaf that has no shape yet, or is of whole numbers where the plan has floats, and the
+        other way round."""
+        value, wanted = self.given[name], self.plan.leaves[name].dtype
+        if isinstance(value, torch.nn.UninitializedParameter):
+            raise ValueError(f"{name}: is an uninitialized parameter of a lazy module; call the module once before")
+        fits = value.dtype.is_floating_point if wanted.is_floating_point else value.dtype == wanted
+        if not fits:
+            fix = f"give .to({wanted}) of it, if its numbers are the values and no codes of them"
+            raise ValueError(f"{name}: is {value.dtype} and the state has {wanted}; {fix}")
+
+    def expect_values(self, name: str) -> None:
+        """Raise ValueError for a leaf without values, or with one that is not finite in the parameter's dtype; a frozen
+        leaf, such as a mask, may be infinite."""
+        given, leaf = self.given[name], self.plan.leaves[name]
+        if isinstance(given, Tensor):
+            freed = bool(given.numel()) and not isinstance(given, FakeTensor) and not given.untyped_storage().size()
+            if given.is_meta or isinstance(given, FakeTensor) or freed:
+                where = "was freed" if freed and not given.is_meta else "is on the meta device"
+                raise ValueError(f"{name}: {where} and has no values; give a tensor that has some")
+        value = read(given)
+        if not leaf.dtype.is_floating_point or not value.numel():
+            return
+        for block, _ in blocks_of(value, value):
+            low = block.to(leaf.dtype)
+            low = low.float() if low.element_size() == 1 else low
+            wrong = ~torch.isfinite(low) if leaf.trained else low != low
+            if wrong.any():
+                first = float(block[wrong].flatten()[0])
+                why = "" if not math.isfinite(first) else f", which {leaf.dtype} does not hold"
+                raise ValueError(
+                    f"{name}: {int(wrong.sum()):,} or more of {value.numel():,} values are not finite, such as "
+                    f"{first:g}{why}; give finite ones: a loss of these is NaN"
+                )
 
     def part(self, part: str, name: str) -> Tensor:
         """This rank's value of params/name or master/name, which may share memory with what was given."""

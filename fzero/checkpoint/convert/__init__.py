@@ -67,7 +67,8 @@ def open_source(folder: str | Path, config: str | Path | None = None, *, dtype: 
     where = Path(config) if config is not None else folder / "config.json"
     if config is None and not where.is_file():
         raise ValueError(
-            f"{folder}: a {kind} without a config.json with the model's sizes; name it: --hf-config HF_CONFIG.json"
+            f"{folder}: a {kind} without a config.json with the model's sizes; name it by config= "
+            f"(--hf-config HF_CONFIG.json)"
         )
     place = universal if tensors is open_universal and universal is not None else folder
     if tensors is tensors_of and is_foreign(where):

@@ -51,7 +51,7 @@ class Unread:
     def __call__(self) -> Tensor:
         raise ValueError(
             f"{self.name} has no first value: a model that transformers' code computes begins with the weights of a "
-            "folder: --init FOLDER"
+            "folder: fzero.from_huggingface(FOLDER) (--init FOLDER of a run)"
         )
 
 

@@ -73,7 +73,7 @@ def open_files(folder: Path, size: int) -> Iterator[Files]:
         if free < 2 * size:
             raise ValueError(
                 f"{folder}: has {free / 1e9:,.2f} GB free and {2 * size / 1e9:,.2f} GB are needed; use a "
-                "smaller --size-gb"
+                "smaller size (--size-gb)"
             )
         fill = memoryview(torch.randint(0, 256, (MB + PAGE,), dtype=torch.uint8).numpy())
         aligned = fill[-np.frombuffer(fill, np.uint8).ctypes.data % PAGE :][:MB]
@@ -90,7 +90,7 @@ def open_files(folder: Path, size: int) -> Iterator[Files]:
             raise ValueError(f"{folder}: {error.strerror}; give a folder that this user may write") from None
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ValueError(
-                f"{folder}: {error.strerror} for {2 * size / 1e9:,.2f} GB; use a smaller --size-gb"
+                f"{folder}: {error.strerror} for {2 * size / 1e9:,.2f} GB; use a smaller size (--size-gb)"
             ) from None
         raise
     finally:

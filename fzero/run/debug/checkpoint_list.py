@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,9 +80,14 @@ def home_of(place: str) -> tuple[Folder, Path | None]:
         raise ValueError(
             f"{place}: no such folder; give a run, a folder with checkpoints, or a URL such as s3://bucket/run"
         )
-    if (folder / run_folder.CONFIG).is_file():
+    if is_run(folder):
         return run_folder.checkpoints_of(folder, run_folder.read_config(folder)), folder
     return folder, None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, perhaps of one whose config.json is missing."""
+    return any(os.path.lexists(folder / name) for name in (run_folder.CONFIG, run_folder.ENVIRONMENT))
 
 
 def path_of(place: str) -> Folder:
@@ -91,7 +97,7 @@ def path_of(place: str) -> Folder:
         here = Objects(place).read(MANIFEST) is not None
         return trim_zeros(place) if here else checkpoint.latest(trim_zeros(place))
     here = Path(place)
-    if (here / MANIFEST).is_file() or (here.is_dir() and step_of(here.name) is not None):
+    if os.path.lexists(here / MANIFEST) or (here.is_dir() and step_of(here.name) is not None):
         return here
     return checkpoint.latest(home_of(place)[0])
 
@@ -220,9 +226,9 @@ def verify(place: str) -> list[tuple[Folder, list[str]]]:
         path = path_of(place)
         return [(path, checkpoint.verify(path))]
     here, store = Path(place), None
-    if (here / STORE).is_file() or (here / STEP).is_file():
+    if os.path.lexists(here / STORE) or os.path.lexists(here / STEP):
         store = place
-    elif (here / run_folder.CONFIG).is_file():
+    elif is_run(here):
         store = store_of(here)
     if store is None or is_url(store):
         path = path_of(place)

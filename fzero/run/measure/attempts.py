@@ -19,18 +19,20 @@ from fzero.core.foreign import json_text
 from fzero.core.tables import Table
 from fzero.run import machine as doctor
 from fzero.run import run_folder
-from fzero.run.build import Job, local_micro_batches, num_params
+from fzero.run.attempt import Attempt
+from fzero.run.build import local_micro_batches, num_params
 from fzero.run.config_table import to_table
 from fzero.run.measure.flops import TokenFlop
+from fzero.run.recorded_config import CORPUS, WHOLE
 
 PLAN = "plan.json"
 
 
-def begin(
-    folder: Path, job: Job, first: int, processes: int, flop: TokenFlop, peak_flops: float, measured: bool
-) -> int:
+def begin(attempt: Attempt, first: int, flop: TokenFlop) -> int:
     """Write the line of an attempt that continues after step `first`; returns its number, from 1 on."""
+    job, folder, _, coordinator, options, whole = attempt
     config, t = job.config, job.config.train
+    trained_on = run_folder.read_environment(folder)
     number = len(run_folder.read_attempts(folder)) + 1
     commit, dirty = commit_of(Path(__file__).parent)
     line = {
@@ -41,7 +43,7 @@ def begin(
         "config_sha256": hashlib.sha256((folder / run_folder.CONFIG).read_bytes()).hexdigest(),
         "commit": commit,
         "dirty": dirty,
-        "processes": processes,
+        "processes": coordinator.size,
         "mesh": {axis.name: axis.size for axis in job.mesh.axes},
         "zero": config.zero,
         "offload": config.offload,
@@ -58,12 +60,15 @@ def begin(
         "flop_per_token_causal": flop.model_causal,
         "hardware_flop_per_token": flop.hardware,
         "hardware_flop_per_token_causal": flop.hardware_causal,
-        "peak_flops": peak_flops,
-        "peak_measured": measured,
+        "peak_flops": options.peak_flops,
+        "peak_measured": options.peak_measured,
         "versions": {"fzero": fzero.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": machine(),
+        "environment": {key: trained_on[key] for key in CORPUS if key in trained_on},
         "config": to_table(config),  # a resumed run may have another mesh, stage and offload than config.json
     }
+    if whole != config:
+        line[WHOLE] = to_table(whole)
     path = folder / run_folder.ATTEMPTS
     append_line(path, json_text(line, str(path)))
     return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from fzero.core import packages, pytree
 from fzero.core.arguments import checked
 from fzero.core.files import make_folder, replacing, writing
-from fzero.core.foreign import expect_regular, short
+from fzero.core.foreign import open_regular, short
 from fzero.core.pytree import nearest
 from fzero.sharding import Mesh
 
@@ -151,14 +152,17 @@ def _csv(folder: Path, first: int, config: Mapping[str, Any]) -> Iterator[Log]:
 
 def _columns(path: Path) -> list[str]:
     """The columns of metrics.csv; [] if there is none, or it is empty."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
-    expect_regular(path)
-    with _csv_of(path), path.open(encoding="utf-8", errors="replace", newline="") as file:
+    with _csv_of(path), _text_of(path) as file:
         columns = next(csv.reader(file), [])
     if columns and columns[0] != "step":
         raise ValueError(f"{path}: begins with {short(columns[0])} and not with a column step; move the file away")
     return columns
+
+
+def _text_of(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace", newline="")
 
 
 @contextlib.contextmanager
@@ -176,8 +180,8 @@ def _rewrite(path: Path, columns: Sequence[str], last: int | None = None) -> Non
         text = io.TextIOWrapper(file, "utf-8", newline="")
         writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
-        if path.exists():
-            with _csv_of(path), path.open(encoding="utf-8", errors="replace", newline="") as old:
+        if os.path.lexists(path):
+            with _csv_of(path), _text_of(path) as old:
                 for row in csv.DictReader(old):
                     step = row["step"] or ""
                     if step.isdecimal() and None not in row.values() and (last is None or int(step) <= last):

@@ -110,12 +110,6 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         signal.default_int_handler(number, frame)
 
 
-def interrupt_after_imports() -> None:
-    """Let Ctrl-C end this process by a KeyboardInterrupt, if it did, but not in the middle of an import."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
-
-
 @contextlib.contextmanager
 def raise_on_sigterm() -> Iterator[None]:
     """A context in which SIGTERM raises Stopped."""

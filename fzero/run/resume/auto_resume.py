@@ -27,10 +27,10 @@ def take_folder(folder: Path, *, auto: bool) -> bool:
     auto: remove the files of an earlier start of the run that ended before it trained.
     Raises ValueError if the folder holds anything else, or another process owns it.
     """
-    if not any((folder / name).exists() for name in (run_lock.LOCK, *([MARKER] if auto else []))):
+    if not any(os.path.lexists(folder / name) for name in (run_lock.LOCK, *([MARKER] if auto else []))):
         run_folder.expect_free(folder)
     there = run_lock.take(folder)
-    if auto and (folder / MARKER).is_file() and not (folder / run_folder.CONFIG).is_file():
+    if auto and (folder / MARKER).is_file() and not os.path.lexists(folder / run_folder.CONFIG):
         run_folder.clear_folder(folder, keep=True)
     run_folder.expect_free(folder)
     return there
@@ -49,7 +49,7 @@ def remove_marker(folder: Path) -> None:
 
 def run_exists(folder: Path) -> bool:
     """Whether `folder` holds a run."""
-    return (folder / run_folder.CONFIG).is_file()
+    return os.path.lexists(folder / run_folder.CONFIG)
 
 
 def allowed_changes(table: Table, folder: Path, init: Path | None) -> Table:
