@@ -464,10 +464,7 @@ ALWAYS = {"numpy's", "max_norm", "a method's counter", "a clock", "a mask"}
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in ALWAYS else slow)
-        for n in REFUSED
-    ],
+    [pytest.param(n, marks=() if n in ALWAYS else slow) for n in REFUSED],
 )
 def test_what_no_pure_loss_does_is_refused_in_the_first_step(name, tmp_path, monkeypatch):
     monkeypatch.setenv("COUNTED", str(tmp_path / "counted"))
@@ -507,7 +504,10 @@ def test_some_calls_are_made_twice_and_no_two_graphs_are_alive():
 
     tx = fzero.optim.sgd(0.01)
     plan = fzero.zero_plan(0, START, fzero.one_process(), policy="fp64")
-    step, state = fzero.make_train_step(loss_of(change), tx, plan, micro_batches=8), fzero.init_state(START, tx, plan, seed=0)
+    step, state = (
+        fzero.make_train_step(loss_of(change), tx, plan, micro_batches=8),
+        fzero.init_state(START, tx, plan, seed=0),
+    )
     for number in range(9):
         state, _ = step(state, batch_of(number))
     assert len(calls) == 72 + 7 and not any(most)
@@ -534,7 +534,9 @@ def test_what_is_the_same_in_two_calls_is_not_refused():
         one = torch.tensor(some)
         assert same_values(one, one.clone(), False)
     assert not same_values(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), False)
-    assert same_values(torch.nan, torch.nan, False) and not same_values(8.0, 9.0, False) and not same_values(1, 1.0, False)
+    assert (
+        same_values(torch.nan, torch.nan, False) and not same_values(8.0, 9.0, False) and not same_values(1, 1.0, False)
+    )
     assert same_values(torch.tensor([1, 2]), torch.tensor([1, 2]), False)
     assert not same_values(torch.tensor([True]), torch.tensor([False]), False)
 
