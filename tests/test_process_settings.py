@@ -125,7 +125,7 @@ def table_of(folder, **more):
     launched.write_text(folder)
     train = {"steps": 2, "batch": 2, "micro_batch": 1, "compiled": False, "loggers": []}
     data = {"path": str(folder / "text.txt"), "seq_len": 8}
-    return {"preset": "mlp-tiny", "device": "cpu", "data": data, "train": train | more}
+    return {"preset": "llama-tiny", "device": "cpu", "data": data, "train": train | more}
 
 
 @pytest.mark.parametrize("ends", ["well", "by an error", "refused"])

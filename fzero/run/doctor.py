@@ -20,8 +20,8 @@ from fzero.run.build_optim import make_policy
 from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
 from fzero.run.machine import available_bytes, choose_fp32_matmul, compiler, cores, peak_rate, resolve_here
-from fzero.run.process_settings import settings_restored
 from fzero.run.memory_check import gigabytes
+from fzero.run.process_settings import settings_restored
 
 
 def forms(config: RunConfig) -> dict[str, set[str]]:
