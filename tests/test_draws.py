@@ -530,6 +530,7 @@ def test_what_is_the_same_in_two_calls_is_not_refused():
             other = one + (off * one.abs().amax().double()).to(dtype)
             assert same_values(one, other, False) is same, (dtype, off)
         assert not same_values(one, one * (1 + 5e-4) if dtype != torch.bfloat16 else one * 1.01, True)
+    assert not same_values(torch.nan, 1.0, False) and not same_values(torch.ones(()), 1.0, False)
     for some in ([torch.nan, torch.inf, 1.0], [torch.inf], []):
         one = torch.tensor(some)
         assert same_values(one, one.clone(), False)

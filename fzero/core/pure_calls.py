@@ -153,8 +153,10 @@ def same_values(x: Tensor | float, y: Tensor | float, changed: bool) -> bool:
     On a CPU one operation has one result, but for float32 rows that are added at one index. On a GPU sums in any order
     are usual, and their errors are as large as the parts of a sum: there a result counts as at least 1.
     """
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return type(x) is type(y) and (x != x or math.isclose(x, y, rel_tol=1e-5))
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        if isinstance(x, Tensor) or isinstance(y, Tensor) or type(x) is not type(y):
+            return False
+        return x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=1e-5)
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if isinstance(x, FakeTensor) or x.is_meta:
