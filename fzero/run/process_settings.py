@@ -38,7 +38,7 @@ def settings_restored() -> Iterator[None]:
     threads, switch = torch.get_num_threads(), onednn_switch()
     products = switch.fp32_precision if switch is not None else ""
     variables = {name: os.environ.get(name) for name in VARIABLES}
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    cores = numa.cores_allowed()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     try:
@@ -53,8 +53,8 @@ def settings_restored() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        if cores and os.sched_getaffinity(0) != cores:
-            numa.bind_threads(frozenset(cores))
+        if numa.cores_allowed() != cores:
+            numa.bind_threads(cores)
         if resource.getrlimit(resource.RLIMIT_NOFILE) != files:
             resource.setrlimit(resource.RLIMIT_NOFILE, files)
         if device is not None:
