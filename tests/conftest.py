@@ -59,14 +59,6 @@ def global_generator():
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A run in this process shares out the machine's cores; on two threads the tests after it have other bits."""
-    yield
-    if torch.get_num_threads() != 1:
-        torch.set_num_threads(1)
-
-
 @pytest.fixture
 def fz(capsys, monkeypatch):
     """A function that runs the command line: (exit code, stdout, stderr). On a slow machine too stderr has no lines of

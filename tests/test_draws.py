@@ -1,7 +1,13 @@
 """Random numbers of somebody's code: where it runs again it draws the same, and in a step by the state's key."""
 
+import datetime
 import itertools
+import os
 import random
+import secrets
+import time
+import uuid
+import weakref
 from typing import NamedTuple
 
 import numpy
@@ -366,6 +372,8 @@ def counts_in_an_array(params, x):
 
 
 CALLS, BOX = 0, {"calls": 0}
+SYSTEM = random.SystemRandom()
+LINES = (str(number) for number in range(1, 1000))  # as a file that is read on
 NUMBERS, ARRAY = itertools.count(1), numpy.ones(1)
 
 
@@ -373,7 +381,42 @@ def looked_up(params, x, **options):
     return x + F.embedding(torch.arange(len(x)) % 5, params["rows"], **options)
 
 
+def reads_on(params, x):
+    """Counts in a file, of which no variable shows anything."""
+    with open(os.environ["COUNTED"], "a+", encoding="utf-8") as file:
+        file.write("x")
+        return x * file.tell()
+
+
+class Late:
+    """A moving average that the loss depends on from its fourth call on."""
+
+    def __init__(self):
+        self.calls, self.value = 0, torch.ones((), dtype=F64)
+
+    def __call__(self, params, x):
+        self.calls += 1
+        self.value = 0.9 * self.value + 0.1 * (x @ params["w"]).detach().mean()
+        return x * self.value if self.calls > 3 else x
+
+
+OTHER = "two calls of the loss with the same parameters, batch and random numbers of torch gave other values"
 REFUSED = {
+    "a clock": (lambda p, x: x * time.time(), OTHER),
+    "a counting clock": (lambda p, x: x * time.perf_counter(), OTHER),
+    "the time of the process": (lambda p, x: x * time.process_time_ns(), OTHER),
+    "a date": (lambda p, x: x * datetime.datetime.now().timestamp(), OTHER),
+    "bytes of the system": (lambda p, x: x * int.from_bytes(os.urandom(4)), OTHER),
+    "an identifier": (lambda p, x: x * (uuid.uuid4().int % 100003), OTHER),
+    "a secret": (lambda p, x: x * secrets.randbelow(100003), OTHER),
+    "a generator without a state": (lambda p, x: x * SYSTEM.random(), OTHER),
+    "a generator of Python's of its own": (lambda p, x: x * random.Random().random(), OTHER),
+    "a generator of numpy's of its own": (lambda p, x: x * numpy.random.default_rng().random(), OTHER),
+    "an old generator of numpy's": (lambda p, x: x * numpy.random.RandomState().rand(), OTHER),
+    "a mask": (lambda p, x: x * torch.from_numpy(numpy.random.default_rng().random(x.shape) < 0.5), OTHER),
+    "torch's seed": (lambda p, x: x * (torch.Generator().seed() % 100003), OTHER),
+    "a file that it reads on": (lambda p, x: x * float(next(LINES)), "changes LINES and depends on it"),
+    "a file by its name": (reads_on, OTHER),
     "a torch.Generator": (lambda p, x: x * torch.rand(1, generator=OWN), r"\(.*draws from a torch\.Generator"),
     "Python's": (lambda p, x: x * random.choice([1, 2, 3, 4, 5, 6, 7]), "changes the state of Python's random and dep"),
     "numpy's": (lambda p, x: x * numpy.random.rand(), "changes the state of numpy.random and depends"),
@@ -416,17 +459,18 @@ REFUSED = {
 }
 
 
+ALWAYS = {"numpy's", "max_norm", "a method's counter", "a clock", "a mask"}
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in ("numpy's", "max_norm", "a counter", "a method's counter") else slow)
-        for n in REFUSED
-    ],
+    [pytest.param(n, marks=() if n in ALWAYS else slow) for n in REFUSED],
 )
-def test_what_no_pure_loss_does_is_refused_in_the_first_step(name):
+def test_what_no_pure_loss_does_is_refused_in_the_first_step(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("COUNTED", str(tmp_path / "counted"))
     change, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as caught:
-        two_steps(loss_of(change))
+        two_steps(loss_of(change), micro_batches=4)
     assert "\n" not in str(caught.value)
 
 
@@ -438,6 +482,121 @@ def test_attributes_that_are_set_before_they_are_read_are_fine():
         return x * COUNTING.beside
 
     assert torch.equal(two_steps(loss_of(change)), two_steps(loss_of(change)))
+
+
+def test_an_average_that_begins_to_matter_later_is_noticed():
+    tx, plan = fzero.optim.sgd(0.01), fzero.zero_plan(0, START, fzero.one_process(), policy="fp64")
+    step = fzero.make_train_step(loss_of(Late()), tx, plan, micro_batches=4)
+    with pytest.raises(ValueError, match=r"changes change\.calls and depends on it"):
+        step(fzero.init_state(START, tx, plan, seed=0), batch_of())
+
+
+def test_some_calls_are_made_twice_and_no_two_graphs_are_alive():
+    """Of the first 64: a loss that logs is called 7 times more, and needs no more memory."""
+    alive, most, calls = [], [], []
+
+    def change(params, x):
+        calls.append(time.perf_counter())  # which the result does not depend on
+        most.append(sum(one() is not None for one in alive))
+        x = (x * params["w"].T).exp()  # kept for the backward pass
+        alive[:] = [weakref.ref(x)]
+        return x
+
+    tx = fzero.optim.sgd(0.01)
+    plan = fzero.zero_plan(0, START, fzero.one_process(), policy="fp64")
+    step, state = (
+        fzero.make_train_step(loss_of(change), tx, plan, micro_batches=8),
+        fzero.init_state(START, tx, plan, seed=0),
+    )
+    for number in range(9):
+        state, _ = step(state, batch_of(number))
+    assert len(calls) == 72 + 7 and not any(most)
+
+
+def odd_results(params, batch):
+    """A sum in bfloat16 that is infinite, and a count that is no number of Python's."""
+    return (params["w"].sum() * batch["x"].sum()).to(torch.bfloat16) / 0.0, numpy.float32(8.0)
+
+
+@slow
+def test_what_is_the_same_in_two_calls_is_not_refused():
+    from fzero.core.pure_calls import same_values, values_of
+
+    assert len(values_of(odd_results(START, batch_of()))) == 1
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=F64)
+    for dtype, less, more in ((F64, 1e-14, 1e-12), (torch.float32, 1e-7, 1e-5), (torch.bfloat16, 4e-3, 0.1)):
+        one = x.to(dtype)
+        for off, same in ((less, True), (more, False)):
+            other = one + (off * one.abs().amax().double()).to(dtype)
+            assert same_values(one, other, False) is same, (dtype, off)
+        assert not same_values(one, one * (1 + 5e-4) if dtype != torch.bfloat16 else one * 1.01, True)
+    assert not same_values(torch.nan, 1.0, False) and not same_values(torch.ones(()), 1.0, False)
+    for some in ([torch.nan, torch.inf, 1.0], [torch.inf], []):
+        one = torch.tensor(some)
+        assert same_values(one, one.clone(), False)
+    assert not same_values(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), False)
+    assert (
+        same_values(torch.nan, torch.nan, False) and not same_values(8.0, 9.0, False) and not same_values(1, 1.0, False)
+    )
+    assert same_values(torch.tensor([1, 2]), torch.tensor([1, 2]), False)
+    assert not same_values(torch.tensor([True]), torch.tensor([False]), False)
+
+
+@slow
+def test_transforms_and_modes_take_a_loss_that_is_made_twice():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tx, loss = fzero.optim.sgd(0.01), loss_of(KEYED["F.dropout"])
+    plan = fzero.zero_plan(0, START, fzero.one_process(), policy="fp64")
+    state = fzero.init_state(START, tx, plan, seed=0)
+    batch = batch_of()
+    expected = fzero.make_train_step(loss, tx, plan, donate=False)(state, batch)[1].loss
+
+    def after(scale):
+        step = fzero.make_train_step(loss, tx, plan, donate=False)
+        return step(state._replace(params={**state.params, "w": state.params["w"] * scale}), batch)[1].loss
+
+    one = torch.ones((), dtype=F64)
+    value, tangent = torch.func.jvp(after, (one,), (one,))
+    grad = torch.func.grad(after)(one)
+    assert value == expected and torch.allclose(grad, tangent) and grad != 0
+    torch.testing.assert_close(torch.vmap(after)(torch.ones(2, dtype=F64)), expected.expand(2), rtol=1e-12, atol=0)
+    counts, step = [], fzero.make_train_step(loss, tx, plan, donate=False)
+    for _ in range(2):  # a call that is counted is made once, also after one that was made twice
+        with FlopCounterMode(display=False) as flops:
+            assert step(state, batch)[1].loss == expected
+        counts.append(flops.get_total_flops())
+        step(state, batch)
+    assert counts[0] == counts[1] > 0
+
+
+def two_steps_with_a_sum(mesh, calls):
+    """The calls of a loss with a collective, or with one of torch.distributed's, and the bytes that it sent."""
+    import torch.distributed as dist
+
+    number = 0
+
+    def loss(params, batch):
+        nonlocal number
+        number += 1
+        features = batch["x"] @ params["w"]
+        if calls == "fzero":
+            return (features * fzero.psum(features.sum(), mesh["dp"])).sum(), len(features)
+        total = features.detach().sum().clone()
+        dist.all_reduce(total)
+        return (features * total).sum(), len(features)
+
+    tx, plan = fzero.optim.sgd(0.01), fzero.zero_plan(0, START, mesh, policy="fp64")
+    state, step = fzero.init_state(START, tx, plan, seed=0), fzero.make_train_step(loss, tx, plan)
+    for rows in (4, 4 + 2 * mesh.rank, 4):  # another shape on one rank alone
+        state, _ = step(state, {name: leaf[:rows] for name, leaf in batch_of(mesh.rank).items()})
+    return number
+
+
+@slow
+@pytest.mark.parametrize("calls", ["fzero", "torch.distributed"])
+def test_a_loss_with_collectives_is_called_once(calls):
+    assert ranks.run(2, two_steps_with_a_sum, calls, timeout_s=60.0) == [3, 3]
 
 
 # ---- Models of one's own functions -----------------------------------------------------------------------------------

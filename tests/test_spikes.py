@@ -12,6 +12,7 @@ import fzero
 from fzero import checkpoint, models, optim
 from fzero.core import precision, pytree
 from fzero.offload import DiskTensor, Nvme
+from fzero.run.config_table import from_table
 from fzero.sharding.redistribute import gather_on_first
 from fzero.train.batch import local_batch
 from fzero.train.spike import LOSS, LossStats, Spike, init_stats, judge
@@ -130,6 +131,21 @@ def test_losses_that_have_risen_for_good_are_taken_within_tens_of_steps():
     assert not any(bad[:200]) and all(bad[200:206]) and sum(bad) < 20 and not any(bad[220:])
 
 
+@pytest.mark.parametrize("sigmas, window, most", [(6.0, 100, 25), (2.0, 3, 40), (1.5, 100, 110), (0.5, 20, 40)])
+def test_losses_without_noise_that_have_risen_for_good_are_taken(sigmas, window, most):
+    spike = Spike(sigmas, window, 50)
+    for low, high in ((0.5, 1.0), (0.5, 500.0), (100.0, 100.01), (-1.0, 2.0)):
+        bad, _ = judged(spike, [low] * 60 + [high] * 700)
+        assert not any(bad[:60]) and bad[60] and sum(bad) <= most + 50 * (high == 500.0), (low, high, sum(bad))
+        assert not any(bad[60 + sum(bad) :])  # the new level is no spike from then on
+    bad, _ = judged(spike, [0.0] * 60 + [1.0] * 1500)
+    assert bad[60] and sum(bad) <= 4 * most
+    bad, _ = judged(spike, [0.5] * 60 + [0.5 + 1e-8, 0.5 + 1e-7] * 20)  # rounding
+    assert not any(bad)
+    bad, after = judged(spike, [0.5] * 60 + [1e9, *[0.5] * 5, 1.0])  # one spike moves them little
+    assert [i for i, one in enumerate(bad) if one] == [60, 66] and after.mean < 0.51
+
+
 def test_judging_maps_over_losses():
     stats = judged(NEVER, [1.0, 3.0, 1.0, 3.0])[1]
     losses = torch.tensor([2.0, 5.0, math.nan, math.inf])
@@ -142,10 +158,24 @@ def test_judging_maps_over_losses():
     assert bad.tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("numbers", [{"sigmas": 0.0}, {"window": 0}, {"warmup": 0}])
-def test_numbers_that_make_no_sense(numbers):
-    with pytest.raises(ValueError, match="sigmas above 0, and window and warmup of at least 1"):
-        Spike(**numbers)
+NONSENSE = {
+    "sigmas": ([0.0, -1.0, math.inf, -math.inf, math.nan, 1e6], r"must be above 0 and below 1e\+06"),
+    "window": ([0, -5, 10**9, 10**30], r"must be at least 1 and below 1e\+09"),
+    "warmup": ([0, -5, 10**9, 10**30], r"must be at least 1 and below 1e\+09"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_numbers_that_make_no_sense(name):
+    values, message = NONSENSE[name]
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^Spike: {name} is .*; it {message}$"):
+            Spike(**{name: value})
+        with pytest.raises(ValueError, match=rf"^guard\.{name} is .*; it {message}"):
+            from_table({"guard": {"spike": "skip", name: value}})
+    for value in (1e30, math.inf, math.nan) if name != "sigmas" else ("6", True):
+        with pytest.raises(ValueError, match=rf"^Spike: {name} is .*; it must be a"):
+            Spike(**{name: value})
 
 
 # -- steps

@@ -79,11 +79,13 @@ def coordinated(hang_s: float | None = None) -> Iterator[Any]:
         with without_collection():
             # Before this process joins, as it gives no sign of life while it imports.
             from fzero.run import loop, run_lock  # noqa: F401
+            from fzero.run.process_settings import settings_restored
             from fzero.run.ranks.coordinator import TIMEOUT_S, join
 
         coordinator = join(hang_s=TIMEOUT_S if hang_s is None else hang_s)
         try:
-            yield coordinator
+            with settings_restored():
+                yield coordinator
         except BaseException as error:
             error.coordinator = coordinator  # type: ignore[attr-defined]
             raise

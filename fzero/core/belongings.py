@@ -155,6 +155,8 @@ def state_of(generator: Any) -> Any:
     """The state of a generator of random numbers, as something that can be compared."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().tolist()
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
     if hasattr(generator, "getstate"):
         return generator.getstate()
     return repr(flat(generator.get_state()) if hasattr(generator, "get_state") else generator.bit_generator.state)

@@ -51,7 +51,10 @@ class Watch(TorchDispatchMode):
 
     kept: what is not the program's own, by name. recorded: the operators become a graph, which has no regions without
     gradients, so these are refused too where a gradient would be lost. why: what is wrong with random numbers.
+    communicates: whether an operator was called that other ranks must call too.
     """
+
+    communicates = False
 
     def __init__(self, kept: dict[str, Tensor], *, recorded: bool = False, why: str = NO_KEY):
         super().__init__()
@@ -69,6 +72,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         arguments = func._schema.arguments
+        self.communicates |= func.namespace in TALKING or any(arg.name == "communicator" for arg in arguments)
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
         rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in arguments) else 1.0)
         if torch.Tag.nondeterministic_seeded in func.tags and rate:
@@ -108,6 +112,9 @@ class Watch(TorchDispatchMode):
         name = self.kept.get(storage_of(leaf) or 0) if isinstance(leaf, Tensor) else None
         if name is not None:
             raise Impure(f"{current_line()}: {func} writes into {name} in place; make a new tensor, as in x = x + y")
+
+
+TALKING = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")  # torch.distributed's operators
 
 
 def is_foreign(f: Any, depth: int = 0) -> bool:

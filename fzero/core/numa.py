@@ -37,6 +37,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cores_allowed() -> frozenset[int]:
+    """The numbers of the cores this process may use; none where the system does not say."""
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
 def parse_cores(text: str) -> frozenset[int]:
     """The numbers in a list of Linux.
 

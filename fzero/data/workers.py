@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
+from fzero.core.importing import without_collection
 from fzero.core.pools import deaf_to_interrupts
 
 R = TypeVar("R")
@@ -103,7 +104,7 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             ours, theirs = context.Pipe()
             others = [ours, *(connection for _, connection in started)]
             process = context.Process(target=_serve, args=(work, theirs, others, os.getpid()), daemon=True)
-            with _uncollected(), deaf_to_interrupts(), warnings.catch_warnings():
+            with without_collection(), deaf_to_interrupts(), warnings.catch_warnings():
                 # Python 3.12 and JAX warn of locks that other threads may hold; what reads and encodes text takes none
                 # of theirs, nor of torch's and of loggers.
                 warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
@@ -118,18 +119,6 @@ def _processes(work: Callable[[int], Any], workers: int) -> Iterator[list[tuple[
             process.kill()  # what it is in the middle of is not needed, or is done anew
             process.join()
             process.close()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """A context in which no garbage is collected, in processes that are forked in it too."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _serve(work: Callable[[int], Any], connection: Any, others: list[Any], parent: int) -> None:

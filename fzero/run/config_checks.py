@@ -52,6 +52,7 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
 from fzero.train.execution import CAPTURE
+from fzero.train.spike import LOSSES, SIGMAS
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -110,7 +111,7 @@ BOUNDS: dict[str, Bounds] = {
     **{
         "nvme.buffer_mb": COUNT,
         "nvme.slots": SIZE,
-        "guard.sigmas": POSITIVE,
+        "guard.sigmas": SIGMAS,
         "guard.rollback_steps": COUNT,
         "guard.check_every": COUNT,
     },
@@ -121,7 +122,8 @@ BOUNDS: dict[str, Bounds] = {
     "precision.loss_scale.factor": (1.0, False, INF),
     "dpo.beta": POSITIVE,
     "dpo.smoothing": (0.0, True, 0.5),
-    **{f"guard.{n}": SIZE for n in ("max_skipped", "window", "warmup", "max_rollbacks")},
+    **{f"guard.{n}": SIZE for n in ("max_skipped", "max_rollbacks")},
+    **{f"guard.{n}": LOSSES for n in ("window", "warmup")},
 }
 
 

@@ -21,6 +21,7 @@ from fzero.run.config import RunConfig
 from fzero.run.config_table import from_table
 from fzero.run.machine import available_bytes, choose_fp32_matmul, compiler, cores, peak_rate, resolve_here
 from fzero.run.memory_check import gigabytes
+from fzero.run.process_settings import settings_restored
 
 
 def forms(config: RunConfig) -> dict[str, set[str]]:
@@ -60,6 +61,7 @@ def describe_missing(name: str) -> str:
     return f"not here: {use}{f'; {cost}' if cost else ''}"
 
 
+@settings_restored()
 def diagnose() -> str:
     """The page that `fzero doctor` prints."""
     found, plan = [], []

@@ -7,10 +7,14 @@ from pathlib import Path
 from fzero.run import loop, pretrain, run_lock
 from fzero.run.attempt import Options
 from fzero.run.config import RunConfig
+from fzero.run.process_settings import settings_restored
 from fzero.run.ranks.coordinator import join
+from fzero.run.ranks.signals import handlers_restored
 from fzero.run.ranks.watchdog import watch
 
 
+@handlers_restored()
+@settings_restored()
 def train_run(
     folder: str | Path,
     config: RunConfig | None = None,
@@ -23,6 +27,8 @@ def train_run(
     init: the model that a new run starts from, as `--init`; see `tuned_config` of fzero/run/fine_tuning.py.
     options: `Options(log=f)` has f(step, row) called on rank 0 after each step, with the row that metrics.jsonl gets;
     what f raises ends the run. Every process of torchrun calls this, in its main thread.
+    When it ends, also by an error, the process has its own threads, way of float32 products, signal handlers and the
+    like again; see `settings_restored` of fzero/run/process_settings.py.
     Raises ValueError as `start` and `resume` of fzero/run/pretrain.py.
 
     >>> import tempfile
@@ -47,6 +53,9 @@ def train_run(
             else:
                 start = {"init": Path(init), "grow_vocabulary": False} if init is not None else {}
                 ready = pretrain.start(config, Path(folder), coordinator, options, **start)
-            return loop.train(*ready) if ready is not None else 0
+            stopped = loop.train(*ready) if ready is not None else 0
+            if not coordinator.spare:
+                coordinator.close(stopped)  # and with it torch.distributed
+            return stopped
     finally:
         run_lock.release_all()

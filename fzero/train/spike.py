@@ -8,7 +8,8 @@ mean and variance", section 9:
 So they are the plain mean and variance of the first losses, and from then on forget so fast that the last `window`
 losses have all of the weight but exp(-8): what fell by 5 before them adds less than 0.1 to the deviation. With
 r = 1 / window a third of the weight would be older, and the first losses of a run would hide spikes for hundreds of
-steps. A loss above mean + sigmas sqrt(var) of those before it is a spike. To leave out the update of such a step, and
+steps. A loss above mean + sigmas dev of those before it is a spike, where dev is sqrt(var), or a millionth of the mean
+if that is more: the losses of a run without any noise differ by rounding. To leave out the update of such a step, and
 the 6 sigmas, are `SkipStepOptimizer` of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128
 losses themselves."""
 
@@ -20,9 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.core.bounds import Bounds, check_bounds
 from fzero.core.kinds import expect_fields
 
 LOSS = "loss"  # the name of the statistics in `state.extra`
+SIGMAS: Bounds = (0.0, False, 1e6)
+LOSSES: Bounds = (1, True, 1e9)  # of window and warmup
+LEAST = (1e-6, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Spike:
 
     window: the number of losses that mean and deviation remember; older ones have 0.03% of the weight, with a window
     below 24 more. warmup: the number of losses that are seen before the first one is judged, at least 1.
-    Raises ValueError unless sigmas > 0, window >= 1 and warmup >= 1.
+    Raises ValueError unless sigmas is above 0 and below 10^6, and window and warmup are at least 1 and below 10^9.
 
     >>> from fzero.train.spike import init_stats, judge
     >>> stats = init_stats()
@@ -47,8 +52,8 @@ class Spike:
 
     def __post_init__(self) -> None:
         expect_fields(self)
-        if not (self.sigmas > 0 and self.window >= 1 and self.warmup >= 1):
-            raise ValueError(f"spike: {self} needs sigmas above 0, and window and warmup of at least 1")
+        for name, bounds in (("sigmas", SIGMAS), ("window", LOSSES), ("warmup", LOSSES)):
+            check_bounds(f"Spike: {name}", getattr(self, name), bounds)
 
     @property
     def rate(self) -> float:
@@ -96,17 +101,22 @@ def init_stats(device: torch.device | str = "cpu") -> LossStats:
 def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossStats]:
     """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
 
-    A spike enters the statistics as the largest loss that is none: one of them moves them little, and if all losses
-    have risen for good, the bound follows within some fifteen steps. A loss that is not finite is a spike, and does not
-    enter."""
+    A spike enters the statistics as the largest loss that is none, and has the variance grow by 4 times the rate at
+    least: one of them moves them little, and if all losses have risen for good, the bound follows within some fifteen
+    steps. Where there was no noise at all, or sigmas is below 3, it takes some `window` steps, and 20 at least. A
+    loss that is not finite is a spike, and does not enter."""
     x = loss.detach().to(torch.float64)
-    bound = stats.mean + spike.sigmas * stats.var.sqrt()
+    part, least = LEAST
+    deviation = torch.maximum(stats.var.sqrt(), (part * stats.mean.abs()).clamp(min=least))
+    bound = stats.mean + spike.sigmas * deviation
     judged = stats.count >= spike.warmup
     bad = judged & ~(x <= bound)
     clipped = torch.where(bad, bound, x)
     rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=spike.rate)
     d = clipped - stats.mean
-    new = LossStats(stats.mean + rate * d, (1.0 - rate) * (stats.var + rate * d * d), stats.count + 1)
+    var = (1.0 - rate) * (stats.var + rate * d * d)
+    var = torch.where(bad, torch.maximum(var, (1.0 + 4.0 * rate) * deviation.square()), var)
+    new = LossStats(stats.mean + rate * d, var, stats.count + 1)
     enters = torch.isfinite(x)
     return bad, LossStats(*(torch.where(enters, after, before) for after, before in zip(new, stats)))
 

@@ -33,6 +33,7 @@ from fzero.run.corpus import Say
 from fzero.run.debug.comparison import Comparison, compare_leaves
 from fzero.run.measure.log import metrics_row
 from fzero.run.pretrain import expect_memory, place
+from fzero.run.process_settings import settings_restored
 from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.resume import rollback
 from fzero.run.resume.newest_state import expect_disk
@@ -200,45 +201,45 @@ def open_job(
     folder: Path, config: RunConfig, coordinator: Coordinator, nvme: str | None, say: Say
 ) -> Iterator[ReplayJob]:
     """A context with the ReplayJob of the run in `folder` by `config`; its room is removed at the end."""
-    environment, before = run_folder.read_environment(folder), torch.get_num_threads()
+    environment = run_folder.read_environment(folder)
     if not environment.get("corpus"):
         raise ValueError(f"{folder}: holds imported weights, not a training run; there is no step to make again")
     run_folder.expect_trained(environment, folder)
     config = replace(config, nvme=replace(config.nvme, folder="", slots=min(config.nvme.slots, 2)))
-    config, mesh, device, _ = place(config, coordinator)
-    room = None
-    try:
-        torch.set_num_threads(environment.get("threads", before))
-        if "nvme" in Offload.parse(config.offload).memories:
-            room = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
-        job = build(config, mesh, room, device=device)
-        expect_memory(job, coordinator)
-        expect_disk(job, coordinator)
-        path = folder / environment["corpus"]  # an absolute path stays as it is
-        if config.data.path == "stdlib":
-            path = Path(
-                coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config, folder, say)))
-            )
-        if corpus.corpus_digest(path) != environment["corpus_sha256"]:
-            raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
-        skips = coordinator.share(lambda: rollback.skips_of(folder))
+    with settings_restored():
+        config, mesh, device, _ = place(config, coordinator)
+        room = None
+        try:
+            torch.set_num_threads(environment.get("threads", torch.get_num_threads()))
+            if "nvme" in Offload.parse(config.offload).memories:
+                room = Path(coordinator.share(lambda: tempfile.mkdtemp(prefix="fzero-replay-", dir=nvme)))
+            job = build(config, mesh, room, device=device)
+            expect_memory(job, coordinator)
+            expect_disk(job, coordinator)
+            path = folder / environment["corpus"]  # an absolute path stays as it is
+            if config.data.path == "stdlib":
+                path = Path(
+                    coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config, folder, say)))
+                )
+            if corpus.corpus_digest(path) != environment["corpus_sha256"]:
+                raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
+            skips = coordinator.share(lambda: rollback.skips_of(folder))
 
-        @functools.cache
-        def of_stage(begin: int) -> tuple[Job, Callable[[int], Batch]]:
-            c = stage_at(config, begin).config
-            its = job if c == config else build(c, mesh, room, nvme=job.nvme, device=device)
-            batch_at = corpus.open_data(c, path, mesh, skips)[0]
-            return its, lambda cursor: batch_at(corpus.sample_at(cursor, skips))
+            @functools.cache
+            def of_stage(begin: int) -> tuple[Job, Callable[[int], Batch]]:
+                c = stage_at(config, begin).config
+                its = job if c == config else build(c, mesh, room, nvme=job.nvme, device=device)
+                batch_at = corpus.open_data(c, path, mesh, skips)[0]
+                return its, lambda cursor: batch_at(corpus.sample_at(cursor, skips))
 
-        at = lambda step: of_stage(stage_at(config, step).begin)  # noqa: E731
-        yield ReplayJob(job, at, torch.get_num_threads(), room)
-        if job.nvme is not None:
-            job.nvme.close()
-        coordinator.share(lambda: "all have closed their files")
-    finally:
-        torch.set_num_threads(before)
-        if room is not None and coordinator.first:
-            shutil.rmtree(room, ignore_errors=True)
+            at = lambda step: of_stage(stage_at(config, step).begin)  # noqa: E731
+            yield ReplayJob(job, at, torch.get_num_threads(), room)
+            if job.nvme is not None:
+                job.nvme.close()
+            coordinator.share(lambda: "all have closed their files")
+        finally:
+            if room is not None and coordinator.first:
+                shutil.rmtree(room, ignore_errors=True)
 
 
 def choose_start(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -130,6 +131,22 @@ def raise_on_sigterm() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def handlers_restored() -> Iterator[None]:
+    """A context, or a decorator, at whose end Ctrl-C and SIGTERM have the handlers of its beginning, and errors that
+    nobody catches, whose report torch.distributed takes over."""
+    main = threading.current_thread() is threading.main_thread()  # signals are the main thread's
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if main}
+    report = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = report
+        for number, handler in before.items():
+            if handler is not None:  # which is none of Python's
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
