@@ -84,7 +84,11 @@ CASES = {
     "another column": (lambda p: table(p, column="body"), (*PREPARE, "t.parquet"), r"t\.parquet.*text"),
     "one character": (lambda p: (p / "a.txt").write_text("a"), (*PREPARE, "a.txt"), "one character"),
     "an out that is there": (lambda p: (p / "new").mkdir(), (*PREPARE, "texts.jsonl"), "new: already exists"),
-    "no fraction": (None, (*PREPARE, "texts.jsonl", "--val-fraction", "1.5"), "--val-fraction is 1.5; it must be above 0 and below 1"),
+    "no fraction": (
+        None,
+        (*PREPARE, "texts.jsonl", "--val-fraction", "1.5"),
+        "--val-fraction is 1.5; it must be above 0 and below 1",
+    ),
     "no tokenizer": (None, (*PREPARE, "texts.jsonl", "--tokenizer", "words"), "words"),
     "too few tokens": (None, (*PREPARE, "texts.jsonl", "--tokenizer", "bpe:100"), "bpe:100"),
     "too many tokens": (None, (*PREPARE, "texts.jsonl", "--tokenizer", "bpe:60000"), "bpe:60000"),

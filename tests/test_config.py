@@ -138,7 +138,7 @@ WRONG = {
     "unused in the schedule": ({"optim": {"schedule": {"power": 2.0}}}, "optim.schedule.power does nothing with "
     "cosine"),
     "policy": ({"precision": {"policy": "float16"}}, "precision.policy is 'float16'"),
-    "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "precision.loss_scale.floor is -1.0; it must be above 0"),
+    "loss scale": ({"precision": {"loss_scale": {"floor": -1}}}, "loss_scale.floor is -1.0; it must be above 0"),
     "remat": ({"train": {"remat": "some"}}, "remat is 'some'"),
     "compiled": ({"train": {"compiled": "yes"}}, "train.compiled is 'yes'; it must be one of auto, true, false"),
     "micro-batch": ({"train": {"batch": 10, "micro_batch": 4}}, "train.micro_batch is 4 and does not divide "
