@@ -96,7 +96,7 @@ def draws(self, x):
 
 def counts_its_calls(self, x):
     self.calls = getattr(self, "calls", 0) + 1
-    return self.linear(x)
+    return self.linear(x) / self.calls
 
 
 def keeps_a_tensor(self, x):
@@ -161,7 +161,7 @@ REFUSED = {
         lambda: net(layer_of(draws_by_python)),
         "changes the state of Python's random, and what",
     ),
-    "a count of calls": (lambda: net(layer_of(counts_its_calls)), r"changes a layer\.calls, and what is no parameter"),
+    "a count of calls": (lambda: net(layer_of(counts_its_calls)), r"changes the module\.1\.calls, and what is no "),
     "a tensor for the loss": (lambda: of_layers(keeps_a_tensor), r"changes the module\.beside, .* is lost; return it"),
     "max_norm": (
         lambda: net(looks_up(max_norm=1.0)),

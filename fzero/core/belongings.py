@@ -11,6 +11,7 @@ import inspect
 import itertools
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from fzero.core import pytree
 from fzero.core.graph_cut import Impure, apart, is_foreign
+from fzero.core.torch_private import FakeTensor
 
 
 class Belongings:
@@ -42,6 +44,17 @@ class Belongings:
         belongings = cls()
         belongings.note_function(f)
         return belongings
+
+    @classmethod
+    def of_module(cls, name: str, module: nn.Module) -> Belongings:
+        """What a module has, and its methods read."""
+        belongings = cls()
+        belongings.note_module(name, module)
+        return belongings
+
+    def constants(self) -> dict[str, Tensor]:
+        """The tensors that have values."""
+        return {name: x for name, x in self.tensors.items() if not x.is_meta and not isinstance(x, FakeTensor)}
 
     def note_function(self, f: Any) -> None:
         """Add what a function has."""
@@ -88,9 +101,22 @@ class Belongings:
 
     def note_module(self, name: str, module: nn.Module) -> None:
         """Add a module."""
+        if any(module is one for one in self.modules.values()):
+            return
         self.modules[name] = module
         for leaf, tensor in [*module.named_parameters(), *module.named_buffers()]:
             self.tensors[f"{name}.{leaf}"] = tensor
+        for path, one in module.named_modules():
+            for key, value in vars(one).items():
+                dotted = ".".join(filter(None, (name, path, key)))
+                if key in BLANK:
+                    continue
+                if isinstance(value, Tensor | CONTAINERS):
+                    self.tensors |= {leaf: x for leaf, x in pytree_items(dotted, value) if isinstance(x, Tensor)}
+                elif isinstance(value, functools.partial | types.FunctionType | types.MethodType):
+                    self.note(dotted, value)
+                elif is_object(value) and is_watched(type(value)):
+                    self.note_object(dotted, value)
         for one in {type(one): one for one in module.modules()}.values():
             for method in methods(one):
                 self.note_function(method)
@@ -117,6 +143,9 @@ class Belongings:
                 dotted = ".".join(part for part in (name, path) if part)
                 own = {key: value for key, value in vars(one).items() if key not in BLANK} | one._buffers
                 found |= {f"{dotted}.{key}": mark_of(value) for key, value in own.items()}
+            for one in {one for each in module.modules() for one in type(each).__mro__ if not of_library(one)}:
+                members = vars(one).items()
+                found |= {f"{one.__name__}.{key}": mark_of(value) for key, value in members if self.has_mark(value)}
         for name, owner in self.owners.items():
             for prefix, one in ((type(owner).__name__, type(owner)), (name, owner)):
                 members = getattr(one, "__dict__", {}).items()
@@ -151,6 +180,19 @@ def unlike(before: dict[str, Any], after: dict[str, Any]) -> str:
     return next((name for name in names if before.get(name, after) != after.get(name, before)), "")
 
 
+def new_tensors(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names whose marks have a tensor that they had not before."""
+    changed = (name for name in after if before.get(name, ()) != after[name])
+    return [name for name in changed if tensors_of(after[name]) - tensors_of(before.get(name, ()))]
+
+
+def tensors_of(mark: Any) -> set[Any]:
+    """The tensors in a mark."""
+    if not isinstance(mark, tuple):
+        return set()
+    return {mark} if mark[:1] == ("Tensor",) else set().union(*map(tensors_of, mark))
+
+
 def state_of(generator: Any) -> Any:
     """The state of a generator of random numbers, as something that can be compared."""
     if isinstance(generator, torch.Generator):
@@ -177,11 +219,26 @@ def is_generator(value: Any) -> bool:
 BLANK = frozenset(vars(nn.Module()))
 PLAIN = int | float | str | bytes
 LIBRARIES = ("builtins", "torch", "numpy", "transformers", "fzero")  # whose variables no result depends on
+INSTALLED = (sysconfig.get_path("stdlib") + "/", "site-packages", "dist-packages")  # in the names of packages' files
 
 
 def of_library(value: Any) -> bool:
     """Whether a function or a class is of a library."""
     return (getattr(value, "__module__", None) or "").split(".")[0] in LIBRARIES
+
+
+def is_watched(value: Any) -> bool:
+    """Whether a function or a class is somebody's code, and not an installed package's."""
+    code = getattr(value, "__code__", None)
+    file = code.co_filename if code is not None else file_of(value)
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""
+    return name.split(".")[0] not in LIBRARIES and not any(folder in file for folder in INSTALLED)
+
+
+def file_of(value: Any) -> str:
+    """The file of a class or module, "" if there is none."""
+    module = value if isinstance(value, types.ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+    return getattr(module, "__file__", None) or ""
 
 
 def is_object(value: Any) -> bool:

@@ -14,7 +14,7 @@ import inspect
 import linecache
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.fx.node import map_arg
 
 from fzero.core import pytree
 from fzero.core.torch_private import (
+    FakeTensor,
     TorchDispatchMode,
     clear_interpreter_stack,
     disable_current_modes,
@@ -178,7 +179,7 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
 
     shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     with apart(), unlogged("torch._subclasses.fake_tensor"):  # which logs what it raises
-        mode = FakeTensorMode(shape_env=shapes, static_shapes=True)
+        mode = FakeTensorMode(shape_env=shapes, static_shapes=True, allow_non_fake_inputs=True)
         with mode:
             fakes = [
                 torch.empty(x.shape, dtype=x.dtype, device=x.device, requires_grad=grad)
@@ -189,6 +190,15 @@ def trace(f: Callable[..., Sequence[Tensor]], like: Sequence[Tensor], trained: S
             with torch.no_grad():
                 pure = torch.func.functionalize(graph, remove="mutations")
                 return make_fx(pure, {torch.ops.aten.copy.default: copied})(*[x.detach() for x in fakes])
+
+
+def allow_constants(tensors: Iterable[Tensor]) -> None:
+    """Let tensors that a program has beside its arguments be constants of its graph, where it is traced on these."""
+    for x in tensors:
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        if isinstance(x, FakeTensor):
+            x.fake_mode.allow_non_fake_inputs = True
 
 
 @contextlib.contextmanager

@@ -14,18 +14,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.core import pytree
-from fzero.core.belongings import Belongings, Changed, unlike
+from fzero.core.belongings import Belongings, new_tensors, unlike
 from fzero.core.draws import Draws
 from fzero.core.gpu import is_capturing
-from fzero.core.graph_cut import Impure, Watch, apart, line
+from fzero.core.graph_cut import Impure, Watch, apart, line, storage_of
 from fzero.core.recomputation import passed_over
+from fzero.core.snapshot import Snapshot, name_of
 from fzero.core.torch_private import (
     FakeTensor,
     get_current_dispatch_mode,
@@ -38,11 +39,11 @@ LOOKS = frozenset(1 << i for i in range(7))  # the calls that are made twice
 
 
 class PureCalls:
-    """Calls of one function."""
+    """Calls of one function. module: one whose forward pass it calls, and of which no state may be carried on."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module = module
         self.known: dict[Any, bool] = {}  # by the shapes of a call that was watched: whether it may draw
-        self.watches = False  # whether a call is watched now
         self.number = 0  # calls so far, but for those that are traced or recorded
 
     def __call__(
@@ -63,30 +64,94 @@ class PureCalls:
         traced = get_current_dispatch_mode() is not None
         recorded = any(is_capturing(x.device) for x in itertools.islice(given.values(), 1))
         self.number += not (traced or recorded)
-        looks = self.number in LOOKS and not (traced or recorded)
+        looks = self.number in LOOKS and self.module is None and not (traced or recorded)
         if shapes in self.known and not traced and not looks:
             with draws if self.known[shapes] else contextlib.nullcontext():
                 return f()
         belongings = find_belongings()
         with draws, Watch({**belongings.tensors, **given}) as watch:
-            before = belongings.marks()
-            self.watches = True
-            try:
-                try:
-                    out = named_writes(f)
-                except Changed:  # by what a module makes once, in its first call, if not by the second one too
+            if self.module is not None and not traced:
+                out = self.call_module(f, given, draws, belongings)
+            else:
+                before = belongings.marks()
+                out = named_writes(f)
+                changed = unlike(before, belongings.marks())
+                if (changed or looks) and not (recorded or watch.communicates):
+                    first = values_of(out)
+                    del out  # with its graph, before there is another one
                     out = f_again(f, draws)
-            finally:
-                self.watches = False
-            changed = unlike(before, belongings.marks())
-            if (changed or looks) and not (recorded or watch.communicates):
-                first = values_of(out)
-                del out  # with its graph, before there is another one
-                out = f_again(f, draws)
-                expect_same(first, values_of(out), changed)
+                    expect_same(first, values_of(out), changed)
         if not traced:
             self.known[shapes] = draws.used or self.known.get(shapes, False)
         return out
+
+    def call_module(self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, belongings: Belongings) -> R:
+        """The first call of a function that calls a module."""
+        assert self.module is not None
+        belongings.note_module("the module", self.module)
+
+        def run() -> Any:
+            with torch.no_grad(), expect_data(given):
+                return f_again(f, draws)
+
+        named_writes(run)  # in which the module makes what it makes once
+        expect_pure(run, belongings, Snapshot(self.module, *belongings.functions))
+        return f_again(f, draws)
+
+
+def expect_pure(call: Callable[[], R], belongings: Belongings, snapshot: Snapshot) -> tuple[R, list[str]]:
+    """(what a call that runs a module returns, the variables in which each call leaves another tensor); raises Impure
+    if it depends on what an earlier one left.
+
+    It has made before what it makes once. A state that the result does not depend on may change, as a record of what
+    was seen does; a tensor that each call leaves in the module may not.
+    """
+    before = belongings.marks()
+    out = call()
+    between = belongings.marks()
+    snapshot = snapshot.now()
+    again = call()
+    changed = unlike(between, belongings.marks()) or unlike(before, between)
+    if not is_near(again, out):
+        raise Impure(LOST.format(changed) if changed else UNLIKE)
+    left = new_tensors(between, belongings.marks())
+    if own := next((name for name in left if name.startswith("the module")), ""):
+        raise Impure(LOST.format(own))
+    for variables, key in list(snapshot.numbers_changed()):
+        try:
+            variables.set_number(key, variables.contents()[key] + FAR)
+            same = is_near(call(), out)
+        except Exception:  # somebody's code with a number that it does not expect
+            same = False
+        finally:
+            snapshot.restore()
+        if not same:
+            raise Impure(LOST.format(name_of(variables, key)))
+    return again, left
+
+
+FAR = 1_000_003  # that a count is moved by, to see whether a result depends on it
+LOST = (
+    "the forward pass changes {}, and what is no parameter is lost; return it, draw random numbers by torch, and hand "
+    "in by the batch what changes"
+)
+UNLIKE = (
+    "two calls of the module with the same parameters and batch give different results (a clock, or a state that no "
+    "variable shows), so that it is no function of them; hand in by the batch what changes"
+)
+
+
+@contextlib.contextmanager
+def expect_data(given: Mapping[str, Tensor]) -> Iterator[None]:
+    """Raise Impure if a tensor that a function is given, by name, has other memory after what runs within."""
+    before = {name: storage_of(x) for name, x in given.items()}
+    yield
+    for name, x in given.items():
+        if storage_of(x) != before[name]:
+            raise Impure(
+                f"the forward pass sets the data of {name}, and a state that is no parameter is lost; return it, or "
+                "hand it in by the batch"
+            )
 
 
 def named_writes(f: Callable[[], R]) -> R:
@@ -169,3 +234,31 @@ def same_values(x: Tensor | float, y: Tensor | float, changed: bool) -> bool:
     size = float(sizes.amax()) if sizes.numel() else 0.0
     bound = 1e-2 * max(1.0, size) if gpu else torch.finfo(x.dtype).eps ** 0.85 * size
     return torch.allclose(x, y, rtol=0.0, atol=bound, equal_nan=True)
+
+
+def is_near(a: Any, b: Any, rounds: float = 1.0) -> bool:
+    """Whether two results are the same, but for sums in another order. rounds: how often these are made."""
+    leaves = pytree.leaves(a), pytree.leaves(b)
+    return len(leaves[0]) == len(leaves[1]) and all(near_values(x, y, rounds) for x, y in zip(*leaves))
+
+
+def near_values(x: Any, y: Any, rounds: float) -> bool:
+    """Whether two tensors, or other values, are the same but for rounding."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return type(x) is type(y) and bool(x == y or x != x)
+    with apart(), torch.no_grad():
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        while is_functorch_wrapped_tensor(y):
+            y = get_unwrapped(y)
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        if not x.is_floating_point() or not x.numel():
+            return torch.equal(x, y)
+        same = (x == y) | ((x != x) & (y != y))
+        size = y.abs().masked_fill(~y.isfinite(), 0.0).max()
+        apart_by = (x - y).abs().masked_fill(same, 0.0).max()
+        return bool(apart_by <= min(rounds * RATES.get(x.dtype, 1e-2), 0.1) * size)
+
+
+RATES = {torch.float64: 1e-12, torch.float32: 1e-5}  # of rounding, by dtype

@@ -58,6 +58,16 @@ class RandomState(NamedTuple):
         )
 
 
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """The generators of random numbers are afterwards as they were before."""
+    before = RandomState.now()
+    try:
+        yield
+    finally:
+        before.set()
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two values, or arrays of them, are equal."""
     return bool(a == b) if not hasattr(a, "all") else bool((a == b).all())

@@ -65,6 +65,7 @@ NAMES = {
     "is_functorch_wrapped_tensor": "torch._C._functorch:is_functorch_wrapped_tensor",
     "is_fx_symbolic_tracing": "torch.fx._symbolic_trace:is_fx_symbolic_tracing",
     "joint_graph_passes": "torch._inductor.fx_passes.joint_graph:joint_graph_passes",
+    "maybe_get_bdim": "torch._C._functorch:maybe_get_bdim",
     "min_cut_partition": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     "partitioners": "torch._functorch.partitioners",
     "peek_interpreter_stack": "torch._C._functorch:peek_interpreter_stack",

@@ -140,29 +140,30 @@ def add_rms_norm_in_chunks(x: Tensor, residual: Tensor, scale: Tensor, eps: floa
 SUMMED_ROWS = 1024  # of a sum in float32; such sums are added in float64
 
 
-def _layer_backward_like(g: Tensor, x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _layer_backward_like(g: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     by_param = x.new_empty(x.shape[-1:], dtype=torch.float32)
     return x.new_empty(x.shape), by_param, torch.empty_like(by_param)
 
 
 @operator(
-    "layer_norm_rows_backward(Tensor g, Tensor x, Tensor scale, Tensor mean, Tensor inverse) -> "
-    "(Tensor, Tensor, Tensor)",
+    "layer_norm_rows_backward(Tensor g, Tensor x, Tensor scale, float eps) -> (Tensor, Tensor, Tensor)",
     _layer_backward_like,
     opened=True,
 )
-def layer_norm_rows_backward(
-    g: Tensor, x: Tensor, scale: Tensor, mean: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_rows_backward(g: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient by x [M, N], those by scale and by bias, float32 [N]) from the gradient g of x normed, some rows at a
-    time in float32. scale: float32; mean and inverse [M, 1]: those of the rows, and 1 / sqrt(var + eps), float32.
+    time in float32. scale: float32.
+
+    The statistics of rows are computed again: where a forward pass is compiled, Inductor rounds them to x's dtype.
     """
     dx, *_ = _layer_backward_like(g, x)
     sums = x.new_zeros((2, x.shape[-1]), dtype=torch.float64)
     rows, every = min(_rows(x), SUMMED_ROWS), [True, True, True]
     for i in range(0, x.shape[0] if x.numel() else 0, rows):
         at = slice(i, i + rows)
-        given = g[at].to(torch.float32), x[at].to(torch.float32), x.shape[-1:], mean[at], inverse[at]
+        wide, shape = x[at].to(torch.float32), x.shape[-1:]
+        _, *stats = torch.native_layer_norm(wide, shape, None, None, eps)
+        given = g[at].to(torch.float32), wide, shape, *stats
         by_x, *by_params = torch.ops.aten.native_layer_norm_backward(*given, scale, scale, every)
         dx[at].copy_(by_x)
         sums += torch.stack(by_params)
@@ -177,13 +178,12 @@ def layer_norm_rows(x: Tensor, scale: Tensor, bias: Tensor, eps: float) -> Tenso
         return param.to(x.dtype).to(torch.float32)
 
     def forward(x: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
-        return torch.native_layer_norm(x, x.shape[-1:], wide(scale, x), wide(bias, x), eps)
+        return torch.native_layer_norm(x, x.shape[-1:], wide(scale, x), wide(bias, x), eps)[:1]
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x, scale, bias, mean, inverse = saved
+        x, scale, bias = saved
         flat = [t.reshape(-1, t.shape[-1]) for t in (grads[0], x)]
-        stats = [t.reshape(-1, 1) for t in (mean, inverse)]
-        dx, of_scale, of_bias = layer_norm_rows_backward(*flat, wide(scale, x), *stats)
+        dx, of_scale, of_bias = layer_norm_rows_backward(*flat, wide(scale, x), eps)
         return dx.reshape(x.shape), of_scale.to(scale.dtype), of_bias.to(bias.dtype)
 
     return Fused("layer_norm", forward, backward)(x, scale, bias)

@@ -49,13 +49,16 @@ def from_module(
     parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
     are of the dtype of the computation, and other buffers keep theirs; a model of transformers is
     called without its cache of keys and values (`config.use_cache`). The module itself is not changed. Its weights are
-    held for init_state: `model._replace(start={})` lets them go.
+    held for init_state: `model._replace(start={})` lets them go. Tables that its code makes while it runs are made by
+    a call of a copy on the example, or in the first step with a batch of new shapes, and are constants; what it records
+    in its attributes is in the copy.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
-    nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode,
-    and, with the line, for what a pure function cannot do: random numbers that no key makes, parameters, buffers,
-    inputs and attributes that are written (`max_norm`), `scale_grad_by_freq`. Without `batch` these lines are found in
-    the first step.
+    nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode, an
+    attribute with tensors in it that cannot be copied, and, with the line or the name, for what a pure function cannot
+    do: random numbers that no key makes, parameters, buffers and inputs that are written (`max_norm`), state that its
+    results depend on and that goes from call to call, `scale_grad_by_freq`. Without `batch` these are found in the
+    first step.
 
     >>> layer = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), layer(), layer(), torch.nn.Linear(4, 1))

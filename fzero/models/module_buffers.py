@@ -62,3 +62,11 @@ def blank(some: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype |
 def layer_buffer(stacked: Tensor, layer: Any, first: int) -> Tensor:
     """The buffer of a layer, by its number, from those of the layers from `first` on or the one that they share."""
     return stacked[0] if stacked.shape[0] == 1 else stacked.index_select(0, (layer - first).reshape(1))[0]
+
+
+def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
+    """Random numbers of the size of weights; a matrix has so many rows of its own, which repeat, None for all."""
+    if len(shape) < 2:
+        return 0.5 + 0.5 * torch.randn(shape)
+    few = (shape[0] if rows is None else min(rows, shape[0]), *shape[1:])
+    return (torch.randn(few) / shape[-1] ** 0.5).expand(shape)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -18,11 +20,13 @@ from fzero.core.belongings import Changed, expect_unchanged
 from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
+from fzero.core.snapshot import Snapshot
 from fzero.core.stack import Blocks
+from fzero.core.surroundings import random_states_kept
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model, Start
 from fzero.models.batch import Batch
 from fzero.models.loss_of import loss_of
-from fzero.models.module_buffers import Constants, blank, layer_buffer, stacked_buffers
+from fzero.models.module_buffers import Constants, any_numbers, blank, layer_buffer, stacked_buffers
 from fzero.models.module_calls import (
     CALL,
     Cuts,
@@ -39,7 +43,8 @@ from fzero.models.module_calls import (
 )
 from fzero.models.module_cuts import Probe, find_cuts
 from fzero.models.module_layers import CannotSplit, Stacks, layer_of, templates_of, without_memory
-from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, call_pure, split
+from fzero.models.module_rehearsal import Rehearsal, values_of
+from fzero.models.module_split import Inputs, Kind, LossOf, Program, Split, call_pure, inputs_of, split
 from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
@@ -98,6 +103,8 @@ class Layered:
         self.name = type(module).__name__
         self.splits: list[Split] = []
         self.known: dict[Any, int] = {}  # signature of a batch -> number of its Split
+        self.rehearsed: set[Any] = set()  # the signatures for which the module was called with real tensors
+        self.strict = False  # whether a trace is of a module that was not
         self.places = {name: f"embed/{slashed(name)}" for name in self.parameters}
         self.shared: tuple[str, ...] = tuple(self.places.values())
 
@@ -108,7 +115,9 @@ class Layered:
         self.example = batch
         if batch is not None:
             expect_batch(batch)
-            one = self.splits[self.split_of(batch, Ctx())]
+            with self.kept():
+                one = self.splits[self.split_of(batch, Ctx(dtype=self.widest()))]
+            self.rehearsed.clear()  # what was made for the example is not there any more
             used = {part: program.uses("parameter") for part, program in self.programs(one).items()}
             parts = {name: [part for part in used if name in used[part]] for name in self.parameters}
             self.draws = one.draws or bool(self.drawing)
@@ -139,6 +148,11 @@ class Layered:
             foreign=True,
             draws=self.draws,
         )
+
+    def widest(self) -> torch.dtype:
+        """The dtype of the module's parameters, at least float32."""
+        leaves = [*self.parameters.values(), *(leaf for some in self.within.values() for leaf in some.values())]
+        return functools.reduce(torch.promote_types, (leaf.dtype for leaf in leaves), torch.float32)
 
     def functions(self, stack: str) -> Blocks:
         """The functions that the layers of a stack take in turn."""
@@ -229,6 +243,7 @@ class Layered:
         size = ctx.mesh["tp"].size
         cuts = self.cuts(ctx.mesh)[kind.stack] if size > 1 else Cuts()
         draws = {"draws": draws_of} if ask or kind in self.drawing else {}
+        graph_cut.allow_constants(given.values())  # the tables that it has made
         with calling(ctx, rows, leaves.factors, cuts, **draws) as call:
             if size == 1:
                 with wide_sums(given.values()):
@@ -320,19 +335,71 @@ class Layered:
         named = pytree.named_leaves(batch)
         facts = tuple((name, tuple(leaf.shape), leaf.dtype, leaf.device) for name, leaf in named.items())
         signature = (pytree.flatten(batch)[1], facts, ctx.dtype, isinstance(ctx.key, tuple))
-        if signature not in self.known:
-            rows, device = expect_batch(batch), pytree.leaves(batch)[0].device
-            with graph_cut.apart():
-                parameters = blank(self.parameters, device, ctx.dtype)
-                buffers = self.buffers.blank(device, ctx.dtype)
-                key = () if isinstance(ctx.key, tuple) else torch.zeros(2, dtype=torch.int64, device=device)
-                shapes = pytree.from_named(blank(named, device), batch)
-                like = inputs_of(parameters, buffers, shapes, Ctx(key=key))
-            run = split(self.skeleton, self.stacks, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), rows)
-            self.expect_places(run)
-            self.splits.append(run)
-            self.known[signature] = len(self.splits) - 1
-        return self.known[signature]
+        if signature in self.known and signature in self.rehearsed:
+            return self.known[signature]
+        values, rows = values_of(batch), expect_batch(batch)
+        if signature in self.known and values is None:
+            return self.known[signature]
+        with graph_cut.apart(), random_states_kept():
+            rehearsal = None if values is None else self.rehearse(values, ctx, rows)
+            if signature not in self.known:
+                self.strict = rehearsal is None
+                run = self.trace(batch, ctx, rows)
+                self.expect_places(run)
+                self.splits.append(run)
+            number = self.known.get(signature, len(self.splits) - 1)
+            if rehearsal is not None:
+                rehearsal.expect_parts(rehearsal.expect_pure(), number)
+            self.rehearsed |= set() if values is None else {signature}
+        self.known[signature] = number
+        return number
+
+    def rehearse(self, batch: Batch, ctx: Ctx, rows: int) -> Rehearsal | None:
+        """Calls of the module, after the first one, in which it makes what it makes once; None where its code does not
+        go with such numbers as they are made up of."""
+        rehearsal, other = (Rehearsal(self, batch, ctx, rows, seed) for seed in (0, 1))
+        try:
+            with self.kept():
+                other.first()
+                made = self.snapshot().values()
+            rehearsal.first(made)
+        except (graph_cut.Impure, CannotSplit):
+            raise
+        except Exception:  # somebody's code, on what may be no more than an example of the shapes
+            return None
+        return rehearsal
+
+    def trace(self, batch: Batch, ctx: Ctx, rows: int) -> Split:
+        """The Split for batches of these shapes; what the trace leaves in variables is taken out of them."""
+        named, device = pytree.named_leaves(batch), pytree.leaves(batch)[0].device
+        parameters = blank(self.parameters, device, ctx.dtype)
+        buffers = self.buffers.blank(device, ctx.dtype)
+        key = () if isinstance(ctx.key, tuple) else torch.zeros(2, dtype=torch.int64, device=device)
+        shapes = pytree.from_named(blank(named, device), batch)
+        like = inputs_of(parameters, buffers, shapes, Ctx(key=key))
+        inputs = self.skeleton, self.stacks, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), rows
+        with self.kept():
+            if not self.strict:
+                return split(*inputs)
+            try:
+                with expect_unchanged("the module", self.skeleton):
+                    return split(*inputs)
+            except Changed:  # by what a module makes once, in its first call, if not by the second one too
+                with expect_unchanged("the module", self.skeleton):
+                    return split(*inputs)
+
+    def snapshot(self) -> Snapshot:
+        """What variables have that the module and the loss function reach."""
+        return Snapshot(self.skeleton, *(layer for some in self.templates.values() for layer in some), self.loss)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What variables have that the module and the loss function reach, they have again after what runs within."""
+        snapshot = self.snapshot()
+        try:
+            yield
+        finally:
+            snapshot.restore()
 
     def check(self, kind: Kind, watch: Watch, args: Any, kwargs: Any) -> Any:
         """What a layer returns, run on tensors without values; raises Impure for what a pure function may not do."""
@@ -349,7 +416,7 @@ class Layered:
         template = self.templates[kind.stack][kind.number]
 
         def run() -> Any:
-            with expect_unchanged("a layer", template):
+            with expect_unchanged("a layer", template) if self.strict else contextlib.nullcontext():
                 return self.call_layer(kind, own, args, kwargs, ctx, call.rows, ask=True)
 
         try:
@@ -371,14 +438,6 @@ class Layered:
                     )
 
 
-def any_numbers(shape: Sequence[int], rows: int | None = None) -> Tensor:
-    """Random numbers of the size of weights; a matrix has so many rows of its own, which repeat, None for all."""
-    if len(shape) < 2:
-        return 0.5 + 0.5 * torch.randn(shape)
-    few = (shape[0] if rows is None else min(rows, shape[0]), *shape[1:])
-    return (torch.randn(few) / shape[-1] ** 0.5).expand(shape)
-
-
 def expect_batch(batch: Any) -> int:
     """The samples in a batch; raises TypeError or ValueError for what is no dict of tensors with as many rows."""
     expect_kind("the batch of a model made from a module", batch, Mapping, 'write {"x": x, "y": y}')
@@ -386,16 +445,6 @@ def expect_batch(batch: Any) -> int:
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise ValueError(f"the first dim of each tensor of a batch counts the samples; they have {rows}")
     return next(iter(rows.values()))
-
-
-def inputs_of(parameters: Inputs, buffers: Inputs, batch: Any, ctx: Ctx) -> Inputs:
-    """The inputs of a Split's programs, by name."""
-    out = {f"parameter {name}": leaf for name, leaf in parameters.items()}
-    out |= {f"buffer {name}": leaf for name, leaf in buffers.items()}
-    out |= {f"batch {name}": leaf for name, leaf in pytree.named_leaves(batch).items()}
-    if isinstance(ctx.key, Tensor):
-        out |= {"key": ctx.key, "first": torch.as_tensor(ctx.first, device=ctx.key.device)}
-    return out
 
 
 def slashed(name: str) -> str:

@@ -251,8 +251,10 @@ def same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
-    if isinstance(a, (torch.Tensor, nn.Module)):  # compared as the layers are
-        return isinstance(a, nn.Module) and not difference(a, b).code
+    if isinstance(a, nn.Module):  # compared as the layers are
+        return not difference(a, b).code
+    if isinstance(a, torch.Tensor):  # of a table
+        return a.dtype == b.dtype and not a.is_meta and torch.equal(a, b)
     if isinstance(a, types.FunctionType):
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
         return a.__code__ is b.__code__ and same(cells[0], cells[1]) and same(a.__defaults__, b.__defaults__)
@@ -305,12 +307,46 @@ def without_memory(module: nn.Module) -> nn.Module:
     for leaf in [*module.parameters(), *module.buffers()]:
         blank = torch.empty_like(leaf, device="meta")
         memo[id(leaf)] = nn.Parameter(blank, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else blank
+    for value in shared_values(module, memo):
+        memo[id(value)] = value
     body = copy.deepcopy(module, memo)
     for one in body.modules():
         config = getattr(one, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False  # type: ignore[union-attr]  # as a step has no use for the keys and values of before
     return body
+
+
+def shared_values(module: nn.Module, memo: dict[int, Any]) -> list[Any]:
+    """The attributes of a module, such as a progress bar or a lock, that cannot be copied, so that a copy has them too.
+
+    Raises ValueError, naming it, for one that has tensors or modules of its own.
+    """
+    shared = []
+    for name, one in module.named_modules():
+        for key, value in plain_attributes(one).items():
+            if isinstance(value, int | float | str | None):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as error:  # whatever somebody's object raises
+                if not isinstance(value, types.ModuleType) and holds_tensors(value):
+                    raise ValueError(
+                        f"{name or 'the module'} ({type(one).__name__}): its attribute {key!r}, a "
+                        f"{type(value).__name__} with tensors or modules of its own, cannot be copied "
+                        f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); take it out of "
+                        "the module, or give its class a __deepcopy__"
+                    ) from None
+                shared.append(value)
+    return shared
+
+
+def holds_tensors(value: Any, depth: int = 4) -> bool:
+    """Whether an object, or one that it has, has a tensor or a module as an attribute."""
+    members = list(value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ())
+    members += vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
+    tensors = any(isinstance(one, torch.Tensor | nn.Module) for one in members)
+    return tensors or (depth > 0 and any(holds_tensors(one, depth - 1) for one in members))
 
 
 def templates_of(module: nn.Module, layers: Layers) -> list[nn.Module]:

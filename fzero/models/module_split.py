@@ -8,8 +8,10 @@ before the first one, from the batch alone where no parameter goes into it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from fzero.core import graph_cut, pytree
-from fzero.core.belongings import Changed, expect_unchanged
+from fzero.core.belongings import Belongings
 from fzero.core.draws import is_drawing
 from fzero.core.graph_cut import Watch
 from fzero.models.base import Ctx
-from fzero.models.module_calls import calling, draws_of
-from fzero.models.module_layers import CannotSplit, Stacks
+from fzero.models.module_calls import calling, draws_of, replaced
+from fzero.models.module_layers import HOOKS, CannotSplit, Stacks, holds_tensors
 from fzero.models.module_sums import wide_sums
 
 Inputs = Mapping[str, Tensor]  # by name: parameter NAME, buffer NAME, batch NAME, "key" and "first" of the Ctx
@@ -195,14 +197,6 @@ class Recorder:
         return self.unused[-1][1]
 
 
-def holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Whether an object, or one that it has, has a tensor as an attribute."""
-    members = list(value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ())
-    members += vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    tensors = any(isinstance(one, Tensor) for one in members)
-    return tensors or (depth > 0 and any(holds_tensors(one, depth - 1) for one in members))
-
-
 def compare(name: str, treedef: Any, leaves: list[Any], first: Called) -> None:
     """Raise CannotSplit unless a layer is called as the first one of its kind was."""
     if treedef != first.treedef:
@@ -229,7 +223,7 @@ def split(
     ctx: of one process. Raises CannotSplit with the reason if the layers are not called as a stack is, or the program
     needs values; ValueError for what it may not do.
     """
-    names = list(inputs)
+    names, constants = list(inputs), Belongings.of_module("the module", skeleton).constants()
     batch_def, found = pytree.flatten(batch)[1], {}
 
     def run(*tensors: Tensor) -> list[Tensor]:
@@ -240,10 +234,10 @@ def split(
         }
         watch = Watch({f"the {name}": leaf for name, leaf in now.items()}, recorded=True)
         recorder = Recorder(stacks, check, watch)
-        for i, (name, _) in enumerate(recorder.layers):
-            vars(skeleton.get_submodule(name))["forward"] = lambda *a, i=i, **k: recorder.call(i, *a, **k)
         here = ctx._replace(key=now.get("key", ()), first=now.get("first", 0))
-        with watch, calling(here, rows, draws=draws_of), expect_unchanged("the module", skeleton):
+        for name, tensor in constants.items():
+            watch.keep(name, tensor)
+        with watch, calling(here, rows, draws=draws_of), replaced(stand_ins(recorder, skeleton)):
             out = loss(function_of(skeleton, state, ctx.dtype), pytree.unflatten(leaves, batch_def))
             found["draws"] = is_drawing()
         if recorder.calls < len(recorder.layers):
@@ -255,11 +249,15 @@ def split(
 
     trained = {f"parameter {name}": leaf.requires_grad for name, leaf in skeleton.named_parameters()}
     wanted = [trained.get(name, False) for name in names]
-    try:
-        graph = traced(run, list(inputs.values()), wanted)
-    except Changed:  # by what a module makes once, in its first call, if not by the second one too
-        graph = traced(run, list(inputs.values()), wanted)
+    graph = traced(run, list(inputs.values()), wanted)
     return replace(Cutter(graph, names, found["recorder"]).split(found["result"]), draws=found["draws"])
+
+
+def stand_ins(recorder: Recorder, skeleton: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """What stands for the forward passes of a module's layers, and for hooks that they got in their first call."""
+    layers = [skeleton.get_submodule(name) for name, _ in recorder.layers]
+    calls = [(layer, "forward", partial(recorder.call, i)) for i, layer in enumerate(layers)]
+    return [*calls, *((layer, hooks, OrderedDict()) for layer in layers for hooks in HOOKS)]
 
 
 def results_of(recorder: Recorder) -> list[list[Tensor]]:
@@ -413,4 +411,14 @@ def call_pure(module: nn.Module, state: dict[str, Tensor], args: Any, kwargs: An
                 f"the module sets {name!r} in its forward pass, and a state that is not a parameter would be lost; "
                 "hand it in by the batch, or set it outside of the step"
             )
+    return out
+
+
+def inputs_of(parameters: Inputs, buffers: Inputs, batch: Any, ctx: Ctx) -> Inputs:
+    """The inputs of a Split's programs, by name."""
+    out = {f"parameter {name}": leaf for name, leaf in parameters.items()}
+    out |= {f"buffer {name}": leaf for name, leaf in buffers.items()}
+    out |= {f"batch {name}": leaf for name, leaf in pytree.named_leaves(batch).items()}
+    if isinstance(ctx.key, Tensor):
+        out |= {"key": ctx.key, "first": torch.as_tensor(ctx.first, device=ctx.key.device)}
     return out

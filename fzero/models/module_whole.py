@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fzero.core import pytree
-from fzero.core.belongings import Belongings, expect_unchanged
+from fzero.core.belongings import Belongings
 from fzero.core.pure_calls import PureCalls
 from fzero.core.pytree import Tree
 from fzero.models.base import Ctx, Loss, Model, Start
@@ -41,7 +40,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     buffers = Constants(values, module.state_dict(keep_vars=True))
     parameters = dict(body.named_parameters())
     start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
-    shapes, calls = {name: one.shape for name, one in start.items()}, PureCalls()
+    shapes, calls = {name: one.shape for name, one in start.items()}, PureCalls(body)
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
         return expect_batch(batch)
@@ -53,8 +52,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
         given = {f"{what} {name}": leaf for what, some in groups.items() for name, leaf in some.items()}
 
         def run() -> Any:
-            with expect_unchanged("the module", body) if calls.watches else contextlib.nullcontext():
-                return loss(function_of(body, {**own, **now}, ctx.dtype), batch)
+            return loss(function_of(body, {**own, **now}, ctx.dtype), batch)
 
         with calling(ctx, ctx.prepared) as call, wide_sums(given.values()):
             return loss_of(calls(run, given, draws_of(call), partial(Belongings.by, loss)))

@@ -13,9 +13,9 @@ from fzero.core import graph_cut
 from fzero.models.base import Ctx
 from fzero.models.batch import Batch
 from fzero.models.decoders.config import IN_PYTHON
-from fzero.models.module_buffers import layer_buffer
-from fzero.models.module_functions import Layered, LayerLeaves, any_numbers, inputs_of
-from fzero.models.module_split import Kind
+from fzero.models.module_buffers import any_numbers, layer_buffer
+from fzero.models.module_functions import Layered, LayerLeaves
+from fzero.models.module_split import Kind, inputs_of
 
 BEFORE, TEXT, AFTER = 3, 5, 4  # tokens
 NEAR = 1e-3  # of the largest number: what products of other shapes may differ by in float32
