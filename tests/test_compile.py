@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from fzero.core import compile as fzero_compile
 from fzero.core.compile import jit
 from fzero.core.vjp_pair import vjp_pair
+from fzero.kernels.norm import layer_norm_rows
 
 F64 = torch.float64
 
@@ -231,3 +232,29 @@ def test_any_one_compiler_serves(monkeypatch):
         assert fzero_compile.have_compiler()
     monkeypatch.undo()
     fzero_compile.have_compiler.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_sums_that_are_made_twice_compile(dtype):
+    """As the gradients of two biases of one sum are; Inductor's loop of both declares a variable of 16 bits twice."""
+    x = torch.arange(32.0 * 32).reshape(32, 32).remainder(7).to(dtype)
+    once, again, double = jit(lambda x: (x.sum(0), x.sum(0), x.mul(2).sum(0)))(x)
+    assert torch.equal(once, x.sum(0)) and torch.equal(again, once) and torch.equal(double, (2 * x).sum(0))
+    assert once.data_ptr() != again.data_ptr()
+
+
+def test_a_compiled_layer_norm_of_16_bits_has_statistics_of_32():
+    """Inductor's own rounds them, on a CPU, to the dtype of x, and the operator of the backward pass takes float32."""
+    g = torch.Generator().manual_seed(0)
+    x, g_out = (torch.randn(64, 32, generator=g).bfloat16() for _ in range(2))
+    scale, bias = torch.rand(32, generator=g).add(0.5).bfloat16(), torch.zeros(32).bfloat16()
+
+    def gradients(x, scale, bias, g_out):
+        norm = lambda *given: layer_norm_rows(*given, 1e-5)  # noqa: E731
+        return torch.func.vjp(norm, x, scale, bias)[1](g_out)
+
+    found = jit(gradients)(x + 8, scale, bias, g_out)
+    wide = [t.double() for t in (x + 8, scale, bias)]
+    norm = lambda x, scale, bias: torch.nn.functional.layer_norm(x, (32,), scale, bias, 1e-5)  # noqa: E731
+    for a, b in zip(found, torch.func.vjp(norm, *wide)[1](g_out.double()), strict=True):
+        assert (a.double() - b).abs().max() <= 2.0**-8 * b.abs().max()

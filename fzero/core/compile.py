@@ -25,7 +25,7 @@ from fzero.core.autodiff import needs_grad, transforms
 from fzero.core.cpp import vector_instructions
 from fzero.core.device import FakeDevice, fake_device_of
 from fzero.core.draws import no_draws
-from fzero.core.graph import chain_in_order, keeps_order
+from fzero.core.graph import chain_in_order, has_equal_sums, keeps_order
 from fzero.core.kept import package_digest
 from fzero.core.loops import compiled_together
 
@@ -135,6 +135,8 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
     options = {"fallback_random": True} | ({"reorder_for_peak_memory": False} if keeps_order(graph) else {})
+    if has_equal_sums(graph):  # which Inductor, if it makes one loop of them, declares twice in 16 bits
+        options["cpp.max_horizontal_fusion_size"] = 1
     with alone(mode), tracing(TracingContext(mode)), inductor_config.patch(options):
         if not isinstance(mode, FakeDevice):
             # torch makes `patch` when it imports the module, which a type checker does not see.

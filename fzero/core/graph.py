@@ -74,6 +74,19 @@ def merge_shared(graph: torch.fx.GraphModule) -> None:
     graph.recompile()
 
 
+def has_equal_sums(graph: torch.fx.GraphModule) -> bool:
+    """Whether a graph sums the same values twice, as the gradients of two biases of one sum do."""
+    numbers: dict[torch.fx.Node, str] = {}  # equal ones for equal values
+    known: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        args = torch.fx.map_arg((node.args, tuple(node.kwargs.items())), lambda one: numbers[one])
+        value = f"{node.target}{args}" if node.op == "call_function" else node.name
+        if value in known and getattr(node.target, "overloadpacket", None) is _ATEN.sum:
+            return True
+        numbers[node] = known.setdefault(value, f"%{len(known)}")
+    return False
+
+
 def chain_in_order(graph: torch.fx.GraphModule) -> bool:
     """Chain the ordered operators of a graph by tokens, so that the compiler cannot swap or drop them.
 
