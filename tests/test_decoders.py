@@ -278,7 +278,7 @@ def test_rewards_have_the_losses_and_gradients_of_transformers(name, tmp_path):
 @slow
 def test_a_decoder_without_a_class_of_scores_has_none(tmp_path):
     config = read_decoder(json.loads(hf.CodeGenConfig(**OLD, rotary_dim=4).to_json_string()), "config.json")
-    with pytest.raises(ValueError, match=r"no class of codegen with a head of scores.*use --objective chat or dpo"):
+    with pytest.raises(ValueError, match=r"no class of codegen with a head of scores.*train it on chats or pairs"):
         models.classify(models.build(config), ["a", "b"])
     config = hf.OPTConfig(**TRUNK, ffn_dim=32, word_embed_proj_dim=8)
     config = read_decoder(json.loads(config.to_json_string()), "config.json")

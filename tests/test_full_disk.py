@@ -110,6 +110,7 @@ OTHERS = {
     "chunk_files.py": "by `failed`",
     "scratch.py": "by `failed`",
     "figures.py": "into memory",
+    "start.py": "on the terminal",
 }
 CALLS = {"write_text", "write_bytes", "savefig", "pwrite", "pwritev", "posix_fallocate", "copyfileobj", "copyfile"}
 WORDS = re.compile(r"\bopen\(|fdopen|os\.write|" + "|".join(CALLS))

@@ -96,7 +96,9 @@ def test_layers_that_are_dropped_compute_nothing_forward_and_backward():
         made.clear()
         before = pytree.map(torch.clone, state.params["blocks"])
         state, _ = step(state, batch_for(i, 8))
-        assert made == {(way, n): 2 for way in ("forward", "backward") for n in {*range(4)} - gone}
+        runs = {*range(4)} - gone
+        assert {n for way, n in made if way == "forward"} == runs  # two times each, and again where calls are compared
+        assert {n: made["backward", n] for n in range(4) if made["backward", n]} == dict.fromkeys(runs, 2)
         if i == 0:  # later Adam moves them by what it remembers
             moved = {
                 n

@@ -16,7 +16,8 @@ from fzero.sharding.partitioned_activations import PartitionedActivations
 PART = {"partition_activations": True}
 # The sizes of the mesh: (family, optimizer, stage, options).
 MESHES = {
-    "tp2": [("gpt2", "adam", 0, {"remat": "full"}), ("moe dropless", "adam", 0, {"remat": "every:2"})],
+    "tp2": [("gpt2", "adam", 0, {"remat": "full"})],
+    "tp2 ": [("moe dropless", "adam", 0, {"remat": "every:2"})],
     "tp3": [
         ("gpt2", "sgd", 1, {"remat": "full", "sizes": {"d_model": 24, "n_heads": 12, "d_ff": 24, "vocab_size": 24}})
     ],

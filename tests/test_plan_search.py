@@ -161,7 +161,7 @@ def test_candidates_are_all_and_only_what_a_run_takes():
     assert {(x.dp, x.rp) for x in candidates.candidates(c, 8, 2) if x.tp == x.pp == 1} == {(8, 1), (4, 2), (2, 4)}
     with pytest.raises(
         ValueError,
-        match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*16 data ranks; use a --batch",
+        match=r"no mesh of 64 ranks can share a batch of 8 sequences: with tp=4.*use a batch that 16",
     ):
         list(candidates.candidates(c, 64, 8))
     few = list(candidates.candidates(c, 4, 4, {"zero": (3,), "train.micro_batch": (2,)}))

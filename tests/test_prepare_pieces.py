@@ -330,7 +330,9 @@ def test_a_process_that_is_killed_is_one_line_and_resumed(tmp_path, whole, small
             os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(encoding, "encode_piece", killed)
-    with pytest.raises(OSError, match=r"ended by signal 9; if memory was short, use fewer \(--workers\)"):
+    with pytest.raises(
+        OSError, match=r"ended by signal 9; if memory was short, use fewer \(workers= of Preparing, --workers\)"
+    ):
         prepare(folder, tmp_path / "out", 2)
     monkeypatch.setattr(encoding, "encode_piece", real)
     prepare(folder, tmp_path / "out", 2)

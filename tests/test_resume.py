@@ -110,6 +110,7 @@ PLACED = {
     "prefetch": 2,
     "reshard": False,
     "resident": 1,
+    "partition_activations": True,
     "offload": "params=nvme,opt=nvme,acts=host",
     "nvme.folder": "a folder/on it's disk",
     "nvme.buffer_mb": 64,
@@ -168,7 +169,11 @@ def test_fewer_processes_for_a_while_do_not_make_the_mesh_smaller_for_good():
 
 @pytest.mark.parametrize(
     "keys",
-    [(), *((*NEEDS.get(key, "").split(), key) for key in PLACED), tuple(PLACED)],
+    [
+        (),
+        *((*NEEDS.get(key, "").split(), key) for key in PLACED),
+        tuple(k for k in PLACED if k != "partition_activations"),
+    ],
     ids=lambda keys: "+".join(keys) or "none",
 )
 def test_the_printed_command_leads_to_the_same_placement(keys, tmp_path):
@@ -178,7 +183,12 @@ def test_the_printed_command_leads_to_the_same_placement(keys, tmp_path):
     assert out == tmp_path / "a run" and "\n" not in text and "--resume" in text
     mesh = changes.pop("mesh", {})
     again = replace(apply_table(from_table(BASE), changes), mesh=mesh)
-    without = ("device", "reshard", "precision.policy")  # which have no flag: config.json carries them
+    without = (
+        "device",
+        "reshard",
+        "partition_activations",
+        "precision.policy",
+    )  # which have no flag: config.json carries them
     assert {k: v for k, v in values(again).items() if k not in without} == {
         k: v for k, v in values(last).items() if k not in without
     }

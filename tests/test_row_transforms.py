@@ -227,7 +227,7 @@ def test_weights_are_of_tokens_or_a_file_of_all(tmp_path):
     [
         ({"noise_density": 0.2}, "data.noise_density is 0.2 and data.span_corruption is 0; give the part"),
         ({"sentinel_tokens": "1,2"}, "data.sentinel_tokens is '1,2' and data.span_corruption is 0"),
-        ({"span_corruption": 1.5}, "data.span_corruption is 1.5; it must be from 0 to 1"),
+        ({"span_corruption": 1.5}, "data.span_corruption is 1.5; it must be at least 0 and at most 1"),
         ({"span_corruption": 0.5, "fim": 0.5}, "data.fim is 0.5, which rearranges them too"),
         ({"span_corruption": 0.5, "noise_density": 1.0}, "data.noise_density is 1.0; it must be above 0 and below 1"),
         ({"span_corruption": 0.5, "mean_noise_span_length": 0.5}, "data.mean_noise_span_length is 0.5; it must be at"),

@@ -26,7 +26,7 @@ from fzero.planner import launch
 # Of a config.
 TABLES = (
     "model", "data", "optim", "precision", "train", "mesh", "pipeline", "nvme", "guard", "reshard", "objective", "dpo",
-    "stages", "local",
+    "stages", "local", "partition_activations",
 )  # fmt: skip
 MOST_CLASSES = 1 << 20
 RATE_GBS = (0.0, False, 1e6)

@@ -40,7 +40,7 @@ def settings_restored() -> Iterator[None]:
     variables = {name: os.environ.get(name) for name in VARIABLES}
     cores = numa.cores_allowed()
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device = gpu.current_device()
     try:
         yield
     finally:
@@ -57,5 +57,4 @@ def settings_restored() -> Iterator[None]:
             numa.bind_threads(cores)
         if resource.getrlimit(resource.RLIMIT_NOFILE) != files:
             resource.setrlimit(resource.RLIMIT_NOFILE, files)
-        if device is not None:
-            torch.cuda.set_device(device)
+        gpu.select_device(device)

@@ -156,7 +156,7 @@ def class_of_scored(config: Any, where: str) -> type:
     if not name:
         raise ValueError(
             f"{where}: transformers has no class of {config.model_type} with a head of scores, "
-            "...ForSequenceClassification, which a folder of it needs; use --objective chat or dpo"
+            "...ForSequenceClassification, which its folder needs; train it on chats or pairs (--objective chat, dpo)"
         )
     return getattr(transformers, name)
 
