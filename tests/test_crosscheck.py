@@ -361,6 +361,6 @@ def test_a_memory_that_changes_ends_the_run_before_it_is_saved(folder):
     assert code != 0 and len(said) == 1, said
     assert (
         "step 6: ranks 0 and 1 should hold the same " in said[0]
-        and "resume with --resume, without that host" in said[0]
+        and "start it again without that host: --resume goes on from" in said[0]
     )
     assert checkpoint.steps(folder / "flip" / "checkpoints") == [3]

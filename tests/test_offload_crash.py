@@ -70,7 +70,7 @@ def check(worker, answer, ranks=1):
     steps = [line for line in answer["told"] if isinstance(line, int)]
     if "refused" in found[0]:
         assert steps == [], f"{steps} had been told, and then: {found[0]}"
-        assert "start the run" in found[0]["refused"] and all(one == found[0] for one in found)
+        assert "make a new state" in found[0]["refused"] and all(one == found[0] for one in found)
         assert answer["anew"] == list(range(STEPS + 1)), f"the folder is of no use: {answer['anew']}"
         return None
     for rank, one in enumerate(found):
