@@ -134,9 +134,9 @@ def compile_graph(graph: torch.fx.GraphModule, mode: Any, *, backward: bool = Fa
         joint_graph_passes(graph)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # Inductor's own random generator is never used: random keys are inputs of the graph.
-    options: dict[str, bool | int] = {"fallback_random": True} | (
-        {"reorder_for_peak_memory": False} if keeps_order(graph) else {}
-    )
+    options: dict[str, bool | int] = {"fallback_random": True}
+    if keeps_order(graph):
+        options["reorder_for_peak_memory"] = False
     if has_equal_sums(graph):  # which Inductor, if it makes one loop of them, declares twice in 16 bits
         options["cpp.max_horizontal_fusion_size"] = 1
     with alone(mode), tracing(TracingContext(mode)), inductor_config.patch(options):
