@@ -19,6 +19,7 @@ from fzero.offload.disk_config import FOLDER
 from fzero.offload.disk_io import DiskIO
 from fzero.offload.store import VersionedStore
 from fzero.offload.store_manifest import (
+    NEW_STATE,
     STEP,
     STORE,
     StepManifest,
@@ -138,7 +139,7 @@ def _expect_store(folder: str | Path, wanted: dict[str, Any], *, verify: bool) -
     opened = read_store(folder)
     check_same_store(folder, json.loads(json.dumps(wanted)))
     if opened is None:
-        raise ValueError(f"{folder}: holds no complete step yet; start the run again")
+        raise ValueError(f"{folder}: holds no complete step yet; {NEW_STATE}")
     record, sums = opened[1], opened[0]["verify"]
     if verify and not sums:
         raise ValueError(f"{folder}: was written without checksums; use verify=False (nvme.verify=false of a run)")

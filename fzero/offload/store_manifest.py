@@ -108,6 +108,7 @@ def step_manifest_text(record: StepManifest) -> str:
     return signed_text({**record._asdict(), "pinned": {str(slot): step for slot, step in record.pinned.items()}})
 
 
+NEW_STATE = "make a new state by fzero.init_state (a run: without --resume)"
 SAME = "open it with the model, optimizer and plan that it was made with, or give the folder of this run"
 
 
@@ -116,8 +117,7 @@ def check_same_store(folder: str | Path, wanted: dict[str, Any]) -> None:
     found = read_description(folder)
     if found is None:
         raise ValueError(
-            f"{folder}: holds no store (there is no {STORE}); make a new state by fzero.init_state (a run: "
-            "without --resume), or give the folder it began with"
+            f"{folder}: holds no store (there is no {STORE}); {NEW_STATE}, or give the folder it began with"
         )
     leaves = found["leaves"]
     for name, leaf in wanted["leaves"].items():
