@@ -17,6 +17,7 @@ from torch import nn
 
 import fzero
 from fzero import models, optim
+from fzero.core.snapshot import Snapshot
 
 slow = pytest.mark.slow
 F64 = torch.float64
@@ -447,3 +448,34 @@ def test_an_attribute_with_the_module_in_it_that_cannot_be_copied_is_named():
     with pytest.raises(ValueError, match=message) as caught:
         fzero.from_module(module, loss, batch=batch_of(6))
     assert "\n" not in str(caught.value)
+
+
+def test_a_snapshot_puts_back_every_variable_that_a_function_reaches():
+    """Alone, since a trace and the check for state both hide what the other would leave."""
+    module, cell, names = net_of(), 1.0, {"a"}
+    tensor = torch.ones(2)
+
+    def run(add=[1]):  # noqa: B006  # a default that functions share is what is tried
+        nonlocal cell
+        cell, module.count, module.array[0] = cell + 1, module.count + 1, module.array[0] + 1
+        module.history.append(cell), names.add(cell), add.append(cell)
+        TABLES[len(TABLES)], Record.calls, Record.table = tensor, Record.calls + 1, tensor
+        module.layers[1].tables["x"] = module.record.count = cell
+        run.calls = cell
+        return remembered(3)
+
+    def state():
+        layer, record = module.layers[1], {name: x for name, x in vars(Record).items() if not callable(x)}
+        computed = remembered.cache_info().currsize
+        own = module.count, float(module.array[0]), list(module.history), module.record.count
+        return own, cell, names.copy(), dict(TABLES), record, dict(layer.tables), vars(run).copy(), computed, [*DEFAULT]
+
+    (DEFAULT,) = run.__defaults__
+    run.calls = 0
+    first = state()
+    snapshot = Snapshot(run)
+    run(), run()
+    second = state()
+    assert all(x != y for x, y in zip(first, second)), [x == y for x, y in zip(first, second)]
+    snapshot.restore()
+    assert state() == first
