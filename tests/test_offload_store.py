@@ -398,7 +398,7 @@ def test_no_store_and_no_step_are_told_apart(direct, opened):
     said(lambda: opened(direct, resume=True), direct, f"no {STORE}", "without --resume")
     make(opened(direct), 1)
     (direct / STEP).unlink()
-    said(lambda: opened(direct, resume=True), direct, "no complete step", "start the run again")
+    said(lambda: opened(direct, resume=True), direct, "no complete step", "without --resume")
 
 
 def refusing(name, code, module=os):
