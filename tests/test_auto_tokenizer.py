@@ -216,3 +216,22 @@ def test_templates_by_name_are_read_and_go_along(tmp_path):
     bare.mkdir()
     write_texts(bare, chat_files(Chat("a", {}, "b"), {}))
     assert read_chat(bare) == Chat("a", {}, "b")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        (10**6, r"is 1000000, by eos_token_id of .*config\.json; it must be a token, or an id below \d+$"),
+        ([10**6, 1], r"is 1000000, by eos_token_id of .*config\.json; "),
+        (None, r"which token ends a document\? .* by eos_token_id of .*config\.json$"),
+    ],
+)
+def test_an_end_of_documents_that_is_no_token_is_named_by_its_entry(recorded, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_tokenizer, "expect_same_ids", lambda *_: None)
+    folder = write_folder(tmp_path / "model", "pieces after <s>", "llama", eos_token_id=recorded)
+    if recorded is None:
+        text = (folder / "tokenizer.json").read_text()
+        (folder / "tokenizer.json").write_text(text.replace('"</s>"', '"<end>"').replace('"<|endoftext|>"', '"<o>"'))
+    with pytest.raises(ValueError, match=message) as raised:
+        start_tokenizer(folder)
+    assert "--eos" not in str(raised.value)  # which these commands do not have

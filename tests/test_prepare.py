@@ -105,7 +105,7 @@ def test_json_tokenizer_adds_nothing_and_counts_holes_in_the_vocabulary():
 
 
 def test_json_tokenizer_errors():
-    with pytest.raises(ValueError, match=r"it has none; name the one to use with eos= .--eos"):
+    with pytest.raises(ValueError, match=r"it has none; name the one to use by eos= .--eos"):
         json_tokenizer(library_json(special="END"), "t.json")
     with pytest.raises(ValueError, match=r"t\.json: .*<\|endoftext\|>, </s>; name the one"):
         json_tokenizer(library_json(more=["<|endoftext|>"]), "t.json")

@@ -171,7 +171,7 @@ def test_an_argument_that_an_error_names_beside_its_option(tmp_path):
     for i, (sources, options, text, fix) in enumerate((
         ("a.jsonl", {}, "with text_key= (--text-key)", {"text_key": "body"}),
         ("a.txt", {"eos": "x"}, "leave eos= out (--eos)", {"eos": None}),
-        ("a.txt", {"tokenizer": tmp_path / "bpe/tokenizer.json"}, "with eos= (--eos)", {"eos": "<end>"}),
+        ("a.txt", {"tokenizer": tmp_path / "bpe/tokenizer.json"}, "by eos= (--eos)", {"eos": "<end>"}),
     )):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(text)):
             data.prepare(tmp_path / sources, tmp_path / f"{i}", **options)

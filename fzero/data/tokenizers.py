@@ -19,6 +19,7 @@ from fzero.data.tokens import PREPARE_AGAIN, read_meta, token_dtype
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
+EOS_OPTION = "eos= (--eos)"
 USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
 
 
@@ -72,12 +73,12 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer("bytes", 256, 0, encode, lambda texts: list(map(encode, texts)), decode)
 
 
-def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokenizer:
+def json_tokenizer(json: str, name: str, eos: str | int | None = None, eos_entry: str = EOS_OPTION) -> Tokenizer:
     """The tokenizer of a Hugging Face tokenizer.json; `json` is its content, `name` names it in messages.
 
     `eos` is the end-of-document token by its text or id; None takes the one of USUAL_EOS that the vocabulary has.
-    Special tokens written out in a text are encoded as ordinary characters, and the file's own padding, truncation and
-    added beginning tokens are not applied: a document is its text, then eos.
+    `eos_entry` says in errors what names it. Special tokens written out in a text are encoded as ordinary characters,
+    and the file's own padding, truncation and added beginning tokens are not applied: a document is its text, then eos.
 
     Raises ValueError if the content does not parse, if eos is not in the vocabulary, or if it is None and the
     vocabulary does not have exactly one usual name.
@@ -92,9 +93,10 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokeni
     vocab_size = max(vocabulary.values()) + 1  # not the count: a vocabulary may have holes
     if type(eos) not in (int, str, type(None)) or (type(eos) is int and not 0 <= eos < vocab_size):
         raise ValueError(
-            f"{name}: the end-of-document token is {short(eos)}; it must be a token, or an id below {vocab_size}"
+            f"{name}: the end-of-document token is {short(eos)}, by {eos_entry}; it must be a token, or an id below "
+            f"{vocab_size}"
         )
-    eos_id = eos if isinstance(eos, int) else _find_eos(vocabulary, name, eos)
+    eos_id = eos if isinstance(eos, int) else _find_eos(vocabulary, name, eos, eos_entry)
     dtype = token_dtype(vocab_size)
 
     def ids_of(encoding: Any) -> np.ndarray:
@@ -102,7 +104,7 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None) -> Tokeni
         if (ids == eos_id).any():
             raise ValueError(
                 f"text contains {library.id_to_token(eos_id)!r}, the end-of-document token of {name}; "
-                "remove it from the text or choose another token with eos= (--eos)"
+                f"remove it from the text or choose another token by {eos_entry}"
             )
         return ids
 
@@ -215,19 +217,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer._replace(name=meta["tokenizer"])
 
 
-def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None) -> int:
+def _find_eos(vocabulary: dict[str, int], name: str, eos: str | None, entry: str) -> int:
     if eos is not None:
         if eos not in vocabulary:
             raise ValueError(
-                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is with "
-                f"eos= (--eos)"
+                f"{name}: the end-of-document token {eos!r} is not in its vocabulary; name one that is by {entry}"
             )
         return vocabulary[eos]
     found = [token for token in USUAL_EOS if token in vocabulary]
     if len(found) != 1:
         raise ValueError(
             f"{name}: which token ends a document? Of the usual {', '.join(USUAL_EOS)} it has "
-            f"{', '.join(found) or 'none'}; name the one to use with eos= (--eos)"
+            f"{', '.join(found) or 'none'}; name the one to use by {entry}"
         )
     return vocabulary[found[0]]
 

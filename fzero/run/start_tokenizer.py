@@ -59,6 +59,7 @@ def tokenizer_of(folder: Path, hf_config: Path) -> Tokenizer | None:
         return None
     recorded = read_json(hf_config, wide=True).get("eos_token_id")
     eos: Any = recorded[0] if isinstance(recorded, list) and recorded else recorded
-    if eos is None:
-        eos = special_tokens(beside).get("eos_token")
-    return json_tokenizer(content, str(place / TOKENIZER), eos)
+    entry = f"eos_token_id of {hf_config}"
+    if eos is None and (eos := special_tokens(beside).get("eos_token")) is not None:
+        entry = f"eos_token of {beside / CONFIG}"
+    return json_tokenizer(content, str(place / TOKENIZER), eos, entry)
