@@ -401,6 +401,25 @@ class Late:
 
 
 OTHER = "two calls of the loss with the same parameters, batch and random numbers of torch gave other values"
+SEEDED = r"sets torch's seed and draws random numbers, .*leave the seed out"
+
+
+def draws_from_a_seed(p, x):
+    torch.manual_seed(0)  # that of the whole program too, as is usual
+    return x * torch.rand(x.shape[1:])
+
+
+def draws_from_a_seed_in_a_fork(p, x):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return x * F.dropout(torch.ones(x.shape[1:]), 0.5)
+
+
+def draws_from_a_state(p, x, state=torch.Generator().manual_seed(0).get_state()):  # noqa: B008
+    torch.set_rng_state(state)
+    return x * torch.rand(x.shape[1:])
+
+
 REFUSED = {
     "a clock": (lambda p, x: x * time.time(), OTHER),
     "a counting clock": (lambda p, x: x * time.perf_counter(), OTHER),
@@ -426,6 +445,9 @@ REFUSED = {
         lambda p, x: STACKED(x * p["w"].T)[0],
         r"draws random numbers \(aten\.bernoulli_.*F\.dropout",
     ),
+    "a seed": (draws_from_a_seed, SEEDED),
+    "a seed in a fork": (draws_from_a_seed_in_a_fork, SEEDED),
+    "the state of torch's generator": (draws_from_a_state, SEEDED),
     "a counter": (counts, r"changes COUNTING\.calls and depends on it"),
     "a counter of its module": (counts_of_its_module, "changes CALLS and depends on it"),
     "a counter of its own": (CountsOfItself("of_itself"), r"changes change\.calls and depends on it"),
@@ -459,7 +481,7 @@ REFUSED = {
 }
 
 
-ALWAYS = {"numpy's", "max_norm", "a method's counter", "a clock", "a mask"}
+ALWAYS = {"numpy's", "max_norm", "a method's counter", "a clock", "a mask", "a seed in a fork"}
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,11 @@ def counts(name):
         module.count += 1
         return 1.0 if module.count > 500 else 0.0
 
+    def by_a_seed(module, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return torch.rand(6, dtype=F64)
+
     def by_a_clock(module, x):
         return time.perf_counter() % 1
 
@@ -285,6 +290,7 @@ HIDDEN = {
     "by_an_iterator": r"changes STEPS",
     "by_a_list": r"changes the module\.{}history",
     "after_many_calls": r"changes the module\.{}count",
+    "by_a_seed": r"sets torch's seed and draws random numbers",
     "by_a_clock": r"two calls of the module with the same parameters and batch give different results \(a clock",
 }
 CHEAP = {("by_a_class", "outer"), ("by_a_clock", "inner"), ("by_an_iterator", "outer"), ("after_many_calls", "inner")}

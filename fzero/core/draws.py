@@ -30,6 +30,8 @@ from fzero.core.keyed_numbers import KeyedNumbers
 from fzero.core.samplers import SAMPLERS, has_rate
 
 CURRENT: ContextVar[Draws | None] = ContextVar("CURRENT", default=None)
+SEED: ContextVar[int | None] = ContextVar("SEED", default=None)  # of torch's generator, where nobody else may set it
+RESERVED_SEED = 0x5EED2E20  # one that no program has
 
 
 class Draws(KeyedNumbers, TorchFunctionMode):
@@ -56,6 +58,14 @@ class Draws(KeyedNumbers, TorchFunctionMode):
                 return body_of(func)(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def next_site(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, int | Tensor]:
+        if SEED.get() not in (None, torch.default_generator.initial_seed()):
+            raise Impure(
+                f"{line()}: sets torch's seed and draws random numbers, which come from the state's key, others in "
+                "each step; leave the seed out, or make numbers that stay the same before, as a buffer"
+            )
+        return super().next_site(shape, device)
+
     @contextlib.contextmanager
     def entered_again(self) -> Iterator[None]:
         """The mode, which torch leaves while it handles a call."""
@@ -70,6 +80,29 @@ class Draws(KeyedNumbers, TorchFunctionMode):
         other = Draws(self.make_key, self.rows, self.first, self.expect)
         other.number = number
         return other
+
+
+@contextlib.contextmanager
+def expect_no_seed() -> Iterator[None]:
+    """Within, a draw by a key raises Impure if torch's generator was seeded before it."""
+    with seeded(RESERVED_SEED):
+        token = SEED.set(RESERVED_SEED)
+        try:
+            yield
+        finally:
+            SEED.reset(token)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's generator of the CPU begins at a seed, and goes on afterwards where it was."""
+    token, state = SEED.set(None), torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        SEED.reset(token)
 
 
 class NoDraws(Draws):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fzero.core import pytree
 from fzero.core.belongings import Belongings, new_tensors, unlike
-from fzero.core.draws import Draws
+from fzero.core.draws import Draws, expect_no_seed
 from fzero.core.gpu import is_capturing
 from fzero.core.graph_cut import Impure, Watch, apart, line, storage_of
 from fzero.core.recomputation import passed_over
@@ -69,7 +69,7 @@ class PureCalls:
             with draws if self.known[shapes] else contextlib.nullcontext():
                 return f()
         belongings = find_belongings()
-        with draws, Watch({**belongings.tensors, **given}) as watch:
+        with expect_no_seed(), draws, Watch({**belongings.tensors, **given}) as watch:
             if self.module is not None and not traced:
                 out = self.call_module(f, given, draws, belongings)
             else:
@@ -107,7 +107,8 @@ def expect_pure(call: Callable[[], R], belongings: Belongings, snapshot: Snapsho
     was seen does; a tensor that each call leaves in the module may not.
     """
     before = belongings.marks()
-    out = call()
+    with expect_no_seed():
+        out = call()
     between = belongings.marks()
     snapshot = snapshot.now()
     again = call()

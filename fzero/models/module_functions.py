@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fzero.core import graph_cut, pytree
 from fzero.core.arguments import expect_kind
 from fzero.core.belongings import Changed, expect_unchanged
-from fzero.core.draws import is_drawing
+from fzero.core.draws import is_drawing, seeded
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
 from fzero.core.snapshot import Snapshot
@@ -279,8 +279,7 @@ class Layered:
         """The layers of each kind of each stack, with random numbers in them, as the example of a batch calls them."""
         if self.example is None:
             return {}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with torch.no_grad(), seeded(0):
             batch = pytree.map(lambda leaf: leaf.cpu(), self.example)
             ctx = Ctx(dtype=torch.float32)
             prepared = self.prepare(batch, ctx)

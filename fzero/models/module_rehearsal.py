@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fzero.core import graph_cut, pytree
 from fzero.core.belongings import Belongings
+from fzero.core.draws import seeded
 from fzero.core.graph_cut import Watch
 from fzero.core.pure_calls import expect_data, expect_pure, is_near
 from fzero.core.snapshot import Snapshot
@@ -66,8 +67,7 @@ class Rehearsal:
         key = () if isinstance(ctx.key, tuple) else torch.zeros(2, dtype=torch.int64, device=device)
         self.layered, self.batch, self.rows = layered, batch, rows
         self.ctx = Ctx(dtype=ctx.dtype, key=key)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             drawn: Callable[[Any], Any] = lambda leaf: any_numbers(leaf.shape).to(device, ctx.dtype)  # noqa: E731
             self.outside = {name: drawn(leaf) for name, leaf in layered.parameters.items()}
             self.within = {s: {name: drawn(leaf) for name, leaf in some.items()} for s, some in layered.within.items()}

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from fzero.core.draws import seeded
 from fzero.core.pytree import nearest
 from fzero.kernels.moe import group, grouped_mm, permute, unpermute
 
@@ -111,8 +112,7 @@ def module_of_config(config: Any, cls: Any, attention: str | None, seed: int | N
         if seed is None:
             stack.enter_context(parameters_without_memory())
         else:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            torch.manual_seed(seed)
+            stack.enter_context(seeded(seed))
         return cls._from_config(config, **options)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import graph_cut
+from fzero.core.draws import seeded
 from fzero.models.base import Ctx
 from fzero.models.batch import Batch
 from fzero.models.decoders.config import IN_PYTHON
@@ -26,8 +27,7 @@ def expect_sight(layered: Layered, packed: bool) -> None:
     not called with [B, T, D]."""
     if packed:
         expect_sight(layered, False)
-    with graph_cut.apart(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with graph_cut.apart(), torch.no_grad(), seeded(0):
         before = BEFORE if packed else 0
         tokens = torch.arange(before + TEXT + AFTER)[None] % len(vocabulary(layered))
         beside: Batch = {"input_ids": tokens}
