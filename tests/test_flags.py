@@ -20,8 +20,8 @@ from fzero.run.config import RunConfig
 from fzero.run.config_checks import BOUNDS
 
 VALUES = (
-    "-1", "0", "0.5", "1e-300", "1e30", str(10**12), str(2**31), str(2**63 - 1), str(2**63), str(2**64), "inf", "-inf",
-    "nan", "", "x", "1e", "0x10", "1_000",
+    "-1", "0", "0.5", "1e-300", "1e30", "1e300", str(10**12), str(2**31), str(2**63 - 1), str(2**63), str(2**64),
+    "inf", "-inf", "nan", "", "x", "1e", "0x10", "1_000",
 )  # fmt: skip
 STRIDE = 7  # of the cases that the slow tier runs; the exhaustive one runs all
 NUMBER = r"(-?[\d.]+(?:e[-+]?\d+|\^\d+)?)"

@@ -18,13 +18,14 @@ SEED: Bounds = (0, True, 2**64)
 STAGE: Bounds = (0, True, 4)  # of ZeRO
 LENGTH: Bounds = (1, True, 1e9)  # of a sequence, in tokens
 MEMORY_GB: Bounds = (0.0, False, 1e6)
+LARGEST = 3.4e38  # numbers without another upper bound are below it: float32 has no more
 WHOLE = 2**63  # whole numbers without another upper bound are below it: more does not fit into a tensor or a file
 POWERS: dict[float, str] = {2**63: "2^63", 2**64: "2^64"}
 
 
 def check_bounds(name: str, value: float, bounds: Bounds) -> None:
     """Raise ValueError if `value` is outside of `bounds`, or not a number. A whole number is below 2^63 if its bounds
-    name no other end.
+    name no other end, another number below 3.4e38.
 
     >>> check_bounds("lr", -1.0, RATE)
     Traceback (most recent call last):
@@ -32,12 +33,13 @@ def check_bounds(name: str, value: float, bounds: Bounds) -> None:
     """
     low, with_low, high = bounds[:3]
     with_high, endless = len(bounds) == 4 and bounds[3], high == INF
-    high = WHOLE if endless and isinstance(value, int) else high
+    if endless:
+        high = WHOLE if isinstance(value, int) else LARGEST
     if (low <= value if with_low else low < value) and (value <= high if with_high else value < high):
         return
     most = f" and {'at most' if with_high else 'below'} {_shown(high)}"
     if endless:  # an end that no number reaches is named to those alone which are beyond it
-        most = ", and a finite number" if not math.isfinite(value) else most if value >= WHOLE == high else ""
+        most = ", and a finite number" if not math.isfinite(value) else most if value >= high else ""
     raise ValueError(f"{name} is {short(value)}; it must be {'at least' if with_low else 'above'} {_shown(low)}{most}")
 
 

@@ -35,8 +35,8 @@ BOUNDS: dict[str, Bounds] = {
     "mtp_coef": RATE,
     **dict.fromkeys(("init_std", "balance_coef", "z_coef", "bias_rate", "capacity_factor", "routed_scale"), RATE),
     "dropout": FRACTION,
-    "norm_eps": POSITIVE,
-    "rope_theta": (0.0, False, 1e30),  # float32 computes its powers
+    "norm_eps": (1e-30, True, INF),
+    "rope_theta": (1e-30, True, 1e30),  # float32 computes its powers
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.core import pytree
+from fzero.core.bounds import LARGEST
 from fzero.core.pytree import Tree
 from fzero.optim.in_units import add_in_units
 
@@ -204,7 +205,7 @@ def lr_at(lr: float | Tensor | Schedule, count: Tensor) -> Tensor:
     return torch.full((), lr, dtype=torch.float64, device=count.device)
 
 
-def check_number(owner: str, low: float = 0.0, high: float = float("inf"), **values: Any) -> None:
+def check_number(owner: str, low: float = 0.0, high: float = LARGEST, **values: Any) -> None:
     """Raise ValueError naming owner, argument and value unless each number is in [low, high).
 
     Scalar tensors pass, and a function as lr.
