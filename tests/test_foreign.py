@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -318,6 +319,34 @@ def test_an_output_that_cannot_be_written(command, code, message):
     assert done.returncode == code and message in done.stderr, (done.returncode, done.stderr)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert done.stderr.count("\n") == bool(message)
+
+
+CLOSED = (
+    "import os; from fzero.cli.start import open_streams; open_streams(); print('a line'); "
+    "import sys; print('another', file=sys.stderr); assert sys.stdin.read() == ''; assert os.dup(0) > 2; print(6)"
+)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_process_without_standard_streams(closed, tmp_path):
+    """As schedulers and daemons start them; then the first files to be opened would get what is printed."""
+    places = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(CLOSED)} {closed}"
+    done = subprocess.run(["bash", "-c", command], input="", capture_output=True, text=True, env=places)
+    assert done.returncode == 0, done.stderr
+    out, err = "a line\n6\n" * (">&-" not in closed.replace("2>&-", "")), "another\n" * ("2>&-" not in closed)
+    assert (done.stdout, done.stderr) == (out, err)
+
+
+@pytest.mark.slow
+def test_a_run_without_standard_streams_has_its_files_alone(tmp_path):
+    (tmp_path / "t.txt").write_text("a text to learn\n" * 200)
+    line = f"exec {shlex.quote(sys.executable)} -m fzero pretrain --data t.txt --out run --steps 2 --batch 2"
+    line += " --micro-batch 2 --seq-len 16 --set train.compiled=false --model llama-tiny <&- >&- 2>&-"
+    places = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    assert subprocess.run(["bash", "-c", line], env=places, cwd=tmp_path).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
 
 
 # ---- names are checked before torch is imported

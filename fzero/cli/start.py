@@ -21,6 +21,19 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(130)
 
 
+def open_streams() -> None:
+    """Open the standard streams that this process was started without, on nothing: Python has None in their place, and
+    the next file to be opened would get their number, and all that is printed there."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = open(number, mode, closefd=False)  # noqa: SIM115  # as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def begin_imports() -> None:
     """Let Ctrl-C end this process at once and in one line, if it ends it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -37,6 +50,7 @@ def end_imports() -> None:
 
 def start() -> NoReturn:
     """Run the command line and exit."""
+    open_streams()
     begin_imports()
     from fzero.cli.main import main
 
