@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -399,6 +400,22 @@ def test_no_store_and_no_step_are_told_apart(direct, opened):
     make(opened(direct), 1)
     (direct / STEP).unlink()
     said(lambda: opened(direct, resume=True), direct, "no complete step", "without --resume")
+
+
+@pytest.mark.parametrize("file", ["zarr.json", "c/0/1/0/0"])
+def test_a_fifo_in_the_place_of_an_arrays_file_is_named(direct, opened, file):
+    """By those that read a store without opening it, such as sample: tensorstore would wait for a writer."""
+    finished(direct, opened)
+    path, kept = direct / "arrays/params/blocks/w" / file, LEAVES["params/blocks/w"]
+    chunks_module.read_chunk(direct, "params/blocks/w", kept, 0, 1, 0)
+    path.unlink()
+    os.mkfifo(path)
+    end = threading.Timer(20, lambda: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)))  # of a reader that waits
+    end.start()
+    try:
+        said(lambda: chunks_module.read_chunk(direct, "params/blocks/w", kept, 0, 1, 0), path, "is a FIFO; it must be")
+    finally:
+        end.cancel()
 
 
 def refusing(name, code, module=os):

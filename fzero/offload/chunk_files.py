@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.core.files import make_folder
+from fzero.core.foreign import expect_regular
 from fzero.core.future import Future
 from fzero.core.gpu import HOST
 from fzero.core.gpu_copies import Copied, copy_in, reserve
@@ -384,6 +385,8 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
             ],
             "attributes": {"shape": list(kept.described), "stacked": kept.stacked, "elements": kept.elements},
         }
+    else:
+        _expect_no_pipe(folder, name, "zarr.json")
     try:
         return tensorstore.open(spec, open=True, create=create, context=context()).result()
     except (ValueError, RuntimeError) as error:
@@ -394,8 +397,17 @@ def _open_array(folder: str | Path, name: str, kept: LeafFiles, ranks: int, *, c
         ) from None
 
 
+def _expect_no_pipe(folder: str | Path, name: str, *file: str) -> None:
+    """Raise ValueError for a file of an array that is there and no regular one, such as a FIFO, for which tensorstore
+    would wait."""
+    path = Path(folder, "arrays", name, *file)
+    if not is_url(folder) and path.exists():
+        expect_regular(path)
+
+
 def read_chunk(folder: str | Path, name: str, kept: LeafFiles, slot: int, layer: int, rank: int) -> np.ndarray:
     """The bytes (uint8) of one chunk of any rank, through tensorstore."""
+    _expect_no_pipe(folder, name, "c", str(slot), str(layer), str(rank), "0")
     found = _open_array(folder, name, kept, 0, create=False)[slot, layer, rank].read().result()
     return np.ascontiguousarray(found).view(np.uint8)
 
