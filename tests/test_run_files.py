@@ -21,7 +21,7 @@ from fzero.core.foreign import json_text, parse_json, read_json
 from fzero.core.tables import put
 from fzero.data.chat import Chat, read_chat
 from fzero.data.tokenizers import train_bpe
-from fzero.run import run_folder, run_lock
+from fzero.run import run_folder, run_lock, weights
 from fzero.run.config_table import from_table
 from fzero.run.measure.loggers import open_loggers
 from fzero.run.resume import rollback
@@ -349,6 +349,23 @@ def test_a_value_that_a_hand_changed_is_changed_by_the_remedy(tmp_path, fz):
     assert run_folder.read_config(run).stages
     rewrite(run / "config.json", {**table, "stages": []})
     refused_by_all(fz, run, "stages is []", "a run keeps this value")
+
+
+@pytest.mark.slow
+def test_weights_of_an_earlier_step_are_said_where_the_newest_checkpoint_is_incomplete(tmp_path, fz):
+    run, more = begin(fz, tmp_path), ("--set", "device=cpu", "--steps", 1)
+    steps = checkpoint.steps(run / "checkpoints")
+    newest = checkpoint.step_folder(run / "checkpoints", steps[-1])
+    (newest / "manifest.json").unlink()
+    line = f"passed over {newest}: it has no manifest.json: its save is under way, or did not end"
+    for words in (
+        ("sample", run, "--prompt", "a", "--max-new-tokens", 1),
+        ("pretrain", "--init", run, "--data", run / "data", "--seq-len", 16, "--batch", 2, "--micro-batch", 2, *more,
+         "--set", "train.compiled=false", "--prompt", "", "--out", tmp_path / "new"),
+    ):  # fmt: skip
+        code, out, err = fz(*words)
+        assert code == 0 and (out + err).count(line) == 1, (words, out, err)
+    assert (weights.load(run).step, weights.load(run).warnings) == (steps[-2], [line])
 
 
 KINDS = {  # further words of a run, and what its resume changes

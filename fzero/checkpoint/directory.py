@@ -95,6 +95,16 @@ def _step_folders(checkpoint_dir: Path) -> list[tuple[Path, int]]:
     return [(path, step) for path in there if (step := step_of(path.name)) is not None and path.is_dir()]
 
 
+def lines_of_incomplete(used: Folder) -> list[str]:
+    """A line for each incomplete checkpoint of a later step than the used one; none of a URL, which has no folders."""
+    if is_url(used):
+        return []
+    step = step_of(Path(used).name) or 0
+    later = (path for path, other in sorted(_step_folders(Path(used).parent)) if other > step)
+    reason = f"it has no {MANIFEST}: its save is under way, or did not end"
+    return [f"passed over {path}: {reason}" for path in later if not os.path.lexists(path / MANIFEST)]
+
+
 # ---- the newest sound one ----
 
 

@@ -13,7 +13,7 @@ import torch
 from fzero import checkpoint, models
 from fzero.checkpoint import convert, offload_snapshot
 from fzero.checkpoint.convert import peft
-from fzero.checkpoint.directory import newest_sound
+from fzero.checkpoint.directory import lines_of_incomplete, newest_sound
 from fzero.core import pytree
 from fzero.core.copy_buckets import bring
 from fzero.core.precision import POLICIES
@@ -46,7 +46,8 @@ def read_newest(
             return read(opened)
 
     found = newest_sound(checkpoints_of(folder, value), read_one)
-    return found.value, found.lines()
+    assert found.path is not None
+    return found.value, [*lines_of_incomplete(found.path), *found.lines()]
 
 
 PARAMS, MASTER, EMA = "params/", "master/", AVERAGE
@@ -104,7 +105,7 @@ class TrainedWeights(NamedTuple):
     model: Model
     params: Tree
     step: int
-    warnings: list[str]  # lines about checkpoints that were passed over as damaged
+    warnings: list[str]  # lines about later checkpoints that were passed over
 
 
 def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> TrainedWeights:
@@ -112,7 +113,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     value = read_config(folder)
     model = models.build(value.model)
     plan, snapshot = zero_plan(0, model, one_process()), snapshot_of(folder, value)
-    damaged: list[tuple[checkpoint.Folder, str]] = []
+    warnings: list[str] = []
     if snapshot is not None:
         prefix = EMA if ema else PARAMS if snapshot.holds(PARAMS) else MASTER
         there, step, dtype = (
@@ -126,6 +127,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
         held = snapshot.holds(prefix)
     else:
         path, damaged = checkpoint.newest_sound(checkpoints_of(folder, value))
+        warnings = [*lines_of_incomplete(path), *(f"passed over {bad}: {why}" for bad, why in damaged)]
         there, prefix = checkpoint.open_checkpoint(path), EMA if ema else PARAMS
         step = there.step
         read = lambda name: there.read((prefix if prefix + name in there.leaves else PARAMS) + name)  # noqa: E731
@@ -135,7 +137,7 @@ def load_on_disk(folder: Path, nvme: str | None, *, ema: bool = False) -> Traine
     disk = Nvme(nvme or folder / "nvme-sample", slots=1)
     disk.need(3 * offload_snapshot.largest_group_bytes(plan, 4))
     params = offload_snapshot.write_params(read, plan, disk)
-    return TrainedWeights(value, model, params, step, [f"passed over {bad}: {why}" for bad, why in damaged])
+    return TrainedWeights(value, model, params, step, warnings)
 
 
 def load(folder: Path, *, wide: bool = False, ema: bool = False) -> TrainedWeights:
