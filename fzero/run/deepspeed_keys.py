@@ -242,6 +242,9 @@ KEYS: tuple[Key, ...] = (
         "hybrid_engine.enabled",
         "compression_training.*enabled",
         "quantize_training.enabled",
+    ),
+    *_refused(
+        "use --set model.pattern=fixed:SIZE:KEEP (window, local, strided, bigbird; causal, alike in all heads)",
         "sparse_attention.*",
     ),
     *_ignored(
