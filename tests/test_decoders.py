@@ -23,6 +23,7 @@ from fzero.checkpoint.convert.huggingface import in_memory
 from fzero.core import pytree
 from fzero.models.base import Ctx
 from fzero.models.decoders.config import name_of_scored, read_decoder
+from fzero.models.lora import FROZEN
 from fzero.models.vocabulary import with_vocab_size
 from fzero.run import run_folder, weights
 from fzero.train.to_module import gathered
@@ -154,6 +155,68 @@ def test_steps_and_folders_are_those_of_transformers(name, tmp_path):
         assert torch.equal(leaf.double(), found[key]), key
     before, after = (json.loads((one / "config.json").read_text()) for one in (folder, tmp_path / "ours"))
     assert {k: v for k, v in after.items() if "dtype" not in k} == {k: v for k, v in before.items() if "dtype" not in k}
+
+
+def nested(leaves):
+    """The tree of leaves by their names."""
+    tree = {}
+    for name, leaf in leaves.items():
+        *folders, last = name.split("/")
+        inner = tree
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = leaf
+    return tree
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # which peft asks for
+@pytest.mark.parametrize("name", [case for case in tiers("Phi", "OPT") if case.values != ("GraniteMoE",)])
+def test_lora_has_the_losses_and_factors_of_peft(name, tmp_path):
+    """Which wraps no router; factors of all linear layers, b not 0, by AdamW with decay."""
+    peft = pytest.importorskip("peft")
+    folder = saved(name, tmp_path / "theirs")
+    source, draw = convert.open_source(folder), torch.Generator().manual_seed(1)
+    leaves = pytree.named_leaves(convert.load(source))
+    names = decoder_of(source.config).sources
+    linear = [leaf for leaf, x in leaves.items() if leaf.startswith("blocks") and x.dim() == 3 and "norm" not in leaf]
+    for leaf in linear:
+        layers, n_out, n_in = leaves[leaf].shape
+        leaves |= {
+            f"{leaf}_lora_a": 0.3 * torch.randn(layers, 3, n_in, generator=draw),
+            f"{leaf}_lora_b": 0.3 * torch.randn(layers, n_out, 3, generator=draw),
+        }
+    model = models.lora(models.build(source.config), 3, 5.0, f"^({'|'.join(linear)})$")
+    plan = fzero.zero_plan(0, model, fzero.one_process(), policy="fp64", frozen=FROZEN)
+    tx = optim.adamw(0.01, weight_decay=0.1)
+    state = fzero.init_state(nested(leaves), tx, plan, seed=0)
+    model.prepare({"tokens": rows(0)[:, :-1]}, Ctx())
+    step = fzero.make_train_step(model, tx, plan, micro_batches=2)
+
+    module = hf.AutoModelForCausalLM.from_pretrained(folder).double()
+    targets = [one.removesuffix(".weight") for leaf in linear for one in names[leaf]]
+    wrapped = peft.get_peft_model(module, peft.LoraConfig(r=3, lora_alpha=5.0, target_modules=targets)).double()
+    wrapped.train(False)
+    parameters, factors = dict(wrapped.named_parameters()), {}
+    for leaf in linear:
+        for i, one in enumerate(names[leaf]):
+            for end in "ab":
+                path = f"base_model.model.{one.removesuffix('.weight')}.lora_{end.upper()}.default.weight"
+                factors[f"{leaf}_lora_{end}", i] = parameters[path]
+                parameters[path].data.copy_(leaves[f"{leaf}_lora_{end}"][i])
+    adamw = torch.optim.AdamW(factors.values(), lr=0.01, weight_decay=0.1)
+    for i in range(STEPS):
+        tokens = rows(i)
+        with theirs.Widened():
+            nats = wrapped(tokens).logits[:, :-1].flatten(0, 1)
+            expected = torch.nn.functional.cross_entropy(nats, tokens[:, 1:].flatten())
+            expected.backward()
+            state, metrics = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        adamw.step()
+        adamw.zero_grad()
+        assert_close(metrics.loss, expected.detach(), rtol=1e-10)
+    after = pytree.named_leaves(state.params)
+    found = {key: after[key[0]][key[1]] for key in factors}
+    assert_close(found, {key: leaf.detach() for key, leaf in factors.items()}, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", tiers("GPT-NeoX", "OPT"))
