@@ -360,11 +360,14 @@ def test_weights_of_an_earlier_step_are_said_where_the_newest_checkpoint_is_inco
     line = f"passed over {newest}: it has no manifest.json: its save is under way, or did not end"
     for words in (
         ("sample", run, "--prompt", "a", "--max-new-tokens", 1),
+        ("ckpt", "show", run),
         ("pretrain", "--init", run, "--data", run / "data", "--seq-len", 16, "--batch", 2, "--micro-batch", 2, *more,
          "--set", "train.compiled=false", "--prompt", "", "--out", tmp_path / "new"),
     ):  # fmt: skip
         code, out, err = fz(*words)
         assert code == 0 and (out + err).count(line) == 1, (words, out, err)
+    code, _, err = fz("ckpt", "show", checkpoint.step_folder(run / "checkpoints", steps[-2]))  # by its own name
+    assert (code, err) == (0, "")
     assert (weights.load(run).step, weights.load(run).warnings) == (steps[-2], [line])
 
 

@@ -69,6 +69,7 @@ def ls(place: str, as_json: bool) -> None:
 @AS_JSON
 def show(path: str, leaf: str | None, as_json: bool) -> None:
     """Show the content of a checkpoint; of a run, folder or URL: of its newest one."""
+    from fzero.checkpoint.directory import lines_of_incomplete
     from fzero.run.debug import checkpoint_list
 
     try:
@@ -82,6 +83,8 @@ def show(path: str, leaf: str | None, as_json: bool) -> None:
             f"--leaf {leaf!r}: is found in the name of none of the {len(found.leaves)} leaves, such as "
             f"{next(iter(found.leaves))}"
         )
+    for line in lines_of_incomplete(found.path) if str(found.path) != path.rstrip("/") else ():
+        click.echo(line, err=True)
     if as_json:
         click.echo(json.dumps({**found._asdict(), "path": str(found.path), "leaves": leaves}, indent=1))
         return
