@@ -246,10 +246,10 @@ def join_metrics(each: list[Metrics]) -> Metrics:
     if len(each) == 1:
         return each[0]
     tokens = torch.stack([one.num_tokens for one in each])
-    weights = tokens / torch.where(tokens.sum() == 0, 1, tokens.sum())
 
     def mean(values: list[Tensor]) -> Tensor:
-        return (torch.stack(values) * weights.to(values[0].dtype)).sum()
+        counts = tokens.to(values[0].dtype)
+        return (torch.stack(values) * (counts / torch.where(counts.sum() == 0, 1, counts.sum()))).sum()
 
     spikes = [one.spike for one in each if isinstance(one.spike, Tensor)]
     return each[-1]._replace(
