@@ -16,6 +16,7 @@ from fzero.core.precision import LossScale, init_scaler, update_scaler
 from fzero.core.tables import flat, put
 from fzero.run import build_optim
 from fzero.run import deepspeed_keys as keys
+from fzero.run.curriculum import make_pieces
 from fzero.run.deepspeed import merged, read_deepspeed
 
 ROOT = Path(__file__).parent.parent
@@ -231,6 +232,9 @@ def test_a_refused_key_is_named_with_what_to_do():
         ({"curriculum_learning": COURSE}, "give train_batch_size"),
         ({**LEARNS, "curriculum_learning": {**COURSE, "schedule_type": "fixed_root"}}, "do not grow evenly"),
         ({**LEARNS, "curriculum_learning": {**COURSE, "min_difficulty": 0}}, "min_difficulty is 0"),
+        ({**LEARNS, "curriculum_learning": {**COURSE, "min_difficulty": 10}}, "min_difficulty is 10; .* multiple of"),
+        ({**LEARNS, "curriculum_learning": {**COURSE, "max_difficulty": 60}}, "max_difficulty is 60; .* multiple of"),
+        ({"train_batch_size": 8, "sequence_parallel_size": 2}, "sequence_parallel_size is 2: use --mesh cp=N"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, r"'optimizer.params.learning_rate'"),
         ({"optimizer": {"type": "AdamW", "params": {"wieght_decay": 1}}}, r"did you mean weight_decay"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "two numbers"),
@@ -532,6 +536,19 @@ def test_the_command_takes_it_and_flags_change_it(fz, tmp_path):
     assert code == 2 and "did you mean stage?" in err and err.count("\n") == 1
     code, out, err = fz("plan", "--search", "--world-size", "2", "--deepspeed", str(path))
     assert code == 2 and "--deepspeed" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("low, high, steps, step", [(8, 32, 6, 8), (64, 1024, 150, 8), (80, 512, 100, 16)])
+def test_lengths_of_a_course_are_deepspeeds_one_step_later(low, high, steps, step):
+    course = {**COURSE, "min_difficulty": low, "max_difficulty": high}
+    course["schedule_config"] = {"total_curriculum_step": steps, "difficulty_step": step}
+    start = {"preset": "llama-tiny", "train": {"steps": steps + 20}, "model": {"max_len": 2048}}
+    config = fzero.config_from_deepspeed({"train_batch_size": 8, "curriculum_learning": course}, start)
+    cut, documents = make_pieces(config), torch.zeros(1, high, dtype=torch.int64)
+    for k in range(steps + 2):
+        found = int((cut({"documents": documents}, 8 * k)["documents"] == 0).sum())
+        theirs = math.floor(k / steps * (high - low) + low + 1e-9)  # of global_steps = k, which it asks for k + 1
+        assert found == min(theirs - theirs % step, high), k
 
 
 def test_the_page_has_the_table_of_the_code():

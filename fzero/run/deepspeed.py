@@ -320,6 +320,12 @@ def _put_curriculum(out: Table, said: Values) -> None:
     for name, value in (*zip(names, found), ("schedule_config.difficulty_step", step)):
         if value is None or value < 1:
             raise ValueError(f"curriculum_learning.{name} is {short(value)}; it must be a whole number of at least 1")
+    for name, value in zip(names[:2], found):
+        if value % step:
+            raise ValueError(
+                f"curriculum_learning.{name} is {value}; it must be a multiple of schedule_config.difficulty_step, "
+                f"{step}, to which DeepSpeed rounds all lengths down"
+            )
     if batch is None:
         raise ValueError("curriculum_learning is by steps, and the batch is not given; give train_batch_size")
     low, high, steps = found

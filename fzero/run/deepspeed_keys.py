@@ -226,6 +226,8 @@ KEYS: tuple[Key, ...] = (
     *_refused("use --mesh dp=N,rp=M, which shards over dp", f"{ZERO}.mics_shard_size", harmless=(None, 1, -1)),
     *_refused("no part of an update is made later than the rest", f"{ZERO}.zenflow.*"),
     *_refused("use --mesh tp=N", "tensor_parallel.*", "autotp_size", harmless=(None, False, 0, 1)),
+    *_refused("use --mesh cp=N --context ulysses", "sequence_parallel_size", harmless=(None, False, 0, 1)),
+    *_ignored("dp is what the other axes leave of the ranks", "data_parallel_size"),
     *_refused("use --mesh pp=N", "pipeline.stages", harmless=(None, False, 0, 1)),
     *_ignored("fzero splits layers over pp itself; see --mesh pp=N", "pipeline.*"),
     *_refused("use bf16 or fp16", "amp.enabled"),
