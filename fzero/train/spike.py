@@ -1,20 +1,24 @@
-"""Loss spikes: a running mean and variance of the loss, as part of the state, and losses far above them.
+"""Loss spikes: a running mean and deviation of the loss, as part of the state, and losses far above them.
 
-With the losses x_1, x_2, ... and the rate r_t = max(1/t, r), as in Finch 2009, "Incremental calculation of weighted
-mean and variance", section 9:
+With the losses x_1, x_2, ... and the rate r_t = max(1/t, r), where |d| estimates the deviation of normal noise and the
+root makes up for the error of the mean (Finch 2009, "Incremental calculation of weighted mean and variance",
+section 9, has the like for squares):
 
-    d = x_t - mean;  mean += r_t d;  var = (1 - r_t) (var + r_t d^2);  r = min(8 / window, 1/3), or 1 / window if larger
+    d = x_t - mean;  mean += r_t d;  dev = (1 - r_t) dev + r_t sqrt(1 - r_t) sqrt(pi/2) |d|
 
-So they are the plain mean and variance of the first losses, and from then on forget so fast that the last `window`
-losses have all of the weight but exp(-8): what fell by 5 before them adds less than 0.1 to the deviation. With
-r = 1 / window a third of the weight would be older, and the first losses of a run would hide spikes for hundreds of
-steps. A loss above mean + sigmas dev of those before it is a spike, where dev is sqrt(var), or a millionth of the mean
-if that is more: the losses of a run without any noise differ by rounding. To leave out the update of such a step, and
-the 6 sigmas, are `SkipStepOptimizer` of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which keeps the last 128
-losses themselves."""
+and r = min(8 / window, 1/3), or 1 / window if larger. So each of the first losses has the same weight, and from then on
+the last `window` of them have all of it but exp(-8): with r = 1 / window a third of the weight would be older, and the
+first losses of a run would hide spikes for hundreds of steps. Squares would remember an outlier twice as long.
+
+A loss above mean + sigmas dev of those before it is a spike, where dev is a thousandth of the mean at least. It enters
+as a loss of ENTRY deviations: then the bound grows by 15% a step at the most with a window of 100, and a loss that
+diverges faster is a spike at every step, where an entry as large as the bound lets it follow. To leave out the update
+of such a step, and the 6 sigmas, are `SkipStepOptimizer` of OLMo-core (olmo_core/optim/skip_step_optimizer.py), which
+keeps the last 128 losses themselves."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +31,9 @@ from fzero.core.kinds import expect_fields
 LOSS = "loss"  # the name of the statistics in `state.extra`
 SIGMAS: Bounds = (0.0, False, 1e6)
 LOSSES: Bounds = (1, True, 1e9)  # of window and warmup
-LEAST = (1e-6, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
+LEAST = (1e-3, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
+ENTRY = 2.4  # deviations above the mean, as which a spike enters the statistics
+FIRST = 8  # losses after which an outlier enters as a spike does, in the warm-up too
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class LossStats(NamedTuple):
     """The running statistics of the loss: scalars, the same on all ranks."""
 
     mean: Tensor  # float64
-    var: Tensor  # float64
+    var: Tensor  # float64: the square of the deviation
     count: Tensor  # int64: losses seen
 
 
@@ -101,24 +107,22 @@ def init_stats(device: torch.device | str = "cpu") -> LossStats:
 def judge(spike: Spike, stats: LossStats, loss: Tensor) -> tuple[Tensor, LossStats]:
     """(whether `loss` is a spike, a bool scalar; the statistics after it). Pure, without branches: it vmaps.
 
-    A spike enters the statistics as the largest loss that is none, and has the variance grow by 4 times the rate at
-    least: one of them moves them little, and if all losses have risen for good, the bound follows within some fifteen
-    steps. Where there was no noise at all, or sigmas is below 3, it takes some `window` steps, and 20 at least. A
-    loss that is not finite is a spike, and does not enter."""
+    A spike enters the statistics as a loss of ENTRY deviations: one of them moves them little, and if all losses have
+    risen for good by 30 deviations, the bound follows within some thirteen steps, by 1,000 within 40. A loss that is
+    not finite is a spike, and does not enter."""
     x = loss.detach().to(torch.float64)
     part, least = LEAST
     deviation = torch.maximum(stats.var.sqrt(), (part * stats.mean.abs()).clamp(min=least))
-    bound = stats.mean + spike.sigmas * deviation
-    judged = stats.count >= spike.warmup
-    bad = judged & ~(x <= bound)
-    clipped = torch.where(bad, bound, x)
+    outlier = (stats.count >= min(FIRST, spike.warmup)) & ~(x <= stats.mean + spike.sigmas * deviation)
     rate = torch.clamp(1.0 / (stats.count + 1).to(torch.float64), min=spike.rate)
-    d = clipped - stats.mean
-    var = (1.0 - rate) * (stats.var + rate * d * d)
-    var = torch.where(bad, torch.maximum(var, (1.0 + 4.0 * rate) * deviation.square()), var)
-    new = LossStats(stats.mean + rate * d, var, stats.count + 1)
+    d = torch.where(outlier, torch.minimum(x - stats.mean, ENTRY * deviation), x - stats.mean)
+    spread = (1.0 - rate) * torch.where(outlier, deviation, stats.var.sqrt())
+    spread = spread + rate * (1.0 - rate).sqrt() * math.sqrt(math.pi / 2) * d.abs()
+    new = LossStats(stats.mean + rate * d, spread.square(), stats.count + 1)
     enters = torch.isfinite(x)
-    return bad, LossStats(*(torch.where(enters, after, before) for after, before in zip(new, stats)))
+    return outlier & (stats.count >= spike.warmup), LossStats(
+        *(torch.where(enters, after, before) for after, before in zip(new, stats))
+    )
 
 
 class Verdict(NamedTuple):
