@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from deepspeed_published import COURSE, CYCLE, PUBLISHED
 
 import fzero
+from fzero.cli.main import main
 from fzero.core import pytree
 from fzero.core.precision import LossScale, init_scaler, update_scaler
 from fzero.core.tables import flat, put
@@ -203,10 +205,60 @@ def test_a_refused_key_is_named_with_what_to_do():
     for key in refused:
         name = key.name.replace("*", "x.")
         with pytest.raises(ValueError, match=f"{name} is 'on': ") as error:
-            read_deepspeed(said({}, name, "on"))
+            read_deepspeed(said(switched_on(name), name, "on"))
         assert "leave it out" in str(error.value)
         for value in (*key.harmless, "auto"):
-            assert read_deepspeed(said({}, name, value)) == read_deepspeed({}), name
+            assert read_deepspeed(said(switched_on(name), name, value)) == read_deepspeed(switched_on(name)), name
+
+
+def switches_of(name):
+    """The switches of the tables around the one of a key."""
+    parents = name.split(".")[:-1]
+    within = [".".join((*parents[:depth], "enabled")) for depth in range(1, len(parents) + 1)]
+    return [one for one in within if one != name and any(one == key.name for key in keys.KEYS)]
+
+
+def switched_on(name):
+    source = {}
+    for switch in switches_of(name):
+        source = said(source, switch, True)
+    return source
+
+
+def test_what_stands_in_a_table_that_is_not_enabled_is_ignored():
+    nested = {key.name: switches_of(key.name) for key in keys.KEYS if key.what == keys.REFUSED}
+    nested = {name: switches for name, switches in nested.items() if switches}
+    assert len(nested) >= 4
+    for name, switches in nested.items():
+        for off in switches:
+            for value in (False, None):
+                source = said(said(switched_on(name), off, value), name, True)
+                assert name in read_deepspeed(source).ignored, (name, off)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_codes_of_stage_3_alone_are_ignored_before_it(stage):
+    codes = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    found = read_deepspeed({"zero_optimization": {"stage": stage, **codes}})
+    assert "codec" not in found.table and sum("of stage 3 alone" in text for text in found.ignored) == 2
+    assert read_deepspeed({"zero_optimization": {"stage": 3, **codes}}).table["codec"] == "params=int8,grads=int4"
+
+
+def test_a_key_that_comes_twice_is_refused(tmp_path):
+    (tmp_path / "twice.json").write_text('{"zero_optimization": {"stage": 1, "stage": 2}}')
+    with pytest.raises(ValueError, match=r"twice.json: .*the key 'stage' comes twice in one table"):
+        read_deepspeed(tmp_path / "twice.json")
+
+
+def test_another_number_of_steps_than_the_schedules_is_said(tmp_path):
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 47, "warmup_max_lr": 1e-3}}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"scheduler": scheduler}))
+    for steps, is_said in ((20, True), (47, False)):
+        result = CliRunner().invoke(
+            main, ["plan", "--deepspeed", str(file), "--model", "mlp-tiny", "--steps", str(steps)]
+        )
+        assert (f"total_num_steps is 47 and the run has {steps} steps" in result.stderr) == is_said, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -230,6 +282,12 @@ def test_a_refused_key_is_named_with_what_to_do():
         ({"optimizer": {"type": "Lamb"}, "scheduler": {"type": "OneCycle", "params": CYCLE}}, "cycle_momentum is true"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1e-3}}}, "cycle_min_lr is None"),
         ({"curriculum_learning": COURSE}, "give train_batch_size"),
+        ({"gradient_accumulation_steps": 2}, "give train_micro_batch_size_per_gpu, or leave it out and give --batch"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}},
+            "freeze_step is 0; it must be at least 1",
+        ),
+        ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "betas is 0.9; it must be a list$"),
         ({**LEARNS, "curriculum_learning": {**COURSE, "schedule_type": "fixed_root"}}, "do not grow evenly"),
         ({**LEARNS, "curriculum_learning": {**COURSE, "min_difficulty": 0}}, "min_difficulty is 0"),
         ({**LEARNS, "curriculum_learning": {**COURSE, "min_difficulty": 10}}, "min_difficulty is 10; .* multiple of"),
@@ -312,7 +370,10 @@ STEPS = {"warmup with a decay": {"steps": 1000}}
         (None, 4, 2, 4, (32, 4)),
         (32, None, None, 4, (32, 8)),
         (None, 4, None, 4, (16, 4)),
-        (None, None, 2, 4, (None, None)),
+        (None, None, 1, 4, (None, None)),
+        (None, "auto", 1, 4, (None, None)),
+        (32, "auto", 2, 4, (32, 4)),
+        (32, "auto", None, 4, (32, None)),
         (30, 4, None, 4, None),
         (2, None, None, 4, None),
         (32, 4, 2, 2, None),

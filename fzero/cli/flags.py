@@ -13,7 +13,7 @@ import click
 from fzero.cli.idle import Flag
 from fzero.cli.number import Number
 from fzero.core.bounds import LENGTH, MEMORY_GB, SEED, STAGE
-from fzero.core.foreign import short
+from fzero.core.foreign import environment_number, short
 
 FOLDER = click.Path(path_type=Path)
 # Options of several commands.
@@ -105,8 +105,6 @@ CONVERSATIONS = click.option(
 
 def on_ranks(config: Any, device: Any = None) -> bool:
     """Whether a run has several ranks."""
-    from fzero.core.foreign import environment_number
-
     return math.prod(config.mesh.values()) > 1 or (not config.mesh and environment_number("WORLD_SIZE", 1, 1) > 1)
 
 
@@ -257,9 +255,12 @@ def table_of(
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
     names.check_names(table)
     if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
-        from fzero.run.deepspeed import read_deepspeed, with_one_rate
+        from fzero.run.deepspeed import read_deepspeed, stretched_line, with_one_rate
 
-        table = with_one_rate(table, read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table)
+        found = read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table
+        table = with_one_rate(table, found)
+        if (line := stretched_line(flags["deepspeed"], table, found)) and environment_number("RANK", 0) == 0:
+            click.echo(line, err=True)
     return table
 
 
@@ -276,7 +277,6 @@ def beside_deepspeed(
 ) -> dict[str, Any]:
     """The table of a file of --config and of one of --deepspeed, which may not set the same; says what is ignored."""
     from fzero.core import tables
-    from fzero.core.foreign import environment_number
     from fzero.run.deepspeed import ignored_line, merged, read_deepspeed
 
     found = read_deepspeed(path, ranks_of(mesh))
@@ -289,8 +289,6 @@ def beside_deepspeed(
 
 def ranks_of(mesh: dict[str, int]) -> int:
     """The data-parallel ranks of a mesh; without one, all processes."""
-    from fzero.core.foreign import environment_number
-
     return mesh.get("dp", 1) * mesh.get("rp", 1) if mesh else environment_number("WORLD_SIZE", 1, 1)
 
 

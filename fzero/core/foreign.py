@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import functools
 import io
 import json
 import math
@@ -45,22 +46,34 @@ class Unparsable(ValueError):
     """Raised for a text that is not of the format it should be of."""
 
 
-def parse_json(text: str | bytes, name: str, *, wide: bool = False) -> dict[str, Any]:
+def parse_json(text: str | bytes, name: str, *, wide: bool = False, once: bool = False) -> dict[str, Any]:
     """Parse a JSON object; raises ValueError naming the file `name` if the text is not JSON, not an object, or beyond
     the bounds of this module. wide: whole numbers may have more than 64 bits; `expect_entries` refuses those it reads.
+    once: a key that a table has twice is refused; else its last value counts.
 
     >>> parse_json('{"a": [1, 2]}', "sizes.json")
     {'a': [1, 2]}
     """
-    table = parse_json_value(text, name, wide=wide)
+    table = parse_json_value(text, name, wide=wide, once=once)
     if not isinstance(table, dict):
         raise ValueError(f"{name}: not a JSON object, but a {type(table).__name__}")
     return table
 
 
-def parse_json_value(text: str | bytes, name: str, *, wide: bool = False) -> Any:
-    """Parse any JSON value; wide, and raises ValueError, as in `parse_json`."""
-    return _parse(text, name, "JSON", json.loads, (",", "[", "{"), wide=wide)
+def parse_json_value(text: str | bytes, name: str, *, wide: bool = False, once: bool = False) -> Any:
+    """Parse any JSON value; wide, once, and raises ValueError, as in `parse_json`."""
+    parse = functools.partial(json.loads, object_pairs_hook=_once) if once else json.loads
+    return _parse(text, name, "JSON", parse, (",", "[", "{"), wide=wide)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these keys and values; raises ValueError for a key that comes twice."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {short(key)} comes twice in one table")
+        table[key] = value
+    return table
 
 
 def json_text(value: Any, name: str, indent: int | None = None) -> str:

@@ -78,6 +78,17 @@ def with_one_rate(table: Table, found: Table) -> Table:
     return merged(table, {"optim": {"lr_rest": peak}}) if kind == "muon" else table
 
 
+def stretched_line(source: str | Path, table: Table, found: Table) -> str:
+    """The line that says that a schedule of `found` goes over other steps, those of the run's table, "" if not."""
+    total, steps = found.get("train", {}).get("steps"), table.get("train", {}).get("steps")
+    if total is None or steps in (None, total):
+        return ""
+    return (
+        f"{_name(source)}: scheduler.params.total_num_steps is {total} and the run has {steps} steps, over which the "
+        f"schedule goes now; for {total} steps of it give --steps {total}, and --stop-at to end earlier"
+    )
+
+
 def ignored_line(source: str | Path | Mapping[str, Any], found: FromDeepSpeed) -> str:
     """The line that names the keys that change nothing, "" if there is none."""
     parts = [
@@ -108,7 +119,7 @@ def read_deepspeed(source: str | Path | Mapping[str, Any], ranks: int = 1) -> Fr
     ('wall_clock_breakdown',)
     """
     name = _name(source)
-    table = dict(source) if isinstance(source, Mapping) else parse_json(read_text_file(Path(source)), name)
+    table = dict(source) if isinstance(source, Mapping) else parse_json(read_text_file(Path(source)), name, once=True)
     try:
         return _read(table, ranks)
     except ValueError as error:
@@ -131,7 +142,9 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
         elif key.what == keys.IGNORED:
             ignored.append(name)
         elif key.what == keys.REFUSED:
-            if value not in key.harmless and value != "auto":
+            if _is_off(table, name):
+                ignored.append(name)
+            elif value not in key.harmless and value != "auto":
                 raise ValueError(f"{name} is {short(value)}: {key.why}; leave it out")
         elif value == "auto":
             left.append(name)
@@ -139,9 +152,9 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
             values[name] = value
     out: Table = {}
     said = Values(values)
-    _put_batch(out, said, ranks, left)
+    _put_batch(out, said, ranks, left, ignored)
     _put_zero(out, said, ignored)
-    _put_codec(out, said)
+    _put_codec(out, said, ignored)
     _put_precision(out, said, left)
     put(out, "optim.clip", said.number("gradient_clipping", 0.0))
     if (steps := said.number("steps_per_print")) and steps != math.inf and (steps := said.whole("steps_per_print")):
@@ -155,6 +168,17 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
     return FromDeepSpeed(
         {name: value for name, value in out.items() if value != {}}, tuple(ignored), tuple(left), tuple(unknown)
     )
+
+
+def _is_off(table: Table, name: str) -> bool:
+    """Whether a table around the one of this key has an `enabled` that is not set."""
+    parents = name.split(".")[:-2] if name.endswith(".enabled") else name.split(".")[:-1]
+    switches = {key.name for key in keys.KEYS if key.name.endswith(".enabled")}
+    for depth, parent in enumerate(parents, 1):
+        table = table[parent]
+        if ".".join((*parents[:depth], "enabled")) in switches and table.get("enabled") in (None, False):
+            return True
+    return False
 
 
 def _key_of(name: str, value: Any) -> keys.Key | None:
@@ -186,15 +210,21 @@ def _nearest_key(name: str) -> str:
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _put_batch(out: Table, said: Values, ranks: int, left: Sequence[str]) -> None:
+def _put_batch(out: Table, said: Values, ranks: int, left: Sequence[str], ignored: list[str]) -> None:
     batch, micro, times = (said.whole(name) for name in BATCH)
     for name, value in zip(BATCH, (batch, micro, times)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     if (batch, micro) == (None, None):
-        return  # accumulation alone says nothing of a batch
+        if times is not None and times > 1:
+            raise ValueError(
+                f"{BATCH[2]} is {times} of a micro-batch that is not given; give {BATCH[1]}, or leave it out and give "
+                "--batch and --micro-batch"
+            )
+        ignored += [f"{BATCH[2]} (of a batch that is not given)"] * (times is not None)
+        return
     if micro is None:
-        if BATCH[1] in left:  # the micro-batch is fzero's own
+        if BATCH[1] in left and times is None:  # the micro-batch is fzero's own
             put(out, "train.batch", batch)
             return
         micro = batch // (ranks * (times or 1))
@@ -246,8 +276,12 @@ def _put_zero(out: Table, said: Values, ignored: list[str]) -> None:
         put(out, "nvme.folder", folders.pop())
 
 
-def _put_codec(out: Table, said: Values) -> None:
+def _put_codec(out: Table, said: Values, ignored: list[str]) -> None:
     zero = said.below(keys.ZERO)
+    flags = [name for name in ("zero_quantized_weights", "zero_quantized_gradients") if zero.flag(name)]
+    if out["zero"] != 3:
+        ignored += [f"{keys.ZERO}.{name} (it is of stage 3 alone, and the stage is {out['zero']})" for name in flags]
+        return
     parts = ["params=int8"] if zero.flag("zero_quantized_weights") else []
     if zero.flag("zero_quantized_gradients"):
         parts.append("grads=int4")

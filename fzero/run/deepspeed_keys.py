@@ -234,10 +234,15 @@ KEYS: tuple[Key, ...] = (
     *_ignored("their table is not enabled", "amp.*"),
     *_refused("give the batch that it would choose", "elasticity.enabled"),
     *_refused("use `fzero plan --search`", "autotuning.enabled"),
-    *_refused(
-        "use data.curriculum, data.seq_len_warmup, train.random_ltd, or data.packing=buckets with optim.lr_scaling",
-        "data_efficiency.enabled",
+    *_ignored(
+        "its tables count where it is enabled, and so do theirs",
+        *(f"data_efficiency.{name}enabled" for name in ("", "data_sampling.", "data_routing.")),
     ),
+    *_refused("use data.curriculum", "data_efficiency.data_sampling.curriculum_learning.enabled"),
+    *_refused(
+        "use data.packing=buckets with optim.lr_scaling", "data_efficiency.data_sampling.dynamic_batching.enabled"
+    ),
+    *_refused("use train.random_ltd", "data_efficiency.data_routing.random_ltd.enabled"),
     *_refused(
         "fzero has no such training",
         "eigenvalue.enabled",

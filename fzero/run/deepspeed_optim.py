@@ -62,6 +62,8 @@ def _of_kind(kind: str, params: Values) -> Table:
             "max_ratio": float(params.number("max_coeff", 10)),
         }
     if (steps := params.whole("freeze_step")) is not None:
+        if steps < 1:
+            raise ValueError(f"optimizer.params.freeze_step is {steps}; it must be at least 1")
         found["freeze_steps"] = steps
     if (steps := params.whole("var_freeze_step")) is not None:  # without it no run of DeepSpeed's gets to local steps
         found["freeze_steps"] = steps

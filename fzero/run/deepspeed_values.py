@@ -17,7 +17,8 @@ class Values(NamedTuple):
         """The value, of one of these types; raises ValueError for another."""
         value = self.of.get(name, default)
         if value is not default and type(value) not in kinds:
-            raise ValueError(f"{name} is {short(value)}; it must be {' or '.join(NAMES[kind] for kind in kinds)}")
+            allowed = " or ".join(dict.fromkeys(NAMES[kind] for kind in kinds))
+            raise ValueError(f"{name} is {short(value)}; it must be {allowed}")
         return value
 
     def number(self, name: str, default: Any = None) -> Any:
