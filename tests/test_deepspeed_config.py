@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from deepspeed_published import COURSE, CYCLE, PUBLISHED
 
 import fzero
-from fzero.cli.main import main
+from fzero.cli.main import cli
 from fzero.core import pytree
 from fzero.core.precision import LossScale, init_scaler, update_scaler
 from fzero.core.tables import flat, put

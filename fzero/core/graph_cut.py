@@ -14,14 +14,16 @@ import inspect
 import linecache
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
 
 from fzero.core import pytree
 from fzero.core.torch_private import (
@@ -46,20 +48,68 @@ NO_KEY = (
 )
 
 
+class Hooked(ValueError):
+    """Raised for a hook on a tensor of a program that becomes a graph, which would lose it; names its line."""
+
+
+class Asked(TorchFunctionMode):
+    """While it is entered, raises Impure where a program asks for gradients by a graph of operators, which it has not
+    where torch.func takes them. recorded: the program becomes a graph, and a hook on a tensor raises Hooked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, Tensor.backward) and not is_called_by_torch():
+            raise Impure(
+                f"{current_line()}: torch.autograd in a loss, whose gradients torch.func takes, so that there is no "
+                "graph to go back through; use torch.func.grad, vjp or jacrev, as in vmap(grad(f))(x)"
+            )
+        if func is Tensor.register_hook and self.recorded:
+            raise Hooked(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
+        return func(*args, **(kwargs or {}))
+
+
+def is_called_by_torch() -> bool:
+    """Whether the function of torch that runs now was called by torch itself."""
+    for frame, _ in traceback.walk_stack(None):
+        code = frame.f_code
+        if not code.co_filename.startswith(OURS):
+            return False
+        if code.co_name not in WAYS_IN:
+            return True
+    return False
+
+
+# Of the function itself, and of modes around it.
+WAYS_IN = ("is_called_by_torch", "__torch_function__", "handle_torch_function", "grad", "backward")
+
+
 class Watch(TorchDispatchMode):
-    """While it is entered, raises Impure for operators that draw random numbers or write into one of `kept`, and for
-    those whose gradient or result depends on what else is in a batch.
+    """While it is entered, raises Impure for operators that draw random numbers or write into one of `kept`, for
+    those whose gradient or result depends on what else is in a batch, and for what `Asked` refuses.
 
     kept: what is not the program's own, by name. recorded: the operators become a graph, which has no regions without
     gradients, so these are refused too where a gradient would be lost. why: what is wrong with random numbers.
+    originals: tensors, by name, in whose place the program is given others, and which it may not read.
     communicates: whether an operator was called that other ranks must call too.
     """
 
     communicates = False
 
-    def __init__(self, kept: dict[str, Tensor], *, recorded: bool = False, why: str = NO_KEY):
+    def __init__(
+        self,
+        kept: dict[str, Tensor],
+        *,
+        recorded: bool = False,
+        why: str = NO_KEY,
+        originals: Mapping[str, Tensor] = MappingProxyType({}),
+    ):
         super().__init__()
+        self.asked = Asked()
         self.recorded, self.why = recorded, why
+        self.originals = {storage_of(tensor): name for name, tensor in originals.items()}
         self.kept: dict[int, str] = {}
         for name, tensor in kept.items():
             self.keep(name, tensor)
@@ -70,12 +120,27 @@ class Watch(TorchDispatchMode):
         if storage is not None:
             self.kept.setdefault(storage, name)
 
+    @property
+    def recorded(self) -> bool:
+        """Whether the operators become a graph."""
+        return self.asked.recorded
+
+    @recorded.setter
+    def recorded(self, value: bool) -> None:
+        self.asked.recorded = value
+
+    def __enter__(self) -> Watch:
+        self.asked.__enter__()
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.expect_given(args, kwargs)
         arguments = func._schema.arguments
         self.communicates |= func.namespace in TALKING or any(arg.name == "communicator" for arg in arguments)
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
         rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in arguments) else 1.0)
+        rate = 0.0 if named.get("training", True) is False else rate  # rrelu's in an evaluation, say
         if torch.Tag.nondeterministic_seeded in func.tags and rate:
             raise Impure(f"{current_line()}: draws random numbers ({func}), {self.why}")
         if named.get("scale_grad_by_freq"):
@@ -101,12 +166,25 @@ class Watch(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, where: Any) -> Any:
         super().__exit__(kind, error, where)
+        self.asked.__exit__(kind, error, where)
         if kind is RuntimeError and "setup_context staticmethod" in str(error):
             raise Impure(
                 "the loss calls a torch.autograd.Function without setup_context, and torch.func cannot go through it; "
                 "give your own one setup_context (docs.pytorch.org, extending.func), and hand in by the batch what one "
                 "of PyTorch draws, such as torch.distributions.Dirichlet"
             ) from None
+
+    def expect_given(self, args: Any, kwargs: Any) -> None:
+        """Raise Impure if an operator reads a tensor in whose place the program is given another one."""
+        leaves = pytree.leaves((args, kwargs)) if self.originals else []
+        for leaf in leaves:
+            name = self.originals.get(storage_of(leaf)) if isinstance(leaf, Tensor) else None
+            if name is not None:
+                raise Impure(
+                    f"{current_line()}: reads {name} of the module itself, which keeps the values that it began with "
+                    "and has no gradient here; have its forward pass return what the loss needs of it, and call it by "
+                    "`call`"
+                )
 
     def expect_own(self, leaf: Any, func: Any) -> None:
         """Raise Impure if an operator writes into a kept tensor."""

@@ -39,10 +39,13 @@ LOOKS = frozenset(1 << i for i in range(7))  # the calls that are made twice
 
 
 class PureCalls:
-    """Calls of one function. module: one whose forward pass it calls, and of which no state may be carried on."""
+    """Calls of one function. module: one whose forward pass it calls, and of which no state may be carried on.
+    originals: finds the tensors, by name, in whose place the function is given others."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        self.module = module
+    def __init__(
+        self, module: nn.Module | None = None, originals: Callable[[], Mapping[str, Tensor]] = lambda: {}
+    ) -> None:
+        self.module, self.originals = module, originals
         self.known: dict[Any, bool] = {}  # by the shapes of a call that was watched: whether it may draw
         self.number = 0  # calls so far, but for those that are traced or recorded
 
@@ -69,7 +72,7 @@ class PureCalls:
             with draws if self.known[shapes] else contextlib.nullcontext():
                 return f()
         belongings = find_belongings()
-        with expect_no_seed(), draws, Watch({**belongings.tensors, **given}) as watch:
+        with expect_no_seed(), draws, Watch(belongings.tensors | dict(given), originals=self.originals()) as watch:
             if self.module is not None and not traced:
                 out = self.call_module(f, given, draws, belongings)
             else:

@@ -49,14 +49,16 @@ def from_module(
     parameters that require no gradient are frozen; floating arguments of `call`, and buffers that a state_dict has,
     are of the dtype of the computation, and other buffers keep theirs; a model of transformers is
     called without its cache of keys and values (`config.use_cache`). The module itself is not changed. Its weights are
-    held for init_state: `model._replace(start={})` lets them go. Tables that its code makes while it runs are made by
+    held for init_state: `model._replace(start={})` lets them go. What is changed in it later, attributes, buffers and
+    `requires_grad`, changes nothing here. Tables that its code makes while it runs are made by
     a call of a copy on the example, or in the first step with a batch of new shapes, and are constants; what it records
     in its attributes is in the copy.
 
     Raises TypeError for what is no module, and ValueError for `layers` that are not alike, a rule of tp that finds
     nothing, weights on the meta device, parameters that are not floating-point, batch normalisation in train mode, an
     attribute with tensors in it that cannot be copied, and, with the line or the name, for what a pure function cannot
-    do: random numbers that no key makes, parameters, buffers and inputs that are written (`max_norm`), state that its
+    do: random numbers that no key makes, torch.autograd.grad, a read of the module's own parameters beside `call`, a
+    hook on a parameter, parameters, buffers and inputs that are written (`max_norm`), state that its
     results depend on and that goes from call to call, `scale_grad_by_freq`. Without `batch` these are found in the
     first step.
 
@@ -161,6 +163,11 @@ def expect_trainable(module: nn.Module) -> None:
     for name, leaf in module.named_parameters():
         if isinstance(leaf, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape yet; call the module once on a batch, which makes its parameters")
+        if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has a hook on its gradient, which no pure function calls: remove it (handle.remove()), and "
+                "scale or mask gradients by an optimizer, such as optim.chain(your transformation, optim.adamw(...))"
+            )
         if not leaf.is_floating_point():
             raise ValueError(f"{name} is {leaf.dtype}; a parameter is floating-point: make it a buffer")
     if not any(leaf.requires_grad for leaf in module.parameters()):

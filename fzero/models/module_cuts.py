@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from inspect import unwrap
 from itertools import combinations
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fzero.core import graph_cut, pytree
+from fzero.core.readings import names_in
 from fzero.models.base import Ctx
 from fzero.models.module_calls import (
     Cuts,
@@ -198,12 +199,6 @@ def read_by(kind: type) -> set[str]:
     own = [one for one in kind.__mro__ if one not in nn.Module.__mro__]
     methods = [f for one in own for name, f in vars(one).items() if name != "__init__"]
     return {name for f in methods if isinstance(f, FunctionType) for name in names_in(unwrap(f).__code__)}
-
-
-def names_in(code: CodeType) -> set[str]:
-    """The names of attributes and globals that code uses, with what is defined within it."""
-    within = (names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*within)
 
 
 class Origins(TorchFunctionMode):

@@ -6,9 +6,11 @@ import contextlib
 import functools
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor, nn
 
 from fzero.core import graph_cut, pytree
 from fzero.core.arguments import expect_kind
-from fzero.core.belongings import Changed, expect_unchanged
+from fzero.core.belongings import Changed, expect_unchanged, methods
 from fzero.core.draws import is_drawing, seeded
 from fzero.core.graph_cut import Watch
 from fzero.core.pytree import Tree
+from fzero.core.readings import Readings
 from fzero.core.snapshot import Snapshot
 from fzero.core.stack import Blocks
 from fzero.core.surroundings import random_states_kept
@@ -84,7 +87,7 @@ class Layered:
     """
 
     def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str], found: bool):
-        self.stacks, self.loss = stacks, loss
+        self.stacks, self.loss, self.originals = stacks, loss, trained_of(module)
         self.skeleton = without_memory(module)
         self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
         self.draws = any(one.training for one in module.modules())  # unless an example says that nothing does
@@ -103,6 +106,7 @@ class Layered:
         self.name = type(module).__name__
         self.splits: list[Split] = []
         self.known: dict[Any, int] = {}  # signature of a batch -> number of its Split
+        self.readings: dict[int, Readings] = {}  # what a Split has as constants
         self.rehearsed: set[Any] = set()  # the signatures for which the module was called with real tensors
         self.strict = False  # whether a trace is of a module that was not
         self.places = {name: f"embed/{slashed(name)}" for name in self.parameters}
@@ -334,6 +338,13 @@ class Layered:
         named = pytree.named_leaves(batch)
         facts = tuple((name, tuple(leaf.shape), leaf.dtype, leaf.device) for name, leaf in named.items())
         signature = (pytree.flatten(batch)[1], facts, ctx.dtype, isinstance(ctx.key, tuple))
+        if signature in self.known and (name := self.readings[self.known[signature]].changed()):
+            if signature in self.rehearsed:
+                raise graph_cut.Impure(
+                    f"{name} has another value than when the loss function was traced, which has it as a constant; "
+                    "hand it in by the batch, a row for each sample"
+                )
+            del self.known[signature]
         if signature in self.known and signature in self.rehearsed:
             return self.known[signature]
         values, rows = values_of(batch), expect_batch(batch)
@@ -343,15 +354,31 @@ class Layered:
             rehearsal = None if values is None else self.rehearse(values, ctx, rows)
             if signature not in self.known:
                 self.strict = rehearsal is None
-                run = self.trace(batch, ctx, rows)
+                run = self.trace(batch, ctx)
                 self.expect_places(run)
                 self.splits.append(run)
+                self.readings[len(self.splits) - 1] = self.read()
             number = self.known.get(signature, len(self.splits) - 1)
             if rehearsal is not None:
                 rehearsal.expect_parts(rehearsal.expect_pure(), number)
             self.rehearsed |= set() if values is None else {signature}
         self.known[signature] = number
         return number
+
+    def read(self) -> Readings:
+        """What the loss function, and the module outside of its layers, read of variables."""
+        within = {
+            method
+            for some in self.templates.values()
+            for layer in some
+            for one in layer.modules()
+            for method in methods(one)
+        }
+        layers = {name for some in self.stacks.values() for name in some.names}
+        outside = [
+            one for name, one in self.skeleton.named_modules() if not (layer_of(self.stacks, name) or name in layers)
+        ]
+        return Readings([self.loss, *(MethodType(type(one).forward, one) for one in outside)], within)
 
     def rehearse(self, batch: Batch, ctx: Ctx, rows: int) -> Rehearsal | None:
         """Calls of the module, after the first one, in which it makes what it makes once; None where its code does not
@@ -368,7 +395,7 @@ class Layered:
             return None
         return rehearsal
 
-    def trace(self, batch: Batch, ctx: Ctx, rows: int) -> Split:
+    def trace(self, batch: Batch, ctx: Ctx) -> Split:
         """The Split for batches of these shapes; what the trace leaves in variables is taken out of them."""
         named, device = pytree.named_leaves(batch), pytree.leaves(batch)[0].device
         parameters = blank(self.parameters, device, ctx.dtype)
@@ -376,7 +403,7 @@ class Layered:
         key = () if isinstance(ctx.key, tuple) else torch.zeros(2, dtype=torch.int64, device=device)
         shapes = pytree.from_named(blank(named, device), batch)
         like = inputs_of(parameters, buffers, shapes, Ctx(key=key))
-        inputs = self.skeleton, self.stacks, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), rows
+        inputs = self.skeleton, self.stacks, self.loss, self.check, batch, like, Ctx(dtype=ctx.dtype), self.originals()
         with self.kept():
             if not self.strict:
                 return split(*inputs)
@@ -437,9 +464,17 @@ class Layered:
                     )
 
 
+def trained_of(module: nn.Module) -> Callable[[], dict[str, Tensor]]:
+    """What finds the trained parameters of a module by name, as long as it lives."""
+    found = {name: weakref.ref(leaf) for name, leaf in module.named_parameters() if leaf.requires_grad}
+    return lambda: {name: leaf for name, one in found.items() if (leaf := one()) is not None}
+
+
 def expect_batch(batch: Any) -> int:
     """The samples in a batch; raises TypeError or ValueError for what is no dict of tensors with as many rows."""
     expect_kind("the batch of a model made from a module", batch, Mapping, 'write {"x": x, "y": y}')
+    for name, leaf in pytree.named_leaves(batch).items():
+        expect_kind(f"the batch's {name}", leaf, Tensor, "a batch is a dict of tensors, a row for each sample")
     rows = {name: leaf.shape[0] if leaf.dim() else 0 for name, leaf in pytree.named_leaves(batch).items()}
     if len(set(rows.values())) != 1 or not all(rows.values()):
         raise ValueError(f"the first dim of each tensor of a batch counts the samples; they have {rows}")

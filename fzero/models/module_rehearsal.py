@@ -44,6 +44,7 @@ class LayeredModule(Protocol):
     stacked: dict[str, Constants]
 
     def snapshot(self) -> Snapshot: ...
+    def originals(self) -> dict[str, Tensor]: ...
     def leaves_of(self, kind: Kind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Any: ...
     def call_layer(
         self, kind: Kind, leaves: Any, args: Any, kwargs: Any, ctx: Ctx, rows: int, ask: bool = False
@@ -98,12 +99,16 @@ class Rehearsal:
             module = self.layered.skeleton.get_submodule(name)
             forward = [partial(self.template, kind, number)] if first else []
             layers.append((module, "forward", partial(self.layer, [*forward, module.forward], kind, number, runs)))
-        given, watch = [*state.values(), *pytree.leaves(self.batch)], Watch(self.leaves())
+        given, watch = [*state.values(), *pytree.leaves(self.batch)], self.watch()
         with watch, torch.no_grad(), calling(self.ctx, self.rows, draws=draws_of), wide_sums(given), replaced(layers):
             call = function_of(self.layered.skeleton, state, self.ctx.dtype)
             with expect_data({f"the module's {name}": x for name, x in state.items()}):
                 out = self.layered.loss(call, pytree.map(torch.clone, self.batch))
         return [*runs.entered.values(), *pytree.leaves(out)]
+
+    def watch(self) -> Watch:
+        """What refuses that a call writes into parameters and buffers, or reads those of the module itself."""
+        return Watch(self.leaves(), originals=self.layered.originals())
 
     def leaves(self) -> dict[str, Tensor]:
         """The parameters and buffers, by the names that errors have."""

@@ -215,16 +215,16 @@ def split(
     batch: Any,
     inputs: Inputs,
     ctx: Ctx,
-    rows: int,
+    originals: Mapping[str, Tensor],
 ) -> Split:
     """The Split of `loss(call, batch)` for a batch of these shapes.
 
     skeleton: a copy of the module. check: runs a layer on fake tensors. inputs: tensors of the right shapes and dtypes.
-    ctx: of one process. Raises CannotSplit with the reason if the layers are not called as a stack is, or the program
-    needs values; ValueError for what it may not do.
+    ctx: of one process. originals: the trained parameters of the module itself, by name. Raises CannotSplit with the
+    reason if the layers are not called as a stack is, or the program needs values; ValueError for what it may not do.
     """
     names, constants = list(inputs), Belongings.of_module("the module", skeleton).constants()
-    batch_def, found = pytree.flatten(batch)[1], {}
+    batch_def, found, rows = pytree.flatten(batch)[1], {}, pytree.leaves(batch)[0].shape[0]
 
     def run(*tensors: Tensor) -> list[Tensor]:
         now = dict(zip(names, tensors))
@@ -232,7 +232,8 @@ def split(
         state = {
             name.split(" ", 1)[1]: leaf for name, leaf in now.items() if name.startswith(("parameter ", "buffer "))
         }
-        watch = Watch({f"the {name}": leaf for name, leaf in now.items()}, recorded=True)
+        given = {f"the {name}": leaf for name, leaf in now.items()}
+        watch = Watch(given, recorded=True, originals=originals)
         recorder = Recorder(stacks, check, watch)
         here = ctx._replace(key=now.get("key", ()), first=now.get("first", 0))
         for name, tensor in constants.items():
@@ -276,6 +277,8 @@ def traced(run: Callable[..., list[Tensor]], like: list[Tensor], trained: list[b
         return graph_cut.trace(run, like, trained)
     except (CannotSplit, graph_cut.Impure):
         raise
+    except graph_cut.Hooked as error:
+        raise CannotSplit(str(error)) from None
     except Exception as error:  # whatever the module's own code raises without values
         at, text = graph_cut.line(error), str(error).strip().split("\n")[0]
         raise CannotSplit(f"{at or 'the module'}: without values it raises {type(error).__name__}: {text}") from error

@@ -26,6 +26,7 @@ from fzero.models.module_functions import (
     init,
     no_logits,
     slashed,
+    trained_of,
 )
 from fzero.models.module_layers import without_memory
 from fzero.models.module_split import LossOf, function_of
@@ -40,7 +41,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
     buffers = Constants(values, module.state_dict(keep_vars=True))
     parameters = dict(body.named_parameters())
     start = {f"head/{slashed(n)}": Start((weights(n),), tuple(leaf.shape), False) for n, leaf in parameters.items()}
-    shapes, calls = {name: one.shape for name, one in start.items()}, PureCalls(body)
+    shapes, calls = {name: one.shape for name, one in start.items()}, PureCalls(body, trained_of(module))
 
     def prepare(batch: Batch, ctx: Ctx) -> int:
         return expect_batch(batch)
