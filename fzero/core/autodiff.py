@@ -228,10 +228,11 @@ def remat(f: Callable[..., R]) -> Callable[..., R]:
 
     f: a pure function of trees of tensors, of any shapes and dtypes, that returns a tree. Values and gradients have the
     same bits as those of `f`. Composes with torch.func.grad, vjp, jvp and vmap, and with .backward(). What f reads
-    beside its arguments is put back where it runs again: random numbers, those of a torch.Generator that it holds too,
-    autocast and the default dtype.
+    beside its arguments is put back where it runs again: random numbers, those of generators of torch, Python and numpy
+    that it reaches too, autocast and the default dtype.
 
-    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument; and, where it is
+    Raises ValueError if `f` closes over a tensor that is differentiated: pass it as an argument; if it changes a
+    variable that its result depends on (a count, an iterator, an average), in one of its first calls; and, where it is
     compiled or traced, if it draws random numbers by torch's generators.
 
     >>> f = remat(lambda p, x: torch.tanh(x @ p["w"]).sum())
@@ -253,7 +254,7 @@ def remat(f: Callable[..., R]) -> Callable[..., R]:
             out_def[:] = [out_treedef]
             return tuple(out)
 
-        out = _Remat.apply(Rerun(_of(run, flat, at), generators_in(f, *flat)), *(flat[i] for i in at))
+        out = _Remat.apply(Rerun(_of(run, flat, at), f, generators_in(f, *flat)), *(flat[i] for i in at))
         return pytree.unflatten(out, out_def[0])
 
     return remat_f

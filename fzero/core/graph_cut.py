@@ -137,7 +137,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self.expect_given(args, kwargs)
         arguments = func._schema.arguments
-        self.communicates |= func.namespace in TALKING or any(arg.name == "communicator" for arg in arguments)
+        self.communicates |= is_collective(func)
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
         rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in arguments) else 1.0)
         rate = 0.0 if named.get("training", True) is False else rate  # rrelu's in an evaluation, say
@@ -191,6 +191,21 @@ class Watch(TorchDispatchMode):
         name = self.kept.get(storage_of(leaf) or 0) if isinstance(leaf, Tensor) else None
         if name is not None:
             raise Impure(f"{current_line()}: {func} writes into {name} in place; make a new tensor, as in x = x + y")
+
+
+class Collectives(TorchDispatchMode):
+    """While it is entered, notes whether an operator is called that other ranks must call too."""
+
+    called = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called |= is_collective(func)
+        return func(*args, **(kwargs or {}))
+
+
+def is_collective(func: Any) -> bool:
+    """Whether other ranks must call an operator too."""
+    return func.namespace in TALKING or any(arg.name == "communicator" for arg in func._schema.arguments)
 
 
 TALKING = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")  # torch.distributed's operators

@@ -22,7 +22,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
 from fzero.core.graph_cut import is_foreign
 from fzero.core.pytree import Tree
-from fzero.core.surroundings import Surroundings, first_run
+from fzero.core.surroundings import Surroundings, first_run, generators_in, look_at
 from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
@@ -68,7 +68,7 @@ def stack(
     shapes. first: the layers of other stacks before this one.
 
     Raises ValueError if the leaves of `layers` disagree in L, if `block` closes over a tensor that is differentiated,
-    or if a tensor in `ctx` requires a gradient.
+    if it changes a variable that its result depends on and is recomputed, or if a tensor in `ctx` requires a gradient.
 
     >>> from typing import NamedTuple
     >>> class Ctx(NamedTuple):
@@ -89,8 +89,12 @@ def stack(
         raise ValueError("a tensor in the ctx of a stack is to be differentiated; pass it in x")
     structure = layer_def, x_def, ctx_def, static
     pairs = tuple(part_pair("block", one, structure, compiled, remat.budget)[0] for one in in_turn(block))
-    seen = [] if any(map(is_foreign, in_turn(block))) else None
-    run = LayerLoop(pairs, depth(layers), remat.every, first=first, seen=seen)
+    seen, generators = None, []
+    if any(map(is_foreign, in_turn(block))):
+        seen, generators = [], [one for f in in_turn(block) for one in generators_in(f)]
+        for i, f in enumerate(in_turn(block)[: depth(layers)] if remat.every else ()):
+            look_at(f, lambda i=i, f=f: reference(f, pytree.map(lambda x: x[i : i + 1], layers), x, ctx), generators)
+    run = LayerLoop(pairs, depth(layers), remat.every, first=first, seen=seen, generators=tuple(generators))
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)
     if needs_grad(*tensors):
@@ -185,6 +189,7 @@ class LayerLoop:
     first: int = 0  # the number of its first layer among those of all stacks
     # What somebody's layers read beside their inputs, where each segment begins; None: they are ours, and read nothing.
     seen: list[Surroundings] | None = None
+    generators: tuple[Any, ...] = ()  # of random numbers, that these layers hold
     owed: deque[Owed] = field(default_factory=deque)  # what each layer's gradients by weights need, last layer first
 
     def pair(self, i: int) -> VjpPair:
@@ -215,6 +220,10 @@ class LayerLoop:
                 del params, residuals
         return list(x)
 
+    def now(self) -> Surroundings:
+        """What a layer that begins here reads beside its inputs."""
+        return Surroundings.now(self.generators)
+
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[Callable[[int], None]]:
         """Within it, a forward pass: it gives what notes the surroundings of a layer that begins a segment, and of a
@@ -227,8 +236,8 @@ class LayerLoop:
             yield lambda i: None
         else:
             with first_run():
-                yield lambda i: None if i and (not self.every or i % self.every) else seen.append(Surroundings.now())
-            first = seen[0].without_unmoved() if seen else None
+                yield lambda i: None if i and (not self.every or i % self.every) else seen.append(self.now())
+            first = seen[0].without_unmoved(self.generators) if seen else None
             if first is not None and first.random is None:
                 seen[:] = [one._replace(random=None) for one in seen]
 

@@ -8,19 +8,24 @@ dtype.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from fzero.core import gpu, pytree
+from fzero.core.belongings import Belongings, is_generator, unlike
 from fzero.core.draws import CURRENT, Draws
-from fzero.core.graph_cut import Watch
+from fzero.core.graph_cut import Collectives, Impure, Watch, is_foreign
+from fzero.core.pure_calls import same_values, values_of
 from fzero.core.torch_private import get_current_dispatch_mode
 
+R = TypeVar("R")
 DEVICES = ("cpu", "cuda")
 ANEW = "which a compiled or traced program draws anew where it recomputes them; hand them in as an argument"
 
@@ -28,34 +33,35 @@ ANEW = "which a compiled or traced program draws anew where it recomputes them; 
 class RandomState(NamedTuple):
     """The states of generators of random numbers."""
 
-    generators: list[tuple[torch.Generator, Tensor]]
-    python: Any
-    numpy: Any
+    generators: list[tuple[Any, Any]]
 
     @classmethod
-    def now(cls, generators: Sequence[torch.Generator] = ()) -> RandomState:
-        """The states of torch's generators and of these, of Python's and of numpy's."""
-        known = [torch.default_generator, *gpu.generators()]
+    def now(cls, generators: Sequence[Any] = ()) -> RandomState:
+        """The states of torch's generators, of Python's and of numpy's, and of these."""
         numpy = sys.modules.get("numpy.random")
-        states = [(one, one.get_state()) for one in (*known, *generators)]
-        return cls(states, random.getstate(), numpy and numpy.get_state())
+        known = [torch.default_generator, *gpu.generators(), random, *([numpy] if numpy else ())]
+        return cls([(one, copy_state(one)) for one in (*known, *generators)])
 
     def set(self) -> None:
         """Put the states back."""
         for one, state in self.generators:
-            one.set_state(state)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+            if hasattr(one, "set_state"):
+                one.set_state(state)
+            elif hasattr(one, "setstate"):
+                one.setstate(state)
+            else:
+                one.bit_generator.state = state
 
     def equals(self, other: RandomState) -> bool:
         """Whether nothing was drawn between the two."""
-        pairs = zip(self.generators, other.generators)
-        return (
-            all(bool((a == b).all()) for (_, a), (_, b) in pairs)
-            and self.python == other.python
-            and (self.numpy is None or all(map(equal, self.numpy, other.numpy)))
-        )
+        return all(equal(a, b) for (_, a), (_, b) in zip(self.generators, other.generators))
+
+
+def copy_state(generator: Any) -> Any:
+    """The state of a generator: one of torch's, Python's or numpy's, or one of the last two themselves."""
+    if hasattr(generator, "get_state"):
+        return generator.get_state()
+    return generator.getstate() if hasattr(generator, "getstate") else generator.bit_generator.state
 
 
 @contextlib.contextmanager
@@ -69,7 +75,11 @@ def random_states_kept() -> Iterator[None]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values, or arrays of them, are equal."""
+    """Whether two states, with arrays in them, are equal."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b) if not hasattr(a, "all") else bool((a == b).all())
 
 
@@ -88,13 +98,13 @@ class Surroundings(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def now(cls, generators: Sequence[torch.Generator] = ()) -> Surroundings:
+    def now(cls, generators: Sequence[Any] = ()) -> Surroundings:
         """What a program reads that begins here."""
         draws = CURRENT.get()
         number = None if draws is None else (draws, draws.number)
         return cls(RandomState.now(generators), number, cast_now(), torch.get_default_dtype())
 
-    def without_unmoved(self, generators: Sequence[torch.Generator] = ()) -> Surroundings:
+    def without_unmoved(self, generators: Sequence[Any] = ()) -> Surroundings:
         """The same, without random states if nothing was drawn since."""
         assert self.random is not None
         return self._replace(random=None) if self.random.equals(RandomState.now(generators)) else self
@@ -121,15 +131,48 @@ class Surroundings(NamedTuple):
                     before.set()
 
 
-def generators_in(*values: Any) -> list[torch.Generator]:
-    """The generators that a function's arguments, or what it closes over, hold."""
-    found: list[torch.Generator] = []
-    for value in values:
-        code = getattr(value, "__code__", None)
-        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell_is_full(cell)]
-        names = [value.__globals__[name] for name in code.co_names if name in value.__globals__] if code else []
-        found += [x for x in pytree.leaves([value, *cells, *names]) if isinstance(x, torch.Generator)]
-    return list({id(one): one for one in found}.values())
+def generators_in(f: Any, *arguments: Any) -> list[Any]:
+    """The generators that a function, what it calls, or its arguments hold."""
+    given = [x for x in pytree.leaves(arguments) if is_generator(x)]
+    found = [*given, *(Belongings.by(f).generators.values() if is_foreign(f) else ())]
+    return list({id(one): one for one in found if not isinstance(one, random.SystemRandom)}.values())
+
+
+LOOKS: Counter[Any] = Counter()  # calls of somebody's functions that are recomputed, by their code
+MOST_LOOKS = 4
+
+
+def look_at(f: Any, run: Callable[[], Any], generators: Sequence[Any]) -> None:
+    """Call `run`, which calls f, as `expect_repeatable` does, and leave no draw behind."""
+    before = Surroundings.now(generators)
+    with torch.no_grad():
+        expect_repeatable(f, run, before)
+    assert before.random is not None
+    before.random.set()
+    if before.draws is not None:
+        before.draws[0].number = before.draws[1]
+
+
+def is_looked_at(f: Any) -> bool:
+    """Whether a function is somebody's, and this is one of its first calls."""
+    codes = codes_of(f)
+    if not codes or not is_foreign(f) or LOOKS[codes] >= MOST_LOOKS or is_traced():
+        return False
+    LOOKS[codes] += 1
+    return True
+
+
+def is_traced() -> bool:
+    """Whether a mode around may record operators."""
+    mode = get_current_dispatch_mode()
+    return mode is not None and not isinstance(mode, Collectives)
+
+
+def codes_of(f: Any) -> tuple[CodeType, ...]:
+    """The code of a function, and of those that it closes over."""
+    f = inspect.unwrap(f)
+    cells = [cell.cell_contents for cell in getattr(f, "__closure__", None) or () if cell_is_full(cell)]
+    return tuple(one.__code__ for one in (f, *cells) if isinstance(one, FunctionType))
 
 
 def cell_is_full(cell: Any) -> bool:
@@ -140,11 +183,36 @@ def cell_is_full(cell: Any) -> bool:
         return False
 
 
+def expect_repeatable(f: Any, run: Callable[[], R], before: Surroundings) -> R:
+    """What `run` returns, which calls f; raises Impure if a second call gives other values, as a recomputation would:
+    of a count, an iterator, an average, a clock. The first calls of f are made twice. before: the surroundings here.
+
+    A function with collectives is not called twice: other ranks would wait for it."""
+    if not is_looked_at(f):
+        return run()
+    belongings = Belongings.by(f)
+    marks = belongings.marks()
+    with Collectives() as collectives:
+        out = run()
+    if not collectives.called:
+        changed = unlike(marks, belongings.marks())
+        with before.again(), torch.no_grad():
+            again = values_of(run())
+        first = values_of(out)
+        if len(first) != len(again) or not all(same_values(x, y, False) for x, y in zip(first, again)):
+            why = f"changes {changed} and depends on it" if changed else "depends on a clock, or on what it changes"
+            raise Impure(
+                f"a function that is recomputed {why}, so that it would compute something else the second time; hand "
+                "in what changes as an argument"
+            )
+    return out
+
+
 class Rerun:
     """A function whose calls after the first one see what the first one saw beside its arguments."""
 
-    def __init__(self, run: Callable[..., Any], generators: Sequence[torch.Generator] = ()):
-        self.run, self.generators = run, generators
+    def __init__(self, run: Callable[..., Any], f: Any, generators: Sequence[Any] = ()):
+        self.run, self.f, self.generators = run, f, generators
         self.first: Surroundings | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -153,7 +221,7 @@ class Rerun:
                 return self.run(*args)
         before = Surroundings.now(self.generators)
         with first_run():
-            out = self.run(*args)
+            out = expect_repeatable(self.f, lambda: self.run(*args), before)
         self.first = before.without_unmoved(self.generators)
         return out
 
@@ -163,7 +231,7 @@ def first_run() -> Iterator[None]:
     """A mode that refuses draws by torch's generators where operators are recorded, as no state of theirs is; and the
     draws by a key that are on, which torch leaves where it calls an autograd.Function under its transforms.
     """
-    draws, traced = CURRENT.get(), get_current_dispatch_mode() is not None
+    draws, traced = CURRENT.get(), is_traced()
     with contextlib.nullcontext() if draws is None else draws.entered_again(), contextlib.ExitStack() as stack:
         if traced and draws is None:
             stack.enter_context(Watch({}, why=ANEW))
