@@ -256,7 +256,7 @@ def test_another_number_of_steps_than_the_schedules_is_said(tmp_path):
     file.write_text(json.dumps({"scheduler": scheduler}))
     for steps, is_said in ((20, True), (47, False)):
         result = CliRunner().invoke(
-            main, ["plan", "--deepspeed", str(file), "--model", "mlp-tiny", "--steps", str(steps)]
+            cli, ["plan", "--deepspeed", str(file), "--model", "mlp-tiny", "--steps", str(steps)]
         )
         assert (f"total_num_steps is 47 and the run has {steps} steps" in result.stderr) == is_said, result.stderr
 

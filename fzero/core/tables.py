@@ -37,6 +37,8 @@ def check_type(name: str, value: Any, hint: Any) -> Any:
         raise ValueError(
             f"{name} is {short(value)}; it must be {' or '.join(KINDS[kind] for kind in kinds if kind in KINDS)}"
         )
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{name} is {short(value)}; a text has no NUL")
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fzero.core.arguments import checked
 from fzero.core.foreign import short
 from fzero.data.chat import Chat, encoder, render, template_texts
-from fzero.data.tokenizers import Tokenizer, json_tokenizer
+from fzero.data.tokenizers import Tokenizer, json_tokenizer, library_of
 
 # What templates write that no other text has: <|user|>, <|turn>, <start_of_turn>, </s>, [INST], [/INST]. A pair of tags
 # such as <tool_call> and </tool_call> is text for many models, so it is none.
@@ -40,9 +40,8 @@ def add_tokens(tokenizer: Tokenizer, tokens: Sequence[str]) -> Tokenizer:
         return tokenizer
     expect_json(tokenizer)
     from tokenizers import AddedToken
-    from tokenizers import Tokenizer as Library
 
-    before, library = (Library.from_str(tokenizer.json) for _ in range(2))
+    before, library = (library_of(tokenizer.json, tokenizer.name) for _ in range(2))
     library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in tokens])
     for text in tokens:
         new = library.token_to_id(text)

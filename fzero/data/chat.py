@@ -20,7 +20,7 @@ import numpy as np
 from fzero.core.foreign import expect_entries, read_json, read_text_file, short
 from fzero.core.storage import write_texts
 from fzero.data.special_tokens import CONFIG, special_tokens
-from fzero.data.tokenizers import Tokenizer, token_dtype
+from fzero.data.tokenizers import Tokenizer, library_of, token_dtype
 
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # the second a folder, of others by name
 TOOLS = "tool_use"  # the name of a template for conversations with tools
@@ -198,11 +198,7 @@ def encoder(tokenizer: Tokenizer) -> Encode:
             return tokenizer.encode(text), np.stack([at, at + 1], 1)
 
         return by_bytes
-    from tokenizers import Tokenizer as Library
-
-    library = Library.from_str(tokenizer.json)
-    library.no_padding()
-    library.no_truncation()
+    library = library_of(tokenizer.json, tokenizer.name)
 
     def by_library(text: str, *, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
         found = library.encode(text, add_special_tokens=whole)

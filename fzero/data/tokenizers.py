@@ -84,8 +84,6 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None, eos_entry
     vocabulary does not have exactly one usual name.
     """
     library = library_of(json, name)
-    library.no_padding()
-    library.no_truncation()
     library.encode_special_tokens = True
     vocabulary = library.get_vocab(with_added_tokens=True)
     if not vocabulary:
@@ -121,12 +119,16 @@ def json_tokenizer(json: str, name: str, eos: str | int | None = None, eos_entry
 
 
 def library_of(json: str, name: str) -> "Library":
-    """The tokenizer of the library of a tokenizer.json; raises ValueError if the content does not parse."""
+    """The tokenizer of the library of a tokenizer.json, without its padding and truncation, which transformers sets
+    anew in each call; raises ValueError if the content does not parse."""
     from tokenizers import Tokenizer as Library
 
     try:
         with _silent_stderr():
-            return Library.from_str(json)
+            library = Library.from_str(json)
+            library.no_padding()
+            library.no_truncation()
+            return library
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exception, and a panic is not even that

@@ -31,6 +31,7 @@ def loss_of(out: Any) -> base.Loss:
     expect_kind("what the loss function returned", total, Tensor, pair)
     if total.dim() or not total.is_floating_point():
         raise ValueError(f"the loss function returned {total.dtype} of shape {list(total.shape)}; {pair}")
+    total = total.to(torch.promote_types(total.dtype, torch.float32))  # micro-batches are summed
     if not isinstance(out, tuple):
         return base.Loss(total, torch.ones_like(total.detach()))
     sums = {"the number of samples": number}
@@ -41,10 +42,15 @@ def loss_of(out: Any) -> base.Loss:
         expect_kind(what, value, (Tensor, int, float), "return a scalar, such as len(batch['x'])")
         if isinstance(value, Tensor) and value.dim():
             raise ValueError(f"{what} has shape {list(value.shape)}; return its sum, a scalar")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise ValueError(f"{what} is {value.dtype}; return a real number")
 
     def beside(x: Any) -> Tensor:
         # A number is written where the loss is: copying it there would wait for a GPU.
-        return x.to(total.device) if isinstance(x, Tensor) else torch.full((), x, device=total.device)
+        if not isinstance(x, Tensor):
+            return torch.full((), x, device=total.device)
+        wide = torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+        return x.to(total.device, wide)
 
     extra = {name: beside(x) for name, x in extra[0].items()} if extra else {}
     return base.Loss(total, beside(number), extra, tables)

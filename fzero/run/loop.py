@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fzero import data
@@ -23,6 +24,7 @@ from fzero.data.mixed_corpus import sources_of
 from fzero.data.mixture import Mixture, described
 from fzero.data.packing import figures
 from fzero.data.remote import RemoteTokens
+from fzero.data.tokenizers import Tokenizer
 from fzero.data.tokens import read_meta
 from fzero.kernels.registry import describe, observe
 from fzero.offload import DiskTraffic
@@ -69,6 +71,8 @@ def train(attempt: Attempt, state: TrainState) -> int:
     """
     attempt = measure_peak(attempt).in_stage(int(state.step))
     announce(attempt)
+    if attempt.options.sample and attempt.coordinator.first:
+        prompt_of(attempt)  # which may be refused
     begin = time.perf_counter()
     with ExitStack() as stack:
         stack.enter_context(explained(attempt.job, attempt.folder, attempt.coordinator))
@@ -337,11 +341,24 @@ def best_params(job: Job, state: TrainState) -> Any:
     return pytree.map(lambda leaf: leaf.to(job.policy.param), whole)
 
 
+def prompt_of(attempt: Attempt) -> tuple[Tokenizer, np.ndarray, list[int]]:
+    """(the tokenizer, the ids of the prompt of the options, the ids that end a text); raises ValueError for a prompt of
+    no tokens, or one that leaves no position of the model's."""
+    folder, most = attempt.folder, attempt.job.model.config.max_len
+    tokenizer = run_folder.read_tokenizer(folder)
+    chat = conversations.answers_messages(attempt.job.config, folder)
+    ids, ends = conversations.prompt_ids(folder, tokenizer, attempt.options.sample, chat=chat)
+    if not 0 < len(ids) < most:
+        raise ValueError(
+            f"--prompt has {len(ids)} tokens, and the model {most} positions, of which a text needs one more; give "
+            'another one, or "" for no text'
+        )
+    return tokenizer, ids, ends
+
+
 def sample_text(attempt: Attempt, params: Any, n: int = 300) -> str:
     """The text of up to `n` tokens generated after the prompt of the options."""
-    job, tokenizer = attempt.job, run_folder.read_tokenizer(attempt.folder)
-    chat = conversations.answers_messages(job.config, attempt.folder)
-    ids, eos = conversations.prompt_ids(attempt.folder, tokenizer, attempt.options.sample, chat=chat)
+    job, (tokenizer, ids, eos) = attempt.job, prompt_of(attempt)
     tokens = torch.from_numpy(ids.astype("int64"))[None].to(job.device)
     # Weights from a disk are in the host's memory, from where each token takes them to the device.
     leaves = pytree.named_leaves(params)

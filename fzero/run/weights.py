@@ -193,8 +193,16 @@ def start_sizes(init: Path) -> tuple[str, ModelConfig]:
         return old.preset, old.model
     if peft.is_adapter(init):
         base = peft.base_of(init)
-        return "", peft.open_adapter(init, base, start_sizes(base)[1]).config
+        return "", peft.open_adapter(init, base, _base_sizes(init, base)).config
     return "", convert.open_source(init).config
+
+
+def _base_sizes(init: Path, base: Path) -> ModelConfig:
+    """The config of an adapter's base; raises ValueError for one that is none of fzero's own models."""
+    try:
+        return start_sizes(base)[1]
+    except ValueError as error:
+        raise ValueError(f"{error}; {init} is an adapter of that model: {peft.MERGE}") from None
 
 
 def load_start(init: Path) -> TrainedWeights:
@@ -207,6 +215,7 @@ def load_start(init: Path) -> TrainedWeights:
         return load(init, wide=True)
     if peft.is_adapter(init):
         base = peft.base_of(init)
+        _base_sizes(init, base)
         below = load_start(base)
         named = pytree.named_leaves(below.params)
         adapter = peft.open_adapter(init, base, below.model.config)

@@ -95,8 +95,14 @@ def expect_known(hf: dict[str, Any], family: Family, where: Path) -> None:
                     f"{where}: {name} is {short(value)}; fzero supports {' or '.join(map(repr, OFF[name]))} only"
                 )
         elif name == "layer_types":
-            if value is not None and (not isinstance(value, list) or set(map(str, value)) - {"full_attention"}):
-                raise ValueError(f"{where}: layer_types is {short(value)}; fzero has full attention in all layers here")
+            # A Mistral's own class does not read it, and AutoModel makes another class of one that has it.
+            slides = family.layers == "window" and hf.get("sliding_window", family.window) is not None
+            kind = "sliding_attention" if slides else "full_attention"
+            if value is not None and (not isinstance(value, list) or set(map(str, value)) - {kind}):
+                raise ValueError(
+                    f"{where}: layer_types is {short(value)}; fzero has {kind} in all layers here"
+                    + (", by sliding_window; take one of the two out of the file" if slides else "")
+                )
         elif value is not None:
             meant = nearest(name, sorted(used - UNUSED))
             raise ValueError(

@@ -41,6 +41,11 @@ def read_layers(hf: dict[str, Any], family: Family, n_layers: int, local_theta: 
     if turned is None and family.layers == "smollm3":
         turned = [int((i + 1) % _every(hf, "no_rope_layer_interval", 4, where) != 0) for i in range(n_layers)]
     types = _listed(hf, "layer_types", n_layers, (SLIDING, WHOLE), where)
+    if family.layers == "smollm3" and SLIDING in (types or ()) and window is None and hf.get("sliding_window"):
+        raise ValueError(
+            f"{where}: layer_types has {SLIDING} and use_sliding_window is {hf.get('use_sliding_window')}, which "
+            "kernels of transformers take in other ways; set use_sliding_window to true, or sliding_window to null"
+        )
     slides = [kind == SLIDING for kind in types] if types else _usual(hf, family.layers, turned, n_layers, where)
     kinds = [LayerKind(near, local_theta) if slide else LayerKind(FULL) for slide in slides]
     if turned is not None:

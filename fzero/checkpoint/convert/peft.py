@@ -213,8 +213,8 @@ def open_adapter(folder: Path, base: Path, inner: Any) -> Adapter:
             name = f"{module}.{theirs}"
             if name not in tensors:
                 continue
-            if subtracted and rank > min(size_in, size_out):
-                raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {module} has rows or columns")
+            if rank > min(size_in, size_out):
+                raise ValueError(f"{folder / CONFIG}: r is {rank}, more than {module} has rows or columns; {MERGE}")
             if row.beside:
                 raise ValueError(f"{folder}: has factors of {module}, of which fzero has the parts apart; {MERGE}")
             if tensors[name].shape != shape:
