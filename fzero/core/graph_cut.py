@@ -52,6 +52,12 @@ class Hooked(ValueError):
     """Raised for a hook on a tensor of a program that becomes a graph, which would lose it; names its line."""
 
 
+BY_AUTOGRAD = (
+    "torch.autograd in a loss, whose gradients torch.func takes, so that there is no graph to go back through; use "
+    "torch.func.grad, vjp or jacrev, as in vmap(grad(f))(x)"
+)
+
+
 class Asked(TorchFunctionMode):
     """While it is entered, raises Impure where a program asks for gradients by a graph of operators, which it has not
     where torch.func takes them. recorded: the program becomes a graph, and a hook on a tensor raises Hooked."""
@@ -62,10 +68,7 @@ class Asked(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, Tensor.backward) and not is_called_by_torch():
-            raise Impure(
-                f"{current_line()}: torch.autograd in a loss, whose gradients torch.func takes, so that there is no "
-                "graph to go back through; use torch.func.grad, vjp or jacrev, as in vmap(grad(f))(x)"
-            )
+            raise Impure(f"{current_line()}: {BY_AUTOGRAD}")
         if func is Tensor.register_hook and self.recorded:
             raise Hooked(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
         return func(*args, **(kwargs or {}))
@@ -140,7 +143,8 @@ class Watch(TorchDispatchMode):
         self.communicates |= is_collective(func)
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
         rate = named.get("dropout_p", 0.0 if any(arg.name == "dropout_p" for arg in arguments) else 1.0)
-        rate = 0.0 if named.get("training", True) is False else rate  # rrelu's in an evaluation, say
+        trains = next((named.get("training", arg.default_value) for arg in arguments if arg.name == "training"), True)
+        rate = rate if trains else 0.0  # of rrelu in an evaluation, say
         if torch.Tag.nondeterministic_seeded in func.tags and rate:
             raise Impure(f"{current_line()}: draws random numbers ({func}), {self.why}")
         if named.get("scale_grad_by_freq"):

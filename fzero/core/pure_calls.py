@@ -24,7 +24,7 @@ from fzero.core import pytree
 from fzero.core.belongings import Belongings, new_tensors, unlike
 from fzero.core.draws import Draws, expect_no_seed
 from fzero.core.gpu import is_capturing
-from fzero.core.graph_cut import Impure, Watch, apart, line, storage_of
+from fzero.core.graph_cut import BY_AUTOGRAD, Impure, Watch, apart, line, storage_of
 from fzero.core.recomputation import passed_over
 from fzero.core.snapshot import Snapshot, name_of
 from fzero.core.torch_private import (
@@ -159,10 +159,13 @@ def expect_data(given: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def named_writes(f: Callable[[], R]) -> R:
-    """What f returns; raises Impure for a write that a transform of torch.func refuses, before any mode sees it."""
+    """What f returns; raises Impure for what a transform of torch.func refuses before any mode sees it: a write, and a
+    leaf of autograd's."""
     try:
         return f()
     except RuntimeError as error:
+        if "Tensor.requires_grad_()" in str(error):
+            raise Impure(f"{line(error)}: {BY_AUTOGRAD}") from error
         if not any(text in str(error) for text in WRITES):
             raise
         raise Impure(

@@ -27,8 +27,11 @@ from fzero.sharding.unshard import unshard_block, unshard_tree
 
 def under_plan(ctx: Ctx, plan: Plan) -> Ctx:
     """The ctx of functions whose parameters rest as `plan` says: its mesh, and how activations, attention and experts
-    are split, are the plan's, whose sums of gradients are those of just that program."""
-    return ctx._replace(mesh=plan.mesh, sequence=plan.sequence, context=plan.context or (), experts=plan.experts or ())
+    are split, are the plan's, whose sums of gradients are those of just that program; and its dtype where that is
+    wider."""
+    dtype = torch.promote_types(ctx.dtype, plan.policy.compute)
+    split = {"sequence": plan.sequence, "context": plan.context or (), "experts": plan.experts or ()}
+    return ctx._replace(mesh=plan.mesh, dtype=dtype, **split)
 
 
 def sequence_parts(ctx: Ctx) -> int:
@@ -126,7 +129,7 @@ def loss(model: Model, params: Tree, batch: Batch, ctx: Ctx, plan: Plan | None =
     plan: on a mesh, `params` are this rank's shards at rest and the batch is this rank's part. The sums are then this
     rank's too: equal on the ranks of tp and pp, to be summed over dp, rp and cp; the gradients with respect to `params`
     are complete and in their layout. The ctx's mesh, sequence, context and experts are then the plan's, whatever it has
-    itself. Composes with torch.func.
+    itself, and its dtype if that is wider. Composes with torch.func.
 
     Communicates: with a plan, the gathers of the parameters (backward the sums of their gradients), the model's tensor
     parallelism, and under pp the activations of every stage. Raises ValueError if the batch does not fit the model (see

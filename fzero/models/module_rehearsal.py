@@ -25,7 +25,7 @@ from fzero.models.base import Ctx
 from fzero.models.module_buffers import Constants, any_numbers, layer_buffer
 from fzero.models.module_calls import calling, draws_of, replaced
 from fzero.models.module_layers import CannotSplit, Stacks
-from fzero.models.module_split import Kind, Split, function_of, inputs_of
+from fzero.models.module_split import Kind, ModuleCall, Split, inputs_of
 from fzero.models.module_sums import wide_sums
 
 RUNS = 2  # layers of a kind that are run; the others pass on what they get
@@ -101,7 +101,7 @@ class Rehearsal:
             layers.append((module, "forward", partial(self.layer, [*forward, module.forward], kind, number, runs)))
         given, watch = [*state.values(), *pytree.leaves(self.batch)], self.watch()
         with watch, torch.no_grad(), calling(self.ctx, self.rows, draws=draws_of), wide_sums(given), replaced(layers):
-            call = function_of(self.layered.skeleton, state, self.ctx.dtype)
+            call = ModuleCall(self.layered.skeleton, state, self.ctx.dtype)
             with expect_data({f"the module's {name}": x for name, x in state.items()}):
                 out = self.layered.loss(call, pytree.map(torch.clone, self.batch))
         return [*runs.entered.values(), *pytree.leaves(out)]

@@ -239,7 +239,7 @@ def split(
         for name, tensor in constants.items():
             watch.keep(name, tensor)
         with watch, calling(here, rows, draws=draws_of), replaced(stand_ins(recorder, skeleton)):
-            out = loss(function_of(skeleton, state, ctx.dtype), pytree.unflatten(leaves, batch_def))
+            out = loss(ModuleCall(skeleton, state, ctx.dtype), pytree.unflatten(leaves, batch_def))
             found["draws"] = is_drawing()
         if recorder.calls < len(recorder.layers):
             missing = recorder.layers[recorder.calls][0]
@@ -389,18 +389,27 @@ class Cutter:
         return Program(part, tuple(all_names[i] for i in numbers))
 
 
-def function_of(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> Callable[..., Any]:
+class ModuleCall:
     """`call(*args, **kwargs)` of a module with these parameters and buffers and floating arguments in their dtype;
     raises ValueError if it replaces one.
     """
 
-    def to_dtype(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    def __init__(self, module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype):
+        self.given = module, state, dtype
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, state, dtype = self.given
+
+        def to_dtype(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
         return call_pure(module, state, *pytree.map(to_dtype, (args, kwargs)))
 
-    return call
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"`call` of a loss has no {name!r}: it calls the module with the parameters of a state, and is not the "
+            "module; have its forward pass return what the loss needs"
+        )
 
 
 def call_pure(module: nn.Module, state: dict[str, Tensor], args: Any, kwargs: Any) -> Any:

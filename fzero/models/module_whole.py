@@ -29,7 +29,7 @@ from fzero.models.module_functions import (
     trained_of,
 )
 from fzero.models.module_layers import without_memory
-from fzero.models.module_split import LossOf, function_of
+from fzero.models.module_split import LossOf, ModuleCall
 from fzero.models.module_sums import wide_sums
 from fzero.sharding import Mesh, Rules
 
@@ -53,7 +53,7 @@ def whole_model(module: nn.Module, loss: LossOf, weights: Weights) -> Model:
         given = {f"{what} {name}": leaf for what, some in groups.items() for name, leaf in some.items()}
 
         def run() -> Any:
-            return loss(function_of(body, {**own, **now}, ctx.dtype), batch)
+            return loss(ModuleCall(body, {**own, **now}, ctx.dtype), batch)
 
         with calling(ctx, ctx.prepared) as call, wide_sums(given.values()):
             return loss_of(calls(run, given, draws_of(call), partial(Belongings.by, loss)))

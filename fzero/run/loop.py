@@ -71,6 +71,8 @@ def train(attempt: Attempt, state: TrainState) -> int:
     """
     attempt = measure_peak(attempt).in_stage(int(state.step))
     announce(attempt)
+    if attempt.coordinator.first and (line := missing_rows(attempt.folder, int(state.step))):
+        attempt.options.say(line)
     if attempt.options.sample and attempt.coordinator.first:
         prompt_of(attempt)  # which may be refused
     begin = time.perf_counter()
@@ -267,6 +269,17 @@ def announce(attempt: Attempt) -> None:
     where = f" by {coordinator.size} processes together" * (coordinator.size > 1)
     given, measured = ("the", f" measured here{where}") if options.peak_measured else ("the given", "")
     say(f"MFU: model FLOPs (6N + 12LTD) over {given} {rate}{measured}")
+
+
+def missing_rows(folder: Path, step: int) -> str:
+    """The line about steps up to this one that have no row of metrics, "" if all have one: a state on a disk may be a
+    step ahead of the rows of a process that was killed."""
+    without = set(range(1, step + 1)).difference(row["step"] for row in run_folder.read_metrics(folder))
+    if not without:
+        return ""
+    first, last = min(without), max(without)
+    which = f"step {first} has" if len(without) == 1 else f"{len(without)} steps ({first} to {last}) have"
+    return f"{which} no row in {folder / run_folder.METRICS}; the state is whole"
 
 
 def corpus_lines(config: RunConfig, path: Path) -> Iterator[str]:
