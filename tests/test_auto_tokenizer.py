@@ -83,6 +83,17 @@ def test_ids_are_those_of_auto_tokenizer(case, tmp_path, monkeypatch):
     assert own.decode([i for i in ids if i != own.eos]) == theirs.decode([i for i in ids if i != own.eos])
 
 
+def test_padding_and_truncation_of_a_file_are_left_out(tmp_path):
+    transformers = pytest.importorskip("transformers", reason=WHY)
+    folder = write_folder(tmp_path / "model", *FAMILIES[CORE[0]])
+    library = transformers.AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    library.enable_truncation(4)
+    library.enable_padding(length=9, pad_id=0, pad_token="!")
+    library.save(str(folder / "tokenizer.json"))
+    assert '"max_length": 4' in (folder / "tokenizer.json").read_text()
+    assert differences(folder) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("compared", "many"), [(True, 100), (False, 300)])
 def test_drawn_folders_have_the_ids_of_auto_tokenizer(compared, many, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import time
+import types
 import uuid
 import weakref
 from typing import NamedTuple
@@ -28,6 +29,14 @@ class Ctx(NamedTuple):
 
 
 OWN = torch.Generator().manual_seed(7)
+NUMPYS, PYTHONS = numpy.random.default_rng(0), random.Random(0)
+HOLDER = types.SimpleNamespace(torchs=OWN, numpys=numpy.random.RandomState(0))
+
+
+def mask_like(w):
+    return (torch.rand(w.shape, generator=OWN, dtype=F64) > 0.5) * HOLDER.numpys.rand()
+
+
 # Each is linear in w, so that <w, gradient> is the value if, and only if, both have the same random numbers.
 LINEAR = {
     "F.dropout": lambda w: F.dropout(w, 0.5).sum(),
@@ -36,6 +45,10 @@ LINEAR = {
     "Python's": lambda w: (w * random.random()).sum(),
     "numpy's": lambda w: (w * numpy.random.rand()).sum(),
     "a generator of one's own": lambda w: (torch.rand(w.shape, generator=OWN, dtype=F64) * w).sum(),
+    "a generator of numpy's": lambda w: (w * NUMPYS.random()).sum(),
+    "a generator of Python's": lambda w: (w * PYTHONS.random()).sum(),
+    "an attribute": lambda w: (w * torch.rand(w.shape, generator=HOLDER.torchs, dtype=F64)).sum(),
+    "a helper's": lambda w: (w * mask_like(w)).sum(),
     "remat within": lambda w: fzero.remat(lambda w: F.dropout(w, 0.3).sum())(w) + F.dropout(w, 0.3).sum(),
 }
 
@@ -45,8 +58,71 @@ def linear_gradient(f, w):
     w = w.detach().requires_grad_()
     value = f(w)
     random.random(), numpy.random.rand(), torch.rand(5, generator=OWN), torch.rand(3)
+    NUMPYS.random(), PYTHONS.random(), HOLDER.numpys.rand()
     value.backward()
     return float(value.detach()), float((w.detach() * w.grad).sum())
+
+
+@pytest.mark.parametrize("policy", ["full", "every:2"])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_stack_of_own_draws_recomputes_them(name, policy):
+    def f(w):
+        block = lambda p, x, ctx: x + LINEAR[name](p["w"])  # noqa: E731
+        return fzero.stack(block, {"w": w}, torch.zeros((), dtype=F64), Ctx(), remat=Remat.parse(policy))
+
+    value, product = linear_gradient(f, torch.linspace(1.0, 2.0, 30, dtype=F64).reshape(3, 10))
+    assert abs(value - product) < 1e-12
+
+
+def changing():
+    """Functions that change what they depend on, by name."""
+    count, left, mean, turns, flag = [0], [3.0, 2.0, 1.0, 5.0], [torch.ones(())], itertools.cycle([1.0, 2.0]), {}
+
+    def counted(w):
+        count[0] += 1
+        return w.sum() * count[0]
+
+    def averaged(w):
+        mean[0] = 0.5 * mean[0] + w.detach().sum()
+        return w.sum() * mean[0]
+
+    def first(w):
+        rate, flag["seen"] = 2.0 if flag else 1.0, True
+        return w.sum() * rate
+
+    return {
+        "a count": counted,
+        "an average": averaged,
+        "the first call": first,
+        "a list": lambda w: w.sum() * left.pop(),
+        "an iterator": lambda w: w.sum() * next(turns),
+        "a clock": lambda w: w.sum() * time.perf_counter(),
+    }
+
+
+@pytest.mark.parametrize("wrap", ["remat", "stack"])
+@pytest.mark.parametrize("name", changing())
+def test_what_a_recomputation_would_find_changed_is_refused(name, wrap):
+    f, w = changing()[name], torch.ones(2, 3, dtype=F64, requires_grad=True)
+    block = lambda p, x, ctx: x + f(p["w"])  # noqa: E731
+    with pytest.raises(ValueError, match=r"a function that is recomputed .* the second time"):
+        if wrap == "remat":
+            fzero.remat(f)(w)
+        else:
+            fzero.stack(block, {"w": w}, torch.zeros((), dtype=F64), Ctx(), remat=Remat.parse("full"))
+
+
+def test_a_record_of_what_is_recomputed_is_fine():
+    seen = []
+
+    def recorded(w):
+        seen.append(float(w.detach().sum()))
+        return w.square().sum()
+
+    w = torch.ones(3, requires_grad=True)
+    for _ in range(8):
+        fzero.remat(recorded)(w).backward()
+    assert torch.equal(w.grad, torch.full((3,), 16.0)) and set(seen) == {3.0}
 
 
 @pytest.mark.parametrize("name", LINEAR)

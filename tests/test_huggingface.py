@@ -386,6 +386,21 @@ BAD_CONFIGS = {
         {"layer_types": ["full_attention", "chunked_attention"]},
         "layer_types has 'chunked_attention'; fzero supports sliding_attention and full_attention",
     ),
+    "full layers and a window": (
+        "mistral",
+        {"sliding_window": 5, "layer_types": ["full_attention"] * 2},
+        "fzero has sliding_attention in all layers here, by sliding_window; take one of the two out",
+    ),
+    "windows without one": (
+        "mistral",
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+        "layer_types is",
+    ),
+    "a window that is off": (
+        "smollm3",
+        {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has sliding_attention and use_sliding_window is False",
+    ),
     "layer types": ("gemma2", {"layer_types": ["full_attention"]}, "layer_types has 1 values and the model 2 layers"),
     "both ways": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
     "cap of nothing": ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0"),

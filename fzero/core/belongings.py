@@ -97,6 +97,8 @@ class Belongings:
                 self.note_module(leaf_name, leaf)
             elif is_generator(leaf):
                 self.generators[leaf_name] = leaf
+            elif inspect.isroutine(leaf) and is_foreign(leaf) and not of_library(leaf):  # in a table of functions
+                self.note_function(leaf)
         return None
 
     def note_module(self, name: str, module: nn.Module) -> None:
