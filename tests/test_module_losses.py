@@ -112,11 +112,37 @@ def penalty_by_func(call, batch):
     return slope.square().sum(), len(batch["x"])
 
 
+class Force(Stack):
+    """Minus the gradient of an energy."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return -torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)[0][:, :1]
+
+
 @pytest.mark.parametrize("kind", [Stack, Whole])
-@pytest.mark.parametrize("loss", [penalty_by_autograd, slope_by_backward])
-def test_gradients_within_a_loss_are_by_torch_func(kind, loss):
+def test_gradients_by_autograd_within_a_loss_are_torchs(kind):
+    said = expect_torchs(kind, penalty_by_autograd)
+    assert kind is Whole or any("asks torch.autograd for gradients, which a traced graph" in line for line in said)
+
+
+def test_gradients_by_autograd_within_a_module_are_torchs():
+    assert any("asks torch.autograd" in line for line in expect_torchs(Force, squares))
+
+
+@pytest.mark.parametrize("kind", [Stack, Whole])
+def test_a_backward_pass_within_a_loss_is_refused(kind):
+    with pytest.raises(ValueError, match=r"test_module_losses.py:\d+ .*backward\(\) in a loss, which adds"):
+        trained(kind().double(), slope_by_backward)
+
+
+@pytest.mark.filterwarnings("ignore:Whole. it is trained whole:UserWarning")
+def test_gradients_by_autograd_are_refused_where_torch_func_takes_them():
+    model = fzero.from_module(Whole().double(), penalty_by_autograd)
+    params = models.init_params(model, fzero.random.key(0), torch.float64)
+    ctx = models.Ctx(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"test_module_losses.py:\d+ .*torch.autograd in a loss.*use torch.func.grad"):
-        trained(kind().double(), loss)
+        torch.func.grad(lambda p: models.loss(model, p, DATA[0], ctx).total)(params)
 
 
 def test_gradients_by_torch_func_within_a_loss_are_torchs():

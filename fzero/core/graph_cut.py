@@ -48,8 +48,8 @@ NO_KEY = (
 )
 
 
-class Hooked(ValueError):
-    """Raised for a hook on a tensor of a program that becomes a graph, which would lose it; names its line."""
+class Unrecorded(ValueError):
+    """Raised for what a graph of a program would lose, and a call of it has; names its line."""
 
 
 BY_AUTOGRAD = (
@@ -59,18 +59,28 @@ BY_AUTOGRAD = (
 
 
 class Asked(TorchFunctionMode):
-    """While it is entered, raises Impure where a program asks for gradients by a graph of operators, which it has not
-    where torch.func takes them. recorded: the program becomes a graph, and a hook on a tensor raises Hooked."""
+    """While it is entered, raises Impure where a program asks autograd for gradients and torch.func takes them, so that
+    there is no graph to go back through. recorded: the program becomes a graph, and it and hooks on tensors raise
+    Unrecorded. called: whether gradients were asked for."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.recorded = False
+    recorded = called = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.autograd.grad, Tensor.backward) and not is_called_by_torch():
-            raise Impure(f"{current_line()}: {BY_AUTOGRAD}")
+        if func is Tensor.backward and not is_called_by_torch():
+            raise Impure(
+                f"{current_line()}: backward() in a loss, which adds to the gradients of parameters; use "
+                "torch.func.grad, or torch.autograd.grad of what it is to be of"
+            )
+        if func is torch.autograd.grad and not is_called_by_torch():
+            self.called = True
+            if any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in pytree.leaves((args, kwargs))):
+                raise Impure(f"{current_line()}: {BY_AUTOGRAD}")
+            if self.recorded:
+                raise Unrecorded(
+                    f"{current_line()}: asks torch.autograd for gradients, which a traced graph would lose"
+                )
         if func is Tensor.register_hook and self.recorded:
-            raise Hooked(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
+            raise Unrecorded(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
         return func(*args, **(kwargs or {}))
 
 

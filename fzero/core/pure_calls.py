@@ -74,7 +74,7 @@ class PureCalls:
         belongings = find_belongings()
         with expect_no_seed(), draws, Watch(belongings.tensors | dict(given), originals=self.originals()) as watch:
             if self.module is not None and not traced:
-                out = self.call_module(f, given, draws, belongings)
+                out = self.call_module(f, given, draws, belongings, watch)
             else:
                 before = belongings.marks()
                 out = named_writes(f)
@@ -88,16 +88,24 @@ class PureCalls:
             self.known[shapes] = draws.used or self.known.get(shapes, False)
         return out
 
-    def call_module(self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, belongings: Belongings) -> R:
+    def call_module(
+        self, f: Callable[[], R], given: Mapping[str, Tensor], draws: Draws, belongings: Belongings, watch: Watch
+    ) -> R:
         """The first call of a function that calls a module."""
         assert self.module is not None
         belongings.note_module("the module", self.module)
 
         def run() -> Any:
-            with torch.no_grad(), expect_data(given):
-                return f_again(f, draws)
+            with torch.set_grad_enabled(watch.asked.called), expect_data(given):
+                out = f_again(f, draws)
+                return pytree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
 
-        named_writes(run)  # in which the module makes what it makes once
+        try:
+            named_writes(run)  # in which the module makes what it makes once
+        except RuntimeError:
+            if not watch.asked.called:  # a loss may need gradients of its own
+                raise
+            named_writes(run)
         expect_pure(run, belongings, Snapshot(self.module, *belongings.functions))
         return f_again(f, draws)
 
