@@ -86,6 +86,17 @@ CASES = {
     ),
     "mistral": ("Mistral", {**SMALL, "sliding_window": 7}),
     "smollm3": ("SmolLM3", {**SMALL, "no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            **SMALL,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "no_rope_layers": [1, 1, 0, 0],
+        },
+    ),
     "phi3": ("Phi3", {**SMALL, "sliding_window": 9}),
     "olmo2": ("Olmo2", {**SMALL, "vocab_size": V + 1}),
     "gemma2": ("Gemma2", {**SMALL, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
@@ -140,7 +151,17 @@ CASES |= {
 }
 LLAMAS = ("Llama", "Qwen2", "Qwen3", "Mistral", "SmolLM3", "Phi3", "Olmo2", "Gemma2", "Gemma3")
 # Variations of cases that are not marked so.
-SLOW = {"qwen3-moe-shares", "qwen3-window", "mistral", "smollm3", "phi3", "olmo2", "gemma3", "gemma3-linear"}
+SLOW = {
+    "qwen3-moe-shares",
+    "qwen3-window",
+    "mistral",
+    "smollm3",
+    "smollm3-window",
+    "phi3",
+    "olmo2",
+    "gemma3",
+    "gemma3-linear",
+}
 EXHAUSTIVE = {"gpt-oss-full", "llama-yarn"}  # of the same
 CLASS = {
     "GPT2": "GPT2LMHeadModel",

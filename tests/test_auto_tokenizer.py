@@ -205,10 +205,12 @@ def test_templates_by_name_are_read_and_go_along(tmp_path):
     about = {"chat_template": [{"name": name, "template": f"{name}:{{{{ messages[0].content }}}}"}
                                for name in ("default", "tool_use", "rag")]}  # fmt: skip
     listed = write_folder(tmp_path / "listed", "bytes", "llama", about)
+    by_name = {one["name"]: one["template"] for one in about["chat_template"]}
+    table = write_folder(tmp_path / "table", "bytes", "llama", {"chat_template": by_name})
     files = write_folder(tmp_path / "files", "bytes", "llama", {"chat_template": "ignored"})
     write_texts(files, {"chat_template.jinja": "default:a", "additional_chat_templates/tool_use.jinja": "tool_use:a",
                         "additional_chat_templates/rag.jinja": "rag:a"})  # fmt: skip
-    for folder in (listed, files):
+    for folder in (listed, table, files):
         chat = read_chat(folder)
         assert (render(chat, messages), render(chat, messages, tools=tools)) == ("default:a", "tool_use:a")
         out = tmp_path / f"{folder.name}-out"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -280,6 +281,53 @@ def test_the_second_interrupt_is_at_once():
         assert received == [signal.SIGINT]
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
+
+
+def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
+    lines = []
+
+    def show(line):
+        lines.append(line)
+        if len(lines) > 1:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(process, "drop_stdout", lambda: lines.append("dropped"))
+    say = process.unread(show)
+    say("one")
+    say("two")
+    assert lines == ["one", "two", "dropped"]
+    assert capsys.readouterr().err == "fzero: nobody reads the standard output any more; the run goes on\n"
+
+
+@pytest.mark.slow
+def test_the_reader_of_a_run_may_end(fz):
+    args = ["pretrain", *QUIET, "--steps", "60", "--data", "text.txt", "--prompt", "", "--out", "unread"]
+    piped = f"{shlex.join([sys.executable, '-m', 'fzero', *args])} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
+    assert done.returncode == 0 and "the run goes on" in done.stderr and done.stdout.count("\n") == 1
+    assert len(list(run_folder.read_metrics(Path("unread")))) == 60
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(fz):
+    long = "x" * 5000
+    code, _, err = fz("pretrain", *QUIET, "--steps", "2", "--data", "text.txt", "--prompt", long, "--out", "long")
+    assert (code, err.startswith("fzero: error: --prompt has 5000 tokens, and the model ")) == (2, True), err
+    assert not list(run_folder.read_metrics(Path("long")))
+
+
+def test_steps_without_a_row_are_said_when_a_run_goes_on(fz):
+    args = ["pretrain", *QUIET, "--prompt", ""]
+    assert fz(*args, "--steps", "4", "--data", "text.txt", "--out", "gap")[0] == 0
+    rows = Path("gap/metrics.jsonl").read_text().splitlines(keepends=True)
+    Path("gap/metrics.jsonl").write_text("".join(rows[:1] + rows[3:]))
+    out = fz("pretrain", "--out", "gap", "--resume", "--steps", "5", "--prompt", "")[1]
+    assert "2 steps (2 to 3) have no row in gap/metrics.jsonl; the state is whole" in out
+
+
+def test_a_text_of_a_config_has_no_nul(fz):
+    Path("nul.toml").write_text('preset = "mlp-tiny"\n[train]\ncheckpoints = "a\\u0000b"\n')
+    code, _, err = fz("config", "--config", "nul.toml")
+    assert code == 2 and "train.checkpoints is 'a\\x00b'; a text has no NUL" in err
 
 
 @pytest.mark.slow

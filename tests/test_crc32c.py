@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from fzero.core import cpp, crc32c
+from fzero.core import cpp, crc32c, packages
 from fzero.data.zstd_file import ZstdFile
 
 NOISE = np.random.default_rng(0).integers(0, 256, 10_000_007, np.uint8)
@@ -42,6 +42,17 @@ def test_short_ones_at_every_offset_are_those_of_the_definition(checksum):
             part = memoryview(NOISE)[begin : begin + size]
             assert checksum(part, 0) == by_definition(part), (begin, size)
             assert checksum(part, 0x9E3779B9) == by_definition(part, 0x9E3779B9), (begin, size)
+
+
+def test_a_package_that_does_not_load_is_passed_over(monkeypatch, tmp_path):
+    (tmp_path / "crc32c.py").write_text("raise ImportError('built for another system')")
+    (tmp_path / "zstandard.py").write_text("raise ImportError('built for another system')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("crc32c", "zstandard"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert crc32c.provider.__wrapped__() != "crc32c"
+    with pytest.raises(ValueError, match=r"^a.zst: the package zstandard is here and does not load \(built for"):
+        packages.load("zstandard", "a.zst")
 
 
 def test_known_values(checksum):

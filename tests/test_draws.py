@@ -745,6 +745,30 @@ def test_a_model_of_ones_own_draws_by_the_states_key(options):
     torch.testing.assert_close(steps_of(model, **options), expected, rtol=1e-11, atol=0)
 
 
+def draws_over(mesh, parts):
+    """The errors of models of which one part draws, by that part."""
+    said = {}
+    for name, change in parts.items():
+        model = BASE._replace(**{name: change}, draws=True)
+        plan = fzero.zero_plan(0, model, mesh, policy="fp64", sequence=mesh["tp"].size > 1)
+        tx = fzero.optim.sgd(0.1)
+        step, state = fzero.make_train_step(model, tx, plan), fzero.init_state(model, tx, plan, seed=0)
+        batch = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("tokens", "targets")}
+        try:
+            step(state, batch)
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_a_model_of_ones_own_may_not_draw_for_parts_of_sequences(axis):
+    for found in ranks.run(2, draws_over, {"block": own_block, "head": own_head}, mesh={axis: 2}):
+        assert f"the model's block draws random numbers, and {axis}=2" in found["block"], found
+        assert "splits sequences, each part of which would have the same" in found["block"]
+        assert "the model's head draws" in found["head"] or "own head does not add up" in found["head"]
+
+
 def test_a_model_without_a_key_may_not_draw():
     with pytest.raises(ValueError, match=r"the model's block draws random numbers, .* model\._replace\(draws=True\)"):
         steps_of(BASE._replace(block=own_block))

@@ -270,6 +270,10 @@ def test_parameters_that_are_not_the_rounding_of_their_masters_are_named(policy,
     restored = checkpoint.restore(path, like.params, under="params")
     first, _ = run.step(fzero.with_params(like, restored, run.plan), run.batch)
     assert_same(first.params["head"] - restored["head"] == 0, torch.zeros(16, 8, dtype=torch.bool))
+    later, _ = run.step(run.begin(5), run.batch)
+    checkpoint.restore(path, later.params, under="params", out=later.params)  # into its memory
+    with pytest.raises(ValueError, match=r"^params/.* is not the rounding of its master weights"):
+        run.step(later, run.batch)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -14,7 +14,7 @@ import click
 from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
 from fzero.cli.idle import refuse_idle
 from fzero.cli.number import Number
-from fzero.cli.process import coordinated, leave, one_line, quiet, say, versions
+from fzero.cli.process import coordinated, leave, one_line, quiet, say, unread, versions
 from fzero.core import packages
 from fzero.core.bounds import POSITIVE, SIZE
 from fzero.core.importing import without_collection
@@ -209,7 +209,7 @@ def finish(coordinator: Any, folder: Path, stopped: int, line: Callable[[str], N
             if pictures := write_pictures(folder):
                 line(f"pictures: {', '.join(map(str, pictures))}")
         except (OSError, ValueError, ImportError) as error:  # the run is complete without them
-            line(f"pictures: none ({one_line(str(error))}); fzero report {folder} draws them too")
+            line(f"pictures: none ({one_line(str(error))}); then fzero report {folder} draws them")
     return leave(coordinator, stopped)
 
 
@@ -260,7 +260,7 @@ def all_values(value: Any) -> dict[str, Any]:
 def bar_or_lines() -> Any:
     """A context of (whether to show a progress bar, a function that prints a line); the bar is for terminals."""
     if not (sys.stderr.isatty() and packages.installed("tqdm")):
-        return contextlib.nullcontext((False, say))
+        return contextlib.nullcontext((False, unread(say)))
     from tqdm import tqdm
 
-    return contextlib.nullcontext((True, lambda line: tqdm.write(line, file=sys.stdout)))
+    return contextlib.nullcontext((True, unread(lambda line: tqdm.write(line, file=sys.stdout))))

@@ -26,6 +26,20 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
+def unread(show: Callable[[str], None]) -> Callable[[str], None]:
+    """The function that prints a line, for a run, which goes on where the reader of its output, such as head, has
+    ended."""
+
+    def shown(line: str) -> None:
+        try:
+            show(line)
+        except BrokenPipeError:
+            drop_stdout()
+            print("fzero: nobody reads the standard output any more; the run goes on", file=sys.stderr, flush=True)
+
+    return shown
+
+
 def progress(line: str) -> None:
     """Print a line on stderr, if that is a terminal."""
     if sys.stderr.isatty():
@@ -174,9 +188,14 @@ def _stdout_works() -> bool:
         sys.stdout.flush()
         return True
     except (OSError, ValueError):
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         return False
+
+
+def drop_stdout() -> None:
+    """Let what is printed from now on go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_traceback(error: BaseException) -> str:

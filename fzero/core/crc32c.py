@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -36,7 +37,9 @@ def provider() -> str:
     meanwhile, or "" for nothing.
     """
     if importlib.util.find_spec("crc32c"):
-        return "crc32c"
+        with contextlib.suppress(ImportError):  # one that was built for another system
+            importlib.import_module("crc32c")
+            return "crc32c"
     if cpp.compiler():
         return "C++"
     return "google_crc32c" if importlib.util.find_spec("google_crc32c") else ""

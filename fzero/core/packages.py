@@ -50,6 +50,10 @@ def load(name: str, use: str) -> ModuleType:
         if missing := missing_package(error):
             raise ValueError(explain(missing, use)) from None
         raise
+    except ImportError as error:
+        raise ValueError(
+            f"{use}: the package {name} is here and does not load ({error}); pip install --force-reinstall {name}"
+        ) from None
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

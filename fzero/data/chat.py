@@ -87,6 +87,9 @@ def templates_in(about: dict[str, Any], name: str) -> dict[str, str]:
                 raise ValueError(f"{name}: chat_template has {short(one)}; it must be tables of name and template")
             expect_entries(one, {"name": str, "template": str}, f"{name}: chat_template")
         return {one["name"]: one["template"] for one in templates}
+    if isinstance(templates, dict):
+        expect_entries(templates, dict.fromkeys(templates, str), f"{name}: chat_template")
+        return templates
     expect_entries({"chat_template": templates}, {"chat_template": str | None}, name)
     return {} if templates is None else {"default": templates}
 

@@ -87,7 +87,7 @@ class Layered:
     """
 
     def __init__(self, module: nn.Module, loss: LossOf, stacks: Stacks, tp: Mapping[str, str], found: bool):
-        self.stacks, self.loss, self.originals = stacks, loss, trained_of(module)
+        self.stacks, self.loss, self.originals, self.found = stacks, loss, trained_of(module), found
         self.skeleton = without_memory(module)
         self.templates = {stack: templates_of(module, layers) for stack, layers in stacks.items()}
         self.draws = any(one.training for one in module.modules())  # unless an example says that nothing does
@@ -219,10 +219,10 @@ class Layered:
             tp = ctx.mesh["tp"].size
             if tp == 1:
                 raise
-            raise ValueError(
-                f"tp={tp}: {graph_cut.line(error)}: {str(error).splitlines()[0]}; a layer that tp splits must not "
-                "name the number of heads or units: write -1 for it"
-            ) from error
+            fix = "a layer that tp splits must not name the number of heads or units: write -1 for it"
+            if self.found:  # in somebody else's code
+                fix = "what is split does not go with this layer; use dp, pp or cp in place of tp"
+            raise ValueError(f"tp={tp}: {graph_cut.line(error)}: {str(error).splitlines()[0]}; {fix}") from error
         return (out[0] if isinstance(out, (tuple, list)) else out, *x[1:])
 
     def leaves_of(self, kind: Kind, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> LayerLeaves:

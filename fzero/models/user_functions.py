@@ -14,6 +14,7 @@ from fzero.core.draws import Draws, is_drawing
 from fzero.core.graph_cut import is_foreign
 from fzero.core.pure_calls import PureCalls
 from fzero.models.base import Model, map_blocks
+from fzero.models.loss_of import loss_of
 from fzero.models.module_functions import ModuleConfig
 
 
@@ -56,7 +57,14 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
             return prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
 
         def run() -> Any:
-            out = f(params, *rest)
+            out = loss_of(f(params, *rest)) if kind == "head" else f(params, *rest)
+            cp, tp = ctx.mesh["cp"].size, ctx.mesh["tp"].size if ctx.sequence else 1
+            if isinstance(ctx.key, Tensor) and is_drawing() and cp * tp > 1:
+                axis = f"cp={cp}" if cp > 1 else f"tp={tp} with sequence=True"
+                raise ValueError(
+                    f"the model's {kind} draws random numbers, and {axis} splits sequences, each part of which would "
+                    "have the same; use dp, or tp without sequence=True"
+                )
             if not keyed and is_drawing():
                 raise ValueError(
                     f"the model's {kind} draws random numbers, and a step has no key for it; write "

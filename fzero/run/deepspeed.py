@@ -163,6 +163,8 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
     _put_curriculum(out, said)
     put_optimizer(out, said)
     put_scheduler(out, said, left)
+    if "scheduler.type" not in values:
+        ignored += [f"{name} (of a scheduler without a type)" for name in values if name.startswith("scheduler.")]
     if "gradient_clipping" in left:
         del out["optim"]["clip"]
     return FromDeepSpeed(

@@ -54,6 +54,7 @@ def import_weights(folder: Path, out: Path, config: Path | None = None, upcycle:
         run_folder.expect_free(out)
         try:
             chat = read_chat(source.hf_config.parent)
+            text_ends.ids_of(source.hf_config.parent / text_ends.GENERATION)  # which the run gets as it is
             files, ids = text_ends.start_files(source.hf_config.parent, folder), text_ends.ids_of(source.hf_config)
             about = {"imported": str(folder.resolve()), "imported_from": source.kind, "token_ids": ids}
             run_folder.create_run(out, value, tokenizer, chat, files, **about)

@@ -59,6 +59,7 @@ def start_ids(init: Path) -> dict[str, Any]:
     if peft.is_adapter(init):
         return start_ids(peft.base_of(init))
     if not run_folder.is_run(init):
+        ids_of(init / GENERATION)  # which the run gets as it is
         return {"token_ids": ids_of(init / "config.json")}
     about = run_folder.read_environment(init)
     return {"token_ids": about["token_ids"]} if "token_ids" in about else {}

@@ -243,8 +243,8 @@ def compare(
     """By what is compared (of whole sequences, of the ranks' parts) where they differ, else None."""
     count = float(whole.num_tokens)
     out: dict[str, tuple[float, float] | None] = {
-        "num_tokens": pair(count, float(summed.num_tokens), most),
-        "the loss's sum": pair(float(whole.total), float(summed.total), most, LEAST * abs(count)),
+        "num_tokens": pair(count, float(summed.num_tokens), rounded(whole.num_tokens, most)),
+        "the loss's sum": pair(float(whole.total), float(summed.total), rounded(whole.total, most), LEAST * abs(count)),
     }
     # A metric may count by a threshold, which rounding moves.
     for name in sorted(whole.extra.keys() | summed.extra.keys()):
@@ -257,6 +257,11 @@ def compare(
     worst = next((x for x in apart if not x <= most), 0.0)
     out[GRADIENT] = (0.0, worst) if worst else None
     return out
+
+
+def rounded(x: Tensor, most: float) -> float:
+    """`most`, or what sums in the dtype of x differ by in another order, if that is more."""
+    return max(most, 16 * torch.finfo(x.dtype).eps) if x.is_floating_point() else most
 
 
 def pair(whole: float, parts: float, most: float, least: float = 0.0) -> tuple[float, float] | None:

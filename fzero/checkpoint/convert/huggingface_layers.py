@@ -117,5 +117,5 @@ def _rope_fits(layers: str, kinds: Sequence[LayerKind], config: Any) -> bool:
         "smollm3": lambda kind: kind.theta in (None, 0.0),
         "gemma3": lambda kind: (kind.pattern == FULL) == (kind.theta is None) and kind.theta != 0.0,
     }
-    local = {kind.theta for kind in kinds if kind.pattern != FULL}
+    local = {kind.theta for kind in kinds if kind.pattern != FULL and kind.theta != 0.0}  # 0: no RoPE
     return len(local) < 2 and all(fits.get(layers, lambda kind: kind.theta is None)(kind) for kind in kinds)
