@@ -292,7 +292,7 @@ def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(process, "drop_stdout", lambda: lines.append("dropped"))
-    say = process.unread(show)
+    say = process.without_reader(show)
     say("one")
     say("two")
     assert lines == ["one", "two", "dropped"]

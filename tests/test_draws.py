@@ -112,6 +112,22 @@ def test_what_a_recomputation_would_find_changed_is_refused(name, wrap):
             fzero.stack(block, {"w": w}, torch.zeros((), dtype=F64), Ctx(), remat=Remat.parse("full"))
 
 
+def test_layers_are_called_twice_at_first_alone():
+    calls = []
+
+    def layer(p, x, ctx):
+        calls.append(1)
+        return x + p["w"].square().sum()
+
+    w = torch.ones(4, 3, requires_grad=True)
+    counts = []
+    for _ in range(6):
+        calls.clear()
+        fzero.stack(layer, {"w": w}, torch.zeros(()), Ctx(), remat=Remat.parse("full")).backward()
+        counts.append(len(calls))
+    assert counts == [4 + 4 + 2] * 4 + [4 + 4] * 2
+
+
 def test_a_record_of_what_is_recomputed_is_fine():
     seen = []
 

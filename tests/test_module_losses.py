@@ -294,6 +294,25 @@ def test_what_changes_before_the_first_step_counts(monkeypatch):
     assert losses == pytest.approx(expected(theirs, by_a_dict)[0], rel=1e-12)
 
 
+CALLS = {"number": 0}
+
+
+def test_a_loss_may_count_its_calls():
+    def loss(call, batch):
+        CALLS["number"] += 1
+        return squares(call, batch)
+
+    before, CALLS["number"] = CALLS["number"], 0
+    model = fzero.from_module(Stack().double(), loss, batch=DATA[0])
+    plan, tx = fzero.zero_plan(0, model, fzero.one_process(), policy="fp64"), optim.sgd(0.1)
+    state, step = fzero.init_state(model, tx, plan, seed=0), fzero.make_train_step(model, tx, plan)
+    half = {name: leaf[:3] for name, leaf in DATA[1].items()}
+    for batch in (DATA[0], half, DATA[0], half, DATA[2]):
+        state, _ = step(state, batch)
+    assert int(state.step) == 5
+    CALLS["number"] = before
+
+
 def test_what_a_loss_does_not_read_may_change():
     settings = Settings()
     assert trained(Stack().double(), settings.loss, between=lambda i: setattr(settings, "seen", i))[0]

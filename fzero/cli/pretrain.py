@@ -14,7 +14,7 @@ import click
 from fzero.cli.flags import FOLDER, SHORTHANDS, add_flags, config_flags, config_of, table_of
 from fzero.cli.idle import refuse_idle
 from fzero.cli.number import Number
-from fzero.cli.process import coordinated, leave, one_line, quiet, say, unread, versions
+from fzero.cli.process import coordinated, leave, one_line, quiet, say, versions, without_reader
 from fzero.core import packages
 from fzero.core.bounds import POSITIVE, SIZE
 from fzero.core.importing import without_collection
@@ -260,7 +260,7 @@ def all_values(value: Any) -> dict[str, Any]:
 def bar_or_lines() -> Any:
     """A context of (whether to show a progress bar, a function that prints a line); the bar is for terminals."""
     if not (sys.stderr.isatty() and packages.installed("tqdm")):
-        return contextlib.nullcontext((False, unread(say)))
+        return contextlib.nullcontext((False, without_reader(say)))
     from tqdm import tqdm
 
-    return contextlib.nullcontext((True, unread(lambda line: tqdm.write(line, file=sys.stdout))))
+    return contextlib.nullcontext((True, without_reader(lambda line: tqdm.write(line, file=sys.stdout))))

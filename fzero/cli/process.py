@@ -26,7 +26,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def unread(show: Callable[[str], None]) -> Callable[[str], None]:
+def without_reader(show: Callable[[str], None]) -> Callable[[str], None]:
     """The function that prints a line, for a run, which goes on where the reader of its output, such as head, has
     ended."""
 

@@ -48,7 +48,7 @@ NO_KEY = (
 )
 
 
-class Unrecorded(ValueError):
+class Untraceable(ValueError):
     """Raised for what a graph of a program would lose, and a call of it has; names its line."""
 
 
@@ -58,10 +58,10 @@ BY_AUTOGRAD = (
 )
 
 
-class Asked(TorchFunctionMode):
+class AutogradWatch(TorchFunctionMode):
     """While it is entered, raises Impure where a program asks autograd for gradients and torch.func takes them, so that
     there is no graph to go back through. recorded: the program becomes a graph, and it and hooks on tensors raise
-    Unrecorded. called: whether gradients were asked for."""
+    Untraceable. called: whether gradients were asked for."""
 
     recorded = called = False
 
@@ -76,11 +76,11 @@ class Asked(TorchFunctionMode):
             if any(isinstance(x, Tensor) and is_functorch_wrapped_tensor(x) for x in pytree.leaves((args, kwargs))):
                 raise Impure(f"{current_line()}: {BY_AUTOGRAD}")
             if self.recorded:
-                raise Unrecorded(
+                raise Untraceable(
                     f"{current_line()}: asks torch.autograd for gradients, which a traced graph would lose"
                 )
         if func is Tensor.register_hook and self.recorded:
-            raise Unrecorded(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
+            raise Untraceable(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
         return func(*args, **(kwargs or {}))
 
 
@@ -101,7 +101,7 @@ WAYS_IN = ("is_called_by_torch", "__torch_function__", "handle_torch_function", 
 
 class Watch(TorchDispatchMode):
     """While it is entered, raises Impure for operators that draw random numbers or write into one of `kept`, for
-    those whose gradient or result depends on what else is in a batch, and for what `Asked` refuses.
+    those whose gradient or result depends on what else is in a batch, and for what `AutogradWatch` refuses.
 
     kept: what is not the program's own, by name. recorded: the operators become a graph, which has no regions without
     gradients, so these are refused too where a gradient would be lost. why: what is wrong with random numbers.
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
         originals: Mapping[str, Tensor] = MappingProxyType({}),
     ):
         super().__init__()
-        self.asked = Asked()
+        self.autograd = AutogradWatch()
         self.recorded, self.why = recorded, why
         self.originals = {storage_of(tensor): name for name, tensor in originals.items()}
         self.kept: dict[int, str] = {}
@@ -136,19 +136,19 @@ class Watch(TorchDispatchMode):
     @property
     def recorded(self) -> bool:
         """Whether the operators become a graph."""
-        return self.asked.recorded
+        return self.autograd.recorded
 
     @recorded.setter
     def recorded(self, value: bool) -> None:
-        self.asked.recorded = value
+        self.autograd.recorded = value
 
     def __enter__(self) -> Watch:
-        self.asked.__enter__()
+        self.autograd.__enter__()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.expect_given(args, kwargs)
+        self.expect_no_original(args, kwargs)
         arguments = func._schema.arguments
         self.communicates |= is_collective(func)
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
@@ -180,7 +180,7 @@ class Watch(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, where: Any) -> Any:
         super().__exit__(kind, error, where)
-        self.asked.__exit__(kind, error, where)
+        self.autograd.__exit__(kind, error, where)
         if kind is RuntimeError and "setup_context staticmethod" in str(error):
             raise Impure(
                 "the loss calls a torch.autograd.Function without setup_context, and torch.func cannot go through it; "
@@ -188,7 +188,7 @@ class Watch(TorchDispatchMode):
                 "of PyTorch draws, such as torch.distributions.Dirichlet"
             ) from None
 
-    def expect_given(self, args: Any, kwargs: Any) -> None:
+    def expect_no_original(self, args: Any, kwargs: Any) -> None:
         """Raise Impure if an operator reads a tensor in whose place the program is given another one."""
         leaves = pytree.leaves((args, kwargs)) if self.originals else []
         for leaf in leaves:

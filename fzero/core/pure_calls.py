@@ -96,14 +96,14 @@ class PureCalls:
         belongings.note_module("the module", self.module)
 
         def run() -> Any:
-            with torch.set_grad_enabled(watch.asked.called), expect_data(given):
+            with torch.set_grad_enabled(watch.autograd.called), expect_data(given):
                 out = f_again(f, draws)
                 return pytree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, out)
 
         try:
             named_writes(run)  # in which the module makes what it makes once
         except RuntimeError:
-            if not watch.asked.called:  # a loss may need gradients of its own
+            if not watch.autograd.called:  # a loss may need gradients of its own
                 raise
             named_writes(run)
         expect_pure(run, belongings, Snapshot(self.module, *belongings.functions))

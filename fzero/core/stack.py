@@ -22,7 +22,7 @@ from fzero.core import pytree
 from fzero.core.autodiff import Function, Remat, expect_closed, first_order, needs_grad, run_backward
 from fzero.core.graph_cut import is_foreign
 from fzero.core.pytree import Tree
-from fzero.core.surroundings import Surroundings, first_run, generators_in, look_at
+from fzero.core.surroundings import Surroundings, check_repeatable, first_run, generators_in
 from fzero.core.vjp_pair import Owed, VjpPair, vjp_pair
 
 Block = Callable[[Tree, Any, Any], Any]
@@ -93,7 +93,8 @@ def stack(
     if any(map(is_foreign, in_turn(block))):
         seen, generators = [], [one for f in in_turn(block) for one in generators_in(f)]
         for i, f in enumerate(in_turn(block)[: depth(layers)] if remat.every else ()):
-            look_at(f, lambda i=i, f=f: reference(f, pytree.map(lambda x: x[i : i + 1], layers), x, ctx), generators)
+            layer = pytree.map(lambda leaf, i=i: leaf[i : i + 1], layers)
+            check_repeatable(f, lambda f=f, layer=layer: reference(f, layer, x, ctx), generators)
     run = LayerLoop(pairs, depth(layers), remat.every, first=first, seen=seen, generators=tuple(generators))
     tensors = [*layer_leaves, *x_leaves, *ctx_tensors]
     counts = len(layer_leaves), len(x_leaves)

@@ -78,7 +78,7 @@ def equal(a: Any, b: Any) -> bool:
     """Whether two states, with arrays in them, are equal."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple):
+    if isinstance(a, tuple) and any(hasattr(x, "all") for x in a):
         return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b) if not hasattr(a, "all") else bool((a == b).all())
 
@@ -131,35 +131,39 @@ class Surroundings(NamedTuple):
                     before.set()
 
 
-def generators_in(f: Any, *arguments: Any) -> list[Any]:
-    """The generators that a function, what it calls, or its arguments hold."""
-    given = [x for x in pytree.leaves(arguments) if is_generator(x)]
-    found = [*given, *(Belongings.by(f).generators.values() if is_foreign(f) else ())]
-    return list({id(one): one for one in found if not isinstance(one, random.SystemRandom)}.values())
-
-
 LOOKS: Counter[Any] = Counter()  # calls of somebody's functions that are recomputed, by their code
 MOST_LOOKS = 4
+DRAWING: set[Any] = set()  # the codes of those that reach a generator
 
 
-def look_at(f: Any, run: Callable[[], Any], generators: Sequence[Any]) -> None:
-    """Call `run`, which calls f, as `expect_repeatable` does, and leave no draw behind."""
-    before = Surroundings.now(generators)
-    with torch.no_grad():
-        expect_repeatable(f, run, before)
-    assert before.random is not None
-    before.random.set()
-    if before.draws is not None:
-        before.draws[0].number = before.draws[1]
+def generators_in(f: Any, *arguments: Any) -> list[Any]:
+    """The generators that a function, what it calls, or its arguments hold. A function that reached none in its first
+    calls is not searched again."""
+    found, codes = [x for x in pytree.leaves(arguments) if is_generator(x)], codes_of(f)
+    if is_foreign(f) and (LOOKS[codes] < MOST_LOOKS or codes in DRAWING):
+        reached = Belongings.by(f).generators.values()
+        DRAWING.update([codes] if reached else [])
+        found += reached
+    return list({id(one): one for one in found if not isinstance(one, random.SystemRandom)}.values())
 
 
 def is_looked_at(f: Any) -> bool:
     """Whether a function is somebody's, and this is one of its first calls."""
     codes = codes_of(f)
-    if not codes or not is_foreign(f) or LOOKS[codes] >= MOST_LOOKS or is_traced():
-        return False
-    LOOKS[codes] += 1
-    return True
+    return bool(codes) and is_foreign(f) and LOOKS[codes] < MOST_LOOKS and not is_traced()
+
+
+def check_repeatable(f: Any, run: Callable[[], Any], generators: Sequence[Any]) -> None:
+    """In the first calls of f: call `run`, which calls it, as `call_repeatable` does, and leave no draw behind."""
+    if not is_looked_at(f):
+        return
+    before = Surroundings.now(generators)
+    with torch.no_grad():
+        call_repeatable(f, run, before)
+    assert before.random is not None
+    before.random.set()
+    if before.draws is not None:
+        before.draws[0].number = before.draws[1]
 
 
 def is_traced() -> bool:
@@ -183,13 +187,14 @@ def cell_is_full(cell: Any) -> bool:
         return False
 
 
-def expect_repeatable(f: Any, run: Callable[[], R], before: Surroundings) -> R:
+def call_repeatable(f: Any, run: Callable[[], R], before: Surroundings) -> R:
     """What `run` returns, which calls f; raises Impure if a second call gives other values, as a recomputation would:
     of a count, an iterator, an average, a clock. The first calls of f are made twice. before: the surroundings here.
 
     A function with collectives is not called twice: other ranks would wait for it."""
     if not is_looked_at(f):
         return run()
+    LOOKS[codes_of(f)] += 1
     belongings = Belongings.by(f)
     marks = belongings.marks()
     with Collectives() as collectives:
@@ -221,7 +226,7 @@ class Rerun:
                 return self.run(*args)
         before = Surroundings.now(self.generators)
         with first_run():
-            out = expect_repeatable(self.f, lambda: self.run(*args), before)
+            out = call_repeatable(self.f, lambda: self.run(*args), before)
         self.first = before.without_unmoved(self.generators)
         return out
 

@@ -106,7 +106,7 @@ class Layered:
         self.name = type(module).__name__
         self.splits: list[Split] = []
         self.known: dict[Any, int] = {}  # signature of a batch -> number of its Split
-        self.readings: dict[int, Readings] = {}  # what a Split has as constants
+        self.readings: Readings | None = None  # what the Splits have as constants
         self.rehearsed: set[Any] = set()  # the signatures for which the module was called with real tensors
         self.strict = False  # whether a trace is of a module that was not
         self.places = {name: f"embed/{slashed(name)}" for name in self.parameters}
@@ -122,6 +122,7 @@ class Layered:
             with self.kept():
                 one = self.splits[self.split_of(batch, Ctx(dtype=self.widest()))]
             self.rehearsed.clear()  # what was made for the example is not there any more
+            self.readings = self.read()
             used = {part: program.uses("parameter") for part, program in self.programs(one).items()}
             parts = {name: [part for part in used if name in used[part]] for name in self.parameters}
             self.draws = one.draws or bool(self.drawing)
@@ -338,13 +339,13 @@ class Layered:
         named = pytree.named_leaves(batch)
         facts = tuple((name, tuple(leaf.shape), leaf.dtype, leaf.device) for name, leaf in named.items())
         signature = (pytree.flatten(batch)[1], facts, ctx.dtype, isinstance(ctx.key, tuple))
-        if signature in self.known and (name := self.readings[self.known[signature]].changed()):
-            if signature in self.rehearsed:
+        if name := self.readings.changed() if self.readings is not None else "":
+            if self.rehearsed:
                 raise graph_cut.Impure(
                     f"{name} has another value than when the loss function was traced, which has it as a constant; "
                     "hand it in by the batch, a row for each sample"
                 )
-            del self.known[signature]
+            self.known.clear()  # which are those of an example
         if signature in self.known and signature in self.rehearsed:
             return self.known[signature]
         values, rows = values_of(batch), expect_batch(batch)
@@ -357,11 +358,11 @@ class Layered:
                 run = self.trace(batch, ctx)
                 self.expect_places(run)
                 self.splits.append(run)
-                self.readings[len(self.splits) - 1] = self.read()
             number = self.known.get(signature, len(self.splits) - 1)
             if rehearsal is not None:
                 rehearsal.expect_parts(rehearsal.expect_pure(), number)
             self.rehearsed |= set() if values is None else {signature}
+            self.readings = self.read()
         self.known[signature] = number
         return number
 

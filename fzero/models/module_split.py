@@ -277,7 +277,7 @@ def traced(run: Callable[..., list[Tensor]], like: list[Tensor], trained: list[b
         return graph_cut.trace(run, like, trained)
     except (CannotSplit, graph_cut.Impure):
         raise
-    except graph_cut.Unrecorded as error:
+    except graph_cut.Untraceable as error:
         raise CannotSplit(str(error)) from None
     except Exception as error:  # whatever the module's own code raises without values
         at, text = graph_cut.line(error), str(error).strip().split("\n")[0]
