@@ -297,6 +297,41 @@ def test_what_changes_before_the_first_step_counts(monkeypatch):
 CALLS = {"number": 0}
 
 
+def test_what_a_loss_reads_for_a_line_may_change(capsys):
+    settings = Settings()
+
+    def loss(call, batch):
+        if settings.seen % 2:
+            print("seen")
+        return squares(call, batch)[0] * settings.weight, 6
+
+    assert trained(Stack().double(), loss, between=lambda i: setattr(settings, "seen", i))[0]
+    assert "seen" in capsys.readouterr().out
+
+
+def by_item(call, batch):
+    return squares(call, batch)[0] * float(TENSOR), 6
+
+
+def by_name(call, batch):
+    return squares(call, batch)[0] * globals()["RATES"]["now"], 6
+
+
+TENSOR = torch.ones(())
+
+
+@pytest.mark.parametrize("loss", [by_item, by_name])
+def test_a_number_that_is_read_in_another_way_may_not_change_either(loss, monkeypatch):
+    def change(i):
+        if i == 1:
+            monkeypatch.setitem(RATES, "now", 2.0)
+            TENSOR.fill_(2.0)
+
+    with pytest.raises(ValueError, match="a number that the loss function reads has another value"):
+        trained(Stack().double(), loss, between=change)
+    TENSOR.fill_(1.0)
+
+
 def test_a_loss_may_count_its_calls():
     def loss(call, batch):
         CALLS["number"] += 1

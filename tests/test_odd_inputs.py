@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import resource
+import select
 import sys
 import time
 
@@ -211,7 +212,10 @@ def test_a_terminal_of_no_columns_shows_the_bar(monkeypatch):
             bar.set_postfix_str("loss 1.5")
             bar.update(3)
         stream.flush()
-        shown = os.read(leader, 1 << 16).decode()
+        shown, end = "", time.monotonic() + 10
+        while not ("3/5" in shown and "loss 1.5" in shown) and time.monotonic() < end:  # it comes in pieces
+            if select.select([leader], [], [], 0.1)[0]:
+                shown += os.read(leader, 1 << 16).decode()
     with contextlib.suppress(OSError):
         os.close(leader)
     assert "3/5" in shown and "loss 1.5" in shown, shown

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fzero.checkpoint.layout import (
@@ -150,6 +151,7 @@ def read_boxes(held: CheckpointReader, boxes: list[Box], pool: ThreadPoolExecuto
     failures = [error for task in tasks if (error := task.exception()) is not None]
     if failures:
         raise failures[0]
+    torch.autograd.graph.increment_version([box.out for box in boxes])  # which were written without a word to torch
 
 
 def overlapping_parts(layout: ChunkLayout, start: Index, size: Index) -> Iterator[tuple[Index, list[tuple[int, int]]]]:

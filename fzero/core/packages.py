@@ -52,7 +52,7 @@ def load(name: str, use: str) -> ModuleType:
         raise
     except ImportError as error:
         raise ValueError(
-            f"{use}: the package {name} is here and does not load ({error}); pip install --force-reinstall {name}"
+            f"{use}: the package {name} is here and does not load ({error}); remove it, and pip install {name}"
         ) from None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Collection, Iterable
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fzero.core.belongings import BLANK, CONTAINERS, PLAIN, is_array, is_object, is_watched, methods
+from fzero.core.belongings import BLANK, CONTAINERS, PLAIN, is_array, is_object, is_watched, methods, of_library
 from fzero.core.graph_cut import is_foreign
 
 
@@ -53,6 +54,10 @@ class Readings:
         """The name of the first variable that has another value now, "" for none."""
         return next((one.name for one, value in self.values if constants_in(one.value()) != value), "")
 
+    def forget(self, name: str) -> None:
+        """Take a variable out."""
+        self.values = [(one, value) for one, value in self.values if one.name != name]
+
     def visit(self, f: Any, owner: Any = None) -> None:
         """Add what a function reads. owner: the object or module whose method it is."""
         if not isinstance(f, FunctionType) or f in self.but or not is_foreign(f) or not self.is_new(f, owner):
@@ -61,6 +66,9 @@ class Readings:
         cells = zip(f.__code__.co_freevars, f.__closure__ or ())
         found = [Source(name, f.__globals__, name) for name in read.globals]
         found += [Source(name, cell, "cell_contents") for name, cell in cells]
+        found += [Source(f"a default of {f.__name__}", f, key) for key in ("__defaults__", "__kwdefaults__")]
+        found += [Source(f"{f.__name__}.{key}", f, key) for key in vars(f).keys() & names]
+        found += [Source(name, sys.modules, name) for name in read.unbound & sys.modules.keys()]  # imported within
         for one in found:
             self.add(one, names)
         if owner is not None:
@@ -90,6 +98,8 @@ class Readings:
         elif isinstance(value, nn.Module):
             for one in value.modules():
                 self.visit(type(one).forward, one)
+        elif isinstance(value, type):
+            self.class_attributes(value, names)
         elif is_object(value):
             self.attributes(name, value, names)
 
@@ -100,8 +110,20 @@ class Readings:
         for method in methods(owner):
             if method.__name__ in names or method.__name__ == "__call__":
                 self.visit(method, owner)
-        for key in names & getattr(owner, "__dict__", {}).keys() - BLANK:
+        slots = {key for kind in type(owner).__mro__ for key in vars(kind).get("__slots__", ())}
+        for key in names & (getattr(owner, "__dict__", {}).keys() | slots) - BLANK:
             self.add(Source(f"{name}.{key}", owner, key), names)
+        self.class_attributes(type(owner), names, owner)
+
+    def class_attributes(self, kind: type, names: frozenset[str], owner: Any = None) -> None:
+        """Add the attributes of a class that these names read, and what its properties do. owner: an object of it."""
+        for one in kind.__mro__ if self.is_new(kind, names, owner) else ():
+            for key in names & vars(one).keys() if not of_library(one) else ():
+                value = vars(one)[key]
+                if isinstance(value, property):
+                    self.visit(value.fget, owner)
+                elif not inspect.isroutine(value):
+                    self.add(Source(f"{one.__name__}.{key}", one, key), names)
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -110,7 +132,7 @@ def names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*within)
 
 
-def constants_in(value: Any, depth: int = 2) -> Any:
+def constants_in(value: Any, depth: int = 4) -> Any:
     """The numbers, texts and tensors of a value, as something that can be compared; None for what has none."""
     if isinstance(value, PLAIN):
         return type(value).__name__, repr(value)

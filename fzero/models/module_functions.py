@@ -7,6 +7,7 @@ import functools
 import re
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from fzero.core.arguments import expect_kind
 from fzero.core.belongings import Changed, expect_unchanged, methods
 from fzero.core.draws import is_drawing, seeded
 from fzero.core.graph_cut import Watch
+from fzero.core.pure_calls import is_near
 from fzero.core.pytree import Tree
 from fzero.core.readings import Readings
 from fzero.core.snapshot import Snapshot
@@ -106,7 +108,8 @@ class Layered:
         self.name = type(module).__name__
         self.splits: list[Split] = []
         self.known: dict[Any, int] = {}  # signature of a batch -> number of its Split
-        self.readings: Readings | None = None  # what the Splits have as constants
+        self.calls: Counter[Any] = Counter()  # by the signature of a batch
+        self.readings: dict[Any, Readings] = {}  # what a Split has as constants, by the same
         self.rehearsed: set[Any] = set()  # the signatures for which the module was called with real tensors
         self.strict = False  # whether a trace is of a module that was not
         self.places = {name: f"embed/{slashed(name)}" for name in self.parameters}
@@ -122,7 +125,7 @@ class Layered:
             with self.kept():
                 one = self.splits[self.split_of(batch, Ctx(dtype=self.widest()))]
             self.rehearsed.clear()  # what was made for the example is not there any more
-            self.readings = self.read()
+            self.readings = dict.fromkeys(self.readings, self.read())
             used = {part: program.uses("parameter") for part, program in self.programs(one).items()}
             parts = {name: [part for part in used if name in used[part]] for name in self.parameters}
             self.draws = one.draws or bool(self.drawing)
@@ -339,14 +342,17 @@ class Layered:
         named = pytree.named_leaves(batch)
         facts = tuple((name, tuple(leaf.shape), leaf.dtype, leaf.device) for name, leaf in named.items())
         signature = (pytree.flatten(batch)[1], facts, ctx.dtype, isinstance(ctx.key, tuple))
-        if name := self.readings.changed() if self.readings is not None else "":
-            if self.rehearsed:
-                raise graph_cut.Impure(
-                    f"{name} has another value than when the loss function was traced, which has it as a constant; "
-                    "hand it in by the batch, a row for each sample"
-                )
-            self.known.clear()  # which are those of an example
+        readings = self.readings.get(signature)
+        while signature in self.known and readings is not None and (name := readings.changed()):
+            if signature in self.rehearsed:
+                self.expect_same(batch, ctx, self.known[signature], name)
+                readings.forget(name)
+            else:  # what was traced for the example
+                del self.known[signature]
         if signature in self.known and signature in self.rehearsed:
+            self.calls[signature] += 1
+            if self.calls[signature].bit_count() == 1:  # calls 1, 2, 4, 8, ... are traced again
+                self.expect_same(batch, ctx, self.known[signature])
             return self.known[signature]
         values, rows = values_of(batch), expect_batch(batch)
         if signature in self.known and values is None:
@@ -360,11 +366,27 @@ class Layered:
                 self.splits.append(run)
             number = self.known.get(signature, len(self.splits) - 1)
             if rehearsal is not None:
-                rehearsal.expect_parts(rehearsal.expect_pure(), number)
+                rehearsal.expect_parts(rehearsal.expect_pure(), self.splits[number])
             self.rehearsed |= set() if values is None else {signature}
-            self.readings = self.read()
+            self.readings[signature] = self.read()
         self.known[signature] = number
         return number
+
+    def expect_same(self, batch: Batch, ctx: Ctx, number: int, name: str = "") -> None:
+        """Raise Impure if another trace gives a Split that computes something else. name: a variable that the program
+        reads and that has changed; "" for one that is read in a way which `Readings` does not see."""
+        if (values := values_of(batch)) is None:
+            return
+        with graph_cut.apart(), random_states_kept():
+            again = self.trace(batch, ctx)
+            if again.equals(self.splits[number]):
+                return
+            rehearsal = Rehearsal(self, values, ctx, expect_batch(batch), 0)
+            if not is_near(rehearsal.parts(again), rehearsal.parts(self.splits[number]), rounds=1e3):
+                raise graph_cut.Impure(
+                    f"{name or 'a number that the loss function reads'} has another value than when the loss function "
+                    "was traced, which has it as a constant; hand it in by the batch, a row for each sample"
+                )
 
     def read(self) -> Readings:
         """What the loss function, and the module outside of its layers, read of variables."""

@@ -37,7 +37,6 @@ class LayeredModule(Protocol):
     skeleton: nn.Module
     stacks: Stacks
     loss: Callable[..., Any]
-    splits: list[Split]
     parameters: dict[str, nn.Parameter]  # outside of the layers
     within: dict[str, dict[str, nn.Parameter]]  # of a stack's layer
     buffers: Constants
@@ -143,9 +142,8 @@ class Rehearsal:
                 state.last[kind] = forward(*args, **kwargs)
         return state.last[kind]
 
-    def parts(self, number: int) -> list[Any]:
+    def parts(self, split: Split) -> list[Any]:
         """The same, by the parts of a Split, and the layers between them."""
-        split = self.layered.splits[number]
         inputs, runs = inputs_of(self.outside, self.buffers, self.batch, self.ctx), Counter[Kind]()
         x: tuple[Tensor, ...] = ()
         with torch.no_grad():
@@ -185,9 +183,9 @@ class Rehearsal:
             raise CannotSplit(f"its first call makes {self.unlike} of parameters, or of what they give")
         return out
 
-    def expect_parts(self, whole: list[Any], number: int) -> None:
+    def expect_parts(self, whole: list[Any], split: Split) -> None:
         """Raise CannotSplit if the parts of a Split do not give what the whole does."""
-        if not is_near(self.parts(number), whole, rounds=1e3):
+        if not is_near(self.parts(split), whole, rounds=1e3):
             raise CannotSplit(
                 "its layers and what is before and after them, apart, compute something else than the module does: a "
                 "part reads what another one writes beside its arguments"

@@ -45,6 +45,13 @@ class Program:
         with wide_sums(ordered):
             return self.graph(*ordered)
 
+    def equals(self, other: Program) -> bool:
+        """Whether another program computes the same, with the same constants."""
+        nodes = [[node for node in one.graph.graph.nodes if node.op == "get_attr"] for one in (self, other)]
+        pairs = [(getattr(self.graph, a.target), getattr(other.graph, b.target)) for a, b in zip(*nodes)]
+        same = self.names == other.names and self.graph.code == other.graph.code
+        return same and all(a is b or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
+
     def uses(self, kind: str) -> list[str]:
         """The names of its inputs of a kind, such as "parameter"."""
         return [name.removeprefix(f"{kind} ") for name in self.names if name.startswith(f"{kind} ")]
@@ -70,6 +77,15 @@ class Split:
     result: tuple[Any, list[Any]]  # structure of what the loss function returned, with Place for tensors
     draws: bool = False  # whether something outside of the layers may draw random numbers
 
+    def equals(self, other: Split) -> bool:
+        """Whether another trace gave the same programs, with the same constants."""
+        ours, theirs = ([*one.before.values(), one.beside, one.after] for one in (self, other))
+        return (
+            all(map(Program.equals, ours, theirs))
+            and equal_structures(self.result, other.result)
+            and all(map(equal_structures, self.arguments.values(), other.arguments.values()))
+        )
+
     def arguments_of(self, kind: Kind, x: tuple[Tensor, ...], beside: tuple[Tensor, ...]) -> tuple[Any, Any]:
         """(args, kwargs) of a layer."""
         return fill(self.arguments[kind], {"x": x, "beside": beside})
@@ -85,6 +101,13 @@ class Place:
 
     group: str
     number: int
+
+
+def equal_structures(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    """Whether two structures have the same Places, and the same numbers and texts beside them."""
+    plain = (Place, int, float, str, bool, type(None))
+    pairs = [(x, y) for x, y in zip(a[1], b[1]) if isinstance(x, plain) or isinstance(y, plain)]
+    return a[0] == b[0] and len(a[1]) == len(b[1]) and all(type(x) is type(y) and x == y for x, y in pairs)
 
 
 def fill(structure: tuple[Any, Any], groups: dict[str, tuple[Tensor, ...]]) -> Any:
