@@ -291,11 +291,11 @@ def test_a_run_goes_on_without_a_reader(capsys, monkeypatch):
         if len(lines) > 1:
             raise BrokenPipeError
 
-    monkeypatch.setattr(process, "drop_stdout", lambda: lines.append("dropped"))
+    monkeypatch.setattr(process, "drop", lambda stream: lines.append(f"no {stream is sys.stdout and 'stdout'}"))
     say = process.without_reader(show)
     say("one")
     say("two")
-    assert lines == ["one", "two", "dropped"]
+    assert lines == ["one", "two", "no stdout"]
     assert capsys.readouterr().err == "fzero: nobody reads the standard output any more; the run goes on\n"
 
 
@@ -306,6 +306,9 @@ def test_the_reader_of_a_run_may_end(fz):
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
     assert done.returncode == 0 and "the run goes on" in done.stderr and done.stdout.count("\n") == 1
     assert len(list(run_folder.read_metrics(Path("unread")))) == 60
+    again = piped.replace("unread", "both").replace(" | head", " 2>&1 | head")
+    assert subprocess.run(["bash", "-c", again], capture_output=True).returncode == 0
+    assert len(list(run_folder.read_metrics(Path("both")))) == 60
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_the_first_step(fz):

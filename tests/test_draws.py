@@ -1,6 +1,7 @@
 """Random numbers of somebody's code: where it runs again it draws the same, and in a step by the state's key."""
 
 import datetime
+import functools
 import itertools
 import os
 import random
@@ -47,6 +48,7 @@ LINEAR = {
     "a generator of one's own": lambda w: (torch.rand(w.shape, generator=OWN, dtype=F64) * w).sum(),
     "a generator of numpy's": lambda w: (w * NUMPYS.random()).sum(),
     "a generator of Python's": lambda w: (w * PYTHONS.random()).sum(),
+    "a method of one": functools.partial(lambda draw, w: (w * draw()).sum(), PYTHONS.random),
     "an attribute": lambda w: (w * torch.rand(w.shape, generator=HOLDER.torchs, dtype=F64)).sum(),
     "a helper's": lambda w: (w * mask_like(w)).sum(),
     "remat within": lambda w: fzero.remat(lambda w: F.dropout(w, 0.3).sum())(w) + F.dropout(w, 0.3).sum(),

@@ -174,14 +174,82 @@ class Hooked(Stack):
 
 def hooked_loss(call, batch):
     out = call(batch["x"])
-    if out.requires_grad:
-        out.register_hook(lambda g: 0.1 * g)
+    out.register_hook(lambda g: 0.1 * g)
     return (out - batch["y"]).square().sum(), len(out)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [(Hooked, squares), (Stack, hooked_loss)])
-def test_a_hook_outside_of_the_layers_makes_no_stack(kind, loss):
-    assert any("a hook on a tensor" in line for line in expect_torchs(kind, loss))
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return -0.5 * g
+
+
+def reversed_loss(call, batch):
+    return (Reversed.apply(call(batch["x"])) - batch["y"]).square().sum(), 6
+
+
+def self_target(call, batch):
+    with torch.no_grad():
+        target = call(batch["x"] + 0.1)
+    return (call(batch["x"]) - target - batch["y"]).square().sum(), 6
+
+
+def hooked_module():
+    net = Stack()
+    net.after.register_full_backward_hook(lambda module, inner, outer: (0.3 * inner[0],))
+    return net
+
+
+@pytest.mark.parametrize("kind", [Stack, Whole])
+@pytest.mark.parametrize("loss", [hooked_loss, reversed_loss, self_target])
+def test_what_a_graph_would_lose_makes_no_stack(kind, loss):
+    said = expect_torchs(kind, loss)
+    assert kind is Whole or any("which a traced graph would lose" in line or "again" in line for line in said), said
+
+
+def test_a_hook_outside_of_the_layers_makes_no_stack():
+    assert any("a hook on a tensor" in line for line in expect_torchs(Hooked, squares))
+    (losses, _, said), (wanted, _) = (f(hooked_module().double(), squares) for f in (trained_alike, expected_alike))
+    assert losses == pytest.approx(wanted, rel=1e-12)
+    assert any("which a traced graph would lose" in line for line in said)
+
+
+def trained_alike(net, loss):
+    """`trained` of a module whose weights are set."""
+    return trained(with_seed(net), loss)
+
+
+def expected_alike(net, loss):
+    return expected(with_seed(net), loss)
+
+
+def with_seed(net):
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(0.5 * torch.randn(p.shape, generator=g, dtype=p.dtype))
+    return net
+
+
+TEACHER = with_seed(Whole().double())
+
+
+def distilled(call, batch):
+    with torch.no_grad():
+        target = TEACHER(batch["x"])
+    return (call(batch["x"]) - target).square().sum(), 6
+
+
+def test_a_teacher_is_a_constant_of_the_graph():
+    assert expect_torchs(Stack, distilled) == []
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
@@ -207,6 +275,10 @@ def test_the_modules_own_parameters_are_not_read_beside_call(kind, example):
 
     with pytest.raises(ValueError, match=r"reads after.weight of the module itself"):
         trained(net, loss, example=example)
+    with pytest.raises(ValueError, match=r"reads after.weight of the module itself"):
+        trained(
+            net, lambda call, batch: (squares(call, batch)[0] * net.after.weight.tolist()[0][0], 6), example=example
+        )
     with pytest.raises((ValueError, AttributeError), match="`call` of a loss has no 'after'"):
         trained(net, lambda call, batch: (call.after.weight.sum(), 1), example=example)
 

@@ -188,7 +188,7 @@ def test_judging_maps_over_losses():
 
 NONSENSE = {
     "sigmas": ([0.0, -1.0, math.inf, -math.inf, math.nan, 1e6], r"must be above 0 and below 1e\+06"),
-    "window": ([0, -5, 10**9, 10**30], r"must be at least 1 and below 1e\+09"),
+    "window": ([0, 1, -5, 10**9, 10**30], r"must be at least 2 and below 1e\+09"),
     "warmup": ([0, -5, 10**9, 10**30], r"must be at least 1 and below 1e\+09"),
 }
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from fzero import __version__
 from fzero.core import packages
@@ -34,8 +34,11 @@ def without_reader(show: Callable[[str], None]) -> Callable[[str], None]:
         try:
             show(line)
         except BrokenPipeError:
-            drop_stdout()
-            print("fzero: nobody reads the standard output any more; the run goes on", file=sys.stderr, flush=True)
+            drop(sys.stdout)
+            try:
+                print("fzero: nobody reads the standard output any more; the run goes on", file=sys.stderr, flush=True)
+            except OSError:  # the same pipe
+                drop(sys.stderr)
 
     return shown
 
@@ -188,14 +191,14 @@ def _stdout_works() -> bool:
         sys.stdout.flush()
         return True
     except (OSError, ValueError):
-        drop_stdout()
+        drop(sys.stdout)
         return False
 
 
-def drop_stdout() -> None:
-    """Let what is printed from now on go nowhere."""
+def drop(stream: TextIO) -> None:
+    """Let what is printed to a standard stream from now on go nowhere."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def write_traceback(error: BaseException) -> str:

@@ -88,6 +88,8 @@ class Belongings:
 
     def note(self, name: str, value: Any) -> None:
         """Add a value, and what a tree of them has, or a function of somebody's."""
+        if is_generator(owner := getattr(value, "__self__", None)):  # a method of one
+            self.generators[name] = owner
         if isinstance(value, functools.partial) or (inspect.isroutine(value) and is_foreign(value)):
             return None if of_library(value) else self.note_function(value)
         for leaf_name, leaf in {name: value}.items() if callable(value) else pytree_items(name, value):

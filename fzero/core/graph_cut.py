@@ -65,6 +65,22 @@ class AutogradWatch(TorchFunctionMode):
 
     recorded = called = False
 
+    def __init__(self, originals: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.originals = {storage_of(tensor): name for name, tensor in originals.items()}
+
+    def expect_no_original(self, args: Any, kwargs: Any) -> None:
+        """Raise Impure for a read of a tensor in whose place the program is given another one."""
+        leaves = pytree.leaves((args, kwargs)) if self.originals else []
+        for leaf in leaves:
+            name = self.originals.get(storage_of(leaf)) if isinstance(leaf, Tensor) else None
+            if name is not None:
+                raise Impure(
+                    f"{current_line()}: reads {name} of the module itself, which keeps the values that it began with "
+                    "and has no gradient here; have its forward pass return what the loss needs of it, and call it by "
+                    "`call`"
+                )
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward and not is_called_by_torch():
             raise Impure(
@@ -79,8 +95,12 @@ class AutogradWatch(TorchFunctionMode):
                 raise Untraceable(
                     f"{current_line()}: asks torch.autograd for gradients, which a traced graph would lose"
                 )
-        if func is Tensor.register_hook and self.recorded:
-            raise Untraceable(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            self.called = True
+            if self.recorded:
+                raise Untraceable(f"{current_line()}: a hook on a tensor, which a traced graph would lose")
+        if func is Tensor.tolist:  # which calls no operator
+            self.expect_no_original(args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -120,9 +140,8 @@ class Watch(TorchDispatchMode):
         originals: Mapping[str, Tensor] = MappingProxyType({}),
     ):
         super().__init__()
-        self.autograd = AutogradWatch()
+        self.autograd = AutogradWatch(originals)
         self.recorded, self.why = recorded, why
-        self.originals = {storage_of(tensor): name for name, tensor in originals.items()}
         self.kept: dict[int, str] = {}
         for name, tensor in kept.items():
             self.keep(name, tensor)
@@ -148,7 +167,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.expect_no_original(args, kwargs)
+        self.autograd.expect_no_original(args, kwargs)
         arguments = func._schema.arguments
         self.communicates |= is_collective(func)
         named = {arg.name: value for arg, value in zip(arguments, args)} | kwargs
@@ -171,9 +190,9 @@ class Watch(TorchDispatchMode):
                     self.expect_own(leaf, func)
         lost = self.recorded and not torch.is_grad_enabled() and func is not torch.ops.prim.device.default
         leaves = pytree.leaves((args, kwargs)) if lost else []
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
-            raise Impure(
-                f"{current_line()}: {func} has a parameter's value and records no gradient (torch.no_grad, or an "
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad and self.is_given(leaf) for leaf in leaves):
+            raise Untraceable(
+                f"{current_line()}: {func} has a parameter's value and records no gradient (torch.no_grad, a hook, an "
                 "autograd.Function), which a traced graph would lose; use .detach(), or move it into a layer"
             )
         return func(*args, **kwargs)
@@ -188,17 +207,9 @@ class Watch(TorchDispatchMode):
                 "of PyTorch draws, such as torch.distributions.Dirichlet"
             ) from None
 
-    def expect_no_original(self, args: Any, kwargs: Any) -> None:
-        """Raise Impure if an operator reads a tensor in whose place the program is given another one."""
-        leaves = pytree.leaves((args, kwargs)) if self.originals else []
-        for leaf in leaves:
-            name = self.originals.get(storage_of(leaf)) if isinstance(leaf, Tensor) else None
-            if name is not None:
-                raise Impure(
-                    f"{current_line()}: reads {name} of the module itself, which keeps the values that it began with "
-                    "and has no gradient here; have its forward pass return what the loss needs of it, and call it by "
-                    "`call`"
-                )
+    def is_given(self, leaf: Tensor) -> bool:
+        """Whether a tensor with a gradient is of what the program is given, and not a parameter of another module."""
+        return not leaf.is_leaf or storage_of(leaf) in self.kept
 
     def expect_own(self, leaf: Any, func: Any) -> None:
         """Raise Impure if an operator writes into a kept tensor."""

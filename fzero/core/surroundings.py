@@ -8,6 +8,7 @@ dtype.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import random
 import sys
@@ -174,7 +175,9 @@ def is_traced() -> bool:
 
 def codes_of(f: Any) -> tuple[CodeType, ...]:
     """The code of a function, and of those that it closes over."""
-    f = inspect.unwrap(f)
+    if isinstance(f, functools.partial):
+        return sum(map(codes_of, (f.func, *f.args, *f.keywords.values())), ())
+    f = inspect.unwrap(f) if callable(f) else f
     cells = [cell.cell_contents for cell in getattr(f, "__closure__", None) or () if cell_is_full(cell)]
     return tuple(one.__code__ for one in (f, *cells) if isinstance(one, FunctionType))
 

@@ -52,7 +52,7 @@ from fzero.sharding.memory import Offload
 from fzero.sharding.plan import REDUCE
 from fzero.train.checks import UPDATES
 from fzero.train.execution import CAPTURE
-from fzero.train.spike import LOSSES, SIGMAS
+from fzero.train.spike import SIGMAS, WARMUP, WINDOW
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
@@ -123,7 +123,7 @@ BOUNDS: dict[str, Bounds] = {
     "dpo.beta": POSITIVE,
     "dpo.smoothing": (0.0, True, 0.5),
     **{f"guard.{n}": SIZE for n in ("max_skipped", "max_rollbacks")},
-    **{f"guard.{n}": LOSSES for n in ("window", "warmup")},
+    **{"guard.window": WINDOW, "guard.warmup": WARMUP},
 }
 
 

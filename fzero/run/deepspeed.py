@@ -58,7 +58,10 @@ def config_from_deepspeed(
     found = read_deepspeed(source, ranks)
     if line := ignored_line(source, found):
         warnings.warn(line, UserWarning, stacklevel=2)
-    return from_table(with_one_rate(merged(found.table, table or {}), found.table))
+    whole = with_one_rate(merged(found.table, table or {}), found.table)
+    if line := stretched_line(source, whole, found.table):
+        warnings.warn(line, UserWarning, stacklevel=2)
+    return from_table(whole)
 
 
 def with_one_rate(table: Table, found: Table) -> Table:
@@ -78,7 +81,7 @@ def with_one_rate(table: Table, found: Table) -> Table:
     return merged(table, {"optim": {"lr_rest": peak}}) if kind == "muon" else table
 
 
-def stretched_line(source: str | Path, table: Table, found: Table) -> str:
+def stretched_line(source: str | Path | Mapping[str, Any], table: Table, found: Table) -> str:
     """The line that says that a schedule of `found` goes over other steps, those of the run's table, "" if not."""
     total, steps = found.get("train", {}).get("steps"), table.get("train", {}).get("steps")
     if total is None or steps in (None, total):

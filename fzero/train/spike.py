@@ -30,7 +30,8 @@ from fzero.core.kinds import expect_fields
 
 LOSS = "loss"  # the name of the statistics in `state.extra`
 SIGMAS: Bounds = (0.0, False, 1e6)
-LOSSES: Bounds = (1, True, 1e9)  # of window and warmup
+WINDOW: Bounds = (2, True, 1e9)  # of 1 there is no deviation
+WARMUP: Bounds = (1, True, 1e9)
 LEAST = (1e-3, 1e-12)  # deviation: a part of the mean, and what it is of a mean of 0
 ENTRY = 2.4  # deviations above the mean, as which a spike enters the statistics
 FIRST = 8  # losses after which an outlier enters as a spike does, in the warm-up too
@@ -42,7 +43,7 @@ class Spike:
 
     window: the number of losses that mean and deviation remember; older ones have 0.03% of the weight, with a window
     below 24 more. warmup: the number of losses that are seen before the first one is judged, at least 1.
-    Raises ValueError unless sigmas is above 0 and below 10^6, and window and warmup are at least 1 and below 10^9.
+    Raises ValueError unless sigmas is above 0 and below 10^6, window at least 2, warmup at least 1, both below 10^9.
 
     >>> from fzero.train.spike import init_stats, judge
     >>> stats = init_stats()
@@ -58,7 +59,7 @@ class Spike:
 
     def __post_init__(self) -> None:
         expect_fields(self)
-        for name, bounds in (("sigmas", SIGMAS), ("window", LOSSES), ("warmup", LOSSES)):
+        for name, bounds in (("sigmas", SIGMAS), ("window", WINDOW), ("warmup", WARMUP)):
             check_bounds(f"Spike: {name}", getattr(self, name), bounds)
 
     @property
