@@ -48,7 +48,7 @@ LINEAR = {
     "a generator of one's own": lambda w: (torch.rand(w.shape, generator=OWN, dtype=F64) * w).sum(),
     "a generator of numpy's": lambda w: (w * NUMPYS.random()).sum(),
     "a generator of Python's": lambda w: (w * PYTHONS.random()).sum(),
-    "a method of one": functools.partial(lambda draw, w: (w * draw()).sum(), PYTHONS.random),
+    "a method of one": functools.partial(lambda draw, w: (w * draw()).sum(), functools.partial(PYTHONS.gauss, 1, 1)),
     "an attribute": lambda w: (w * torch.rand(w.shape, generator=HOLDER.torchs, dtype=F64)).sum(),
     "a helper's": lambda w: (w * mask_like(w)).sum(),
     "remat within": lambda w: fzero.remat(lambda w: F.dropout(w, 0.3).sum())(w) + F.dropout(w, 0.3).sum(),

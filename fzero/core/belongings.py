@@ -89,16 +89,16 @@ class Belongings:
     def note(self, name: str, value: Any) -> None:
         """Add a value, and what a tree of them has, or a function of somebody's."""
         if is_generator(owner := getattr(value, "__self__", None)):  # a method of one
-            self.generators[name] = owner
+            put(self.generators, name, owner)
         if isinstance(value, functools.partial) or (inspect.isroutine(value) and is_foreign(value)):
             return None if of_library(value) else self.note_function(value)
         for leaf_name, leaf in {name: value}.items() if callable(value) else pytree_items(name, value):
             if isinstance(leaf, Tensor):
-                self.tensors[leaf_name] = leaf
+                put(self.tensors, leaf_name, leaf)
             elif isinstance(leaf, nn.Module):
                 self.note_module(leaf_name, leaf)
             elif is_generator(leaf):
-                self.generators[leaf_name] = leaf
+                put(self.generators, leaf_name, leaf)
             elif inspect.isroutine(leaf) and is_foreign(leaf) and not of_library(leaf):  # in a table of functions
                 self.note_function(leaf)
         return None
@@ -157,6 +157,13 @@ class Belongings:
         for f in self.functions:
             found |= {name: mark_of(value) for name, value in variables(f) if self.has_mark(value)}
         return found
+
+
+def put(table: dict[str, Any], name: str, value: Any) -> None:
+    """Add a value by its name, or by another one if that is of another value: many objects are a method's "self"."""
+    while table.get(name, value) is not value:
+        name = f"{name}'"
+    table[name] = value
 
 
 class Changed(Impure):
