@@ -461,7 +461,7 @@ def test_a_damaged_record_is_one_line(fz, plain):
 REFUSED = {
     "guard.nonfinite is 'roll'": ["guard.nonfinite=roll"],
     "guard.sigmas is 0.0; it must be above 0": ["guard.spike=skip", "guard.sigmas=0.0"],
-    "guard.window is 0; it must be at least 1": ["guard.spike=skip", "guard.window=0"],
+    "guard.window is 0; it must be at least 2": ["guard.spike=skip", "guard.window=0"],
     "guard.sigmas does nothing with guard.spike=off": ["guard.sigmas=3.0"],
     "guard.rollback_steps does nothing without a rollback": ["guard.rollback_steps=3"],
     "train.checkpoint_every is 0, so there is nothing to go back to": [
