@@ -122,14 +122,6 @@ def looks_up(**options):
     return Looking
 
 
-def forgets_gradients(self, x):
-    with torch.no_grad():
-        x = self.before(x)
-    for layer in self.layers:
-        x = layer(x)
-    return self.after(x)
-
-
 def clamps_a_weight(self, x):
     self.linear.weight.data.clamp_(-1, 1)
     return self.linear(x)
@@ -189,10 +181,6 @@ REFUSED = {
         r"the module sets 'count' in its forward pass, and a state that is not a parameter would be lost",
     ),
     "a buffer that is set": (lambda: of_layers(sets_a_buffer), r"the module sets 'seen' in its forward pass"),
-    "a region without gradients": (
-        lambda: of_layers(forgets_gradients),
-        r"records no gradient \(torch\.no_grad, .*use \.detach\(\)",
-    ),
     "weights on the meta device": (lambda: net(lambda i: nn.Linear(4, 4)).to("meta"), "0.weight is on the meta device"),
     "weights without a shape": (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet; call the module"),
     "nothing to train": (
