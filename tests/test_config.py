@@ -10,15 +10,16 @@ import torch
 from fzero import models
 from fzero.core import tables
 from fzero.core.device import CPU
-from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder
+from fzero.core.tables import flat, put
+from fzero.run import build, build_optim, config, config_checks, machine, memory_check, run_folder, unused_keys
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import refuse_unused
 from fzero.run.config_ranks import of_its_mesh, refuse_without_axis
 from fzero.run.config_table import from_json, from_table, to_json, to_table
 from fzero.run.debug.checkpoint_list import differing_values
 from fzero.run.measure.flops import token_flop
 from fzero.run.members import members_of
 from fzero.run.recipes import recipe
+from fzero.run.unused_keys import refuse_unused
 from fzero.sharding import fake_mesh
 
 
@@ -171,6 +172,33 @@ def test_what_is_wrong_is_said_before_anything_runs(name):
     assert "\n" not in str(caught.value)
 
 
+MET = {  # what has the keys of unused_keys.NEEDS do something, by their first key
+    "train.batch_ramp": {"train": {"batch": 16}},
+    "dpo": {"objective": "dpo"},
+    "data.add_tokens": {"objective": "chat"},
+    "data.too_long": {"objective": "chat"},
+    "data.cache": {"data": {"path": "s3://bucket/corpus"}},
+    "precision.loss_scale": {"precision": {"policy": "fp16"}},
+    "guard.sigmas": {"guard": {"spike": "skip"}},
+    "guard.rollback_steps": {"guard": {"nonfinite": "rollback"}},
+    "guard.max_skipped": {"guard": {"nonfinite": "skip"}},
+}
+
+
+@pytest.mark.parametrize("need", unused_keys.NEEDS, ids=lambda need: need.keys[0])
+def test_a_key_is_refused_without_what_it_needs(need):
+    usual = {**dict(flat(to_table(config.RunConfig()))), "train.batch_ramp": "12:4:100"}
+    without = from_table({"guard": {"nonfinite": "stop"}, "train": {"batch": 16, "batch_ramp": "16:4:100"}})
+    keys = [key for key in usual if any(f"{key}.".startswith(f"{name}.") for name in need.keys)]
+    assert len(keys) >= len(need.keys)
+    for key in keys:
+        table = {}
+        put(table, key, usual[key])
+        with pytest.raises(ValueError, match=f"^{key} does nothing with {need.missing(without)}; .*, or leave it out$"):
+            refuse_unused(without, table)
+        refuse_unused(from_table(MET[need.keys[0]]), table)
+
+
 NO_AXIS = {
     "context": ({"context": "ring"}, "context is ring, which is for ranks of cp, and the mesh is dp alone; use"),
     "one rank": ({"context": "gather", "mesh": {"cp": 1, "tp": 2}}, "and the mesh is tp=2; use --mesh cp=2, or"),
@@ -180,6 +208,7 @@ NO_AXIS = {
     "chunks": ({"pipeline": {"schedule": "interleaved", "chunks": 2}, "mesh": {"cp": 2}}, "is for ranks of pp"),
     "layout": ({"pipeline": {"layout": "1,1"}}, "pipeline.layout is 1,1, which is for ranks of pp"),
     "prefetch": ({"prefetch": 2, "zero": 2}, "prefetch is 2, and stage 2 gathers no parameters; use --zero 3"),
+    "resident": ({"resident": 1}, "resident is 1, and stage 0 gathers no parameters; use --zero 3"),
     "reshard": ({"reshard": False}, "reshard is false, and stage 0 gathers no parameters"),
 }  # fmt: skip
 
@@ -194,7 +223,7 @@ def test_what_is_said_of_an_axis_that_the_mesh_has_not_is_refused(name):
     refuse_without_axis(made, table, before=made)  # what a resumed run has recorded
     refuse_without_axis(made, {})  # and what a preset says
     refuse_without_axis(
-        of_its_mesh(made), {name: x for name, x in table.items() if name not in ("prefetch", "reshard")}
+        of_its_mesh(made), {name: x for name, x in table.items() if name not in ("prefetch", "resident", "reshard")}
     )
 
 

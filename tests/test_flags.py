@@ -221,7 +221,7 @@ ELSEWHERE = ("config", "finetune")  # a file for another machine; and there must
 @pytest.mark.parametrize("case", range(len(IDLE)), ids=[f"{words[-1]} {option.opts[0]}" for words, _, option in IDLE])
 def test_a_flag_is_refused_without_what_it_needs(case, fz, no_trace):
     words, command, option = IDLE[case]
-    value = {"codec": "params=int8", "similarity": "0.5"}.get(option.name, "10")
+    value = {"codec": "params=int8", "reduce": "once", "similarity": "0.5"}.get(option.name, "10")
     line = [*line_without(option, words, command), f"{option.opts[0]}={value}"]
     code, out, err = fz(*[word.replace("missing", "missing.txt") for word in line])
     if option.of is None or words[-1] not in ELSEWHERE:
@@ -236,7 +236,7 @@ def test_a_flag_is_refused_without_what_it_needs(case, fz, no_trace):
 def test_the_flags_that_need_something():
     assert {option.opts[0] for *_, option in IDLE} >= {
         "--top", "--imbalance", "--price-per-gpu-hour", "--nvme-gbs", "--between", "--similarity", "--text-key",
-        "--codec",
+        "--codec", "--reduce",
     }  # fmt: skip
 
 
@@ -247,6 +247,8 @@ def test_the_flags_that_need_something():
         ("--between", "10:5", "--mesh", "dp=4", "--nproc-per-node", "2"),
         ("--model", "mixtral-tiny", "--mesh", "ep=2", "--imbalance", "1.2"),
         ("--codec", "params=int8", "--mesh", "dp=2", "--zero", "3"),
+        ("--reduce", "once", "--mesh", "dp=2"),
+        ("--reduce", "canonical"),
     ],
 )
 def test_a_flag_is_taken_with_what_it_needs(line, fz, no_trace):

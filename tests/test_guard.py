@@ -463,7 +463,7 @@ REFUSED = {
     "guard.sigmas is 0.0; it must be above 0": ["guard.spike=skip", "guard.sigmas=0.0"],
     "guard.window is 0; it must be at least 2": ["guard.spike=skip", "guard.window=0"],
     "guard.sigmas does nothing with guard.spike=off": ["guard.sigmas=3.0"],
-    "guard.rollback_steps does nothing without a rollback": ["guard.rollback_steps=3"],
+    "guard.rollback_steps does nothing with no rollback": ["guard.rollback_steps=3"],
     "train.checkpoint_every is 0, so there is nothing to go back to": [
         "guard.spike=rollback",
         "train.checkpoint_every=0",

@@ -141,13 +141,13 @@ def config_of_flags(
     quantize: str | None,
 ) -> Any:
     """The RunConfig of a new run that starts from the model in `init`."""
-    from fzero.run import config_checks, config_ranks
+    from fzero.run import config_ranks, unused_keys
     from fzero.run.fine_tuning import tuned_config
 
     if init is None:
         raise ValueError("fzero finetune needs a model: --init FOLDER")
     value = tuned_config(init, table, lora=adapters, quantize=quantize)
     if not is_written(config_file):
-        config_checks.refuse_unused(value, table)
+        unused_keys.refuse_unused(value, table)
         config_ranks.refuse_without_axis(value, table)
     return value

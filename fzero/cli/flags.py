@@ -149,6 +149,9 @@ VALUES = (
     click.option("--zero", type=Number(int, STAGE), help="The ZeRO stage, 0 to 3."),
     click.option(
         "--reduce",
+        cls=Flag,
+        needs="several ranks, by torchrun or --mesh",
+        of=lambda config, device=None: config.reduce != "once" or on_ranks(config),  # canonical sums go on elsewhere
         help="How ranks sum gradients: fast, once (whole over micro-batches first), canonical (alike on every mesh).",
     ),
     click.option("--sequence/--no-sequence", default=None, help="Split activations over tp along the sequence."),
@@ -333,7 +336,7 @@ def config_of(
 
     has_mesh: whether its mesh is that of a run, and nothing may be said of axes that it does not have.
     """
-    from fzero.run import config_checks, config_ranks, config_table
+    from fzero.run import config_ranks, config_table, unused_keys
     from fzero.run.vocabulary import start_model
 
     if init is None:
@@ -342,7 +345,7 @@ def config_of(
         start = start_model(init, table)
         value = config_table.from_table({**start.table, "preset": start.preset}, start.config)
     if not is_written(config_file):  # the config.json of a run holds all values, even unused ones
-        config_checks.refuse_unused(value, table)
+        unused_keys.refuse_unused(value, table)
         if has_mesh:
             config_ranks.refuse_without_axis(value, table)
     return value

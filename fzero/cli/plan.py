@@ -199,6 +199,8 @@ def plan(
     **flags: Any,
 ) -> None:
     """Predict memory, communication, time and cost of a run, without its hardware and its weights."""
+    if flags["device"] is not None:
+        raise ValueError(f"--device is {flags['device']}, and a plan is for --gpu; use --gpu, or leave it out")
     kind = of_many(searches, bool(vary))
     refuse_together(kind, question, as_json, {"--roofline": by_part, "--tokens": tokens is not None})
     refuse_lora_flags(lora_rank, lora_targets, quantize, kind)

@@ -25,7 +25,7 @@ from fzero.core.bounds import (
 from fzero.core.precision import POLICIES
 from fzero.core.pytree import nearest
 from fzero.core.storage import is_url
-from fzero.core.tables import Table, flat, format_list
+from fzero.core.tables import flat, format_list
 from fzero.data.examples import TOO_LONG
 from fzero.data.mixture import Mixture
 from fzero.data.packing import PACKINGS
@@ -39,11 +39,12 @@ from fzero.optim.deepspeed_schedules import RISES
 from fzero.run.batch_ramp import Ramp, shared_batch
 from fzero.run.buckets import BUCKETS, SCALINGS, SIZES, validate_buckets
 from fzero.run.config_ranks import OUTER, validate_codes, validate_local, validate_signs
-from fzero.run.config_schedules import SCHEDULES, keys_of, validate_cycle, validate_tokens
+from fzero.run.config_schedules import SCHEDULES, validate_cycle, validate_tokens
 from fzero.run.curriculum import validate_curriculum, validate_kept, validate_layers
 from fzero.run.measure.loggers import check_loggers
 from fzero.run.objectives import OBJECTIVES, SCORED
 from fzero.run.transforms import validate_transforms
+from fzero.run.unused_keys import OPTIMIZERS, reads_url
 from fzero.sharding import AXES
 from fzero.sharding.codec import Codec
 from fzero.sharding.context import Context
@@ -56,21 +57,6 @@ from fzero.train.spike import SIGMAS, WARMUP, WINDOW
 
 RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
 
-# The keys that each optimizer uses.
-ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
-OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    "adamw": (*ADAM, "states", "correction"),
-    "adam": (*ADAM, "states", "correction"),
-    "lamb": (*ADAM, "correction", "min_ratio", "max_ratio"),
-    "lion": (*ADAM[:-1], "states"),
-    "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
-    "adafactor": ("lr", "weight_decay", "decay"),
-    "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
-    "onebit_adam": (*ADAM, "correction", "freeze_steps"),
-    "onebit_lamb": (*ADAM, "correction", "freeze_steps", "min_ratio", "max_ratio"),
-    "zero_one_adam": (*ADAM, "correction", "freeze_steps", "sum_every", "sum_double"),
-}
-ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
 MOST_RANKS = 10_000_000
 BOUNDS: dict[str, Bounds] = {
     **{f"model.{name}": bounds for name, bounds in sizes.BOUNDS.items()},
@@ -272,7 +258,7 @@ def validate_data(c: RunConfig) -> None:
             f"data.path is {c.data.path} and objective is {c.objective}: examples are read from a folder; copy them to "
             "this machine"
         )
-    streams = is_url(c.data.path) or "://" in c.data.mixture
+    streams = reads_url(c)
     if streams and c.data.cache_gb * 1e9 < LEAST:
         raise ValueError(f"data.cache_gb is {c.data.cache_gb:g}; a cache has {LEAST / 1e9:.5f} GB or more")
     if streams and c.train.hang_s and c.data.retry_minutes * 60 >= c.train.hang_s:
@@ -368,45 +354,6 @@ def validate_guard(config: RunConfig) -> None:
             "steps apart, "
             f"reach back {reach}; {fix}"
         )
-
-
-def refuse_unused(config: RunConfig, table: Table) -> None:
-    """Raise ValueError if `table`, as the user wrote it, sets a key that the chosen optimizer or schedule does not
-    use."""
-    optim = table.get("optim", {})
-    for where, given, kind, uses in (
-        ("optim", optim, config.optim.name, {*OPTIMIZERS[config.optim.name], *ANY_OPTIM}),
-        (
-            "optim.schedule",
-            optim.get("schedule", {}),
-            config.optim.schedule.name,
-            {*keys_of(config.optim.schedule.name), "name"},
-        ),
-    ):
-        for key in given:
-            if key not in uses:
-                raise ValueError(
-                    f"{where}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; "
-                    "leave it out"
-                )
-    g = config.guard
-    if table.get("dpo") and config.objective != "dpo":
-        raise ValueError(f"dpo.{next(iter(table['dpo']))} does nothing with objective={config.objective}; leave it out")
-    if table.get("data", {}).get("add_tokens") and config.objective == "text":
-        raise ValueError(
-            "data.add_tokens does nothing with objective=text; prepare the text with a tokenizer.json that has them, "
-            "and give --set model.vocab_size=N"
-        )
-    for key in table.get("guard", {}):
-        if key in ("sigmas", "window", "warmup") and g.spike == "off":
-            raise ValueError(
-                f"guard.{key} does nothing with guard.spike=off; use guard.spike=skip or rollback, or leave it out"
-            )
-        if key in ("rollback_steps", "max_rollbacks") and "rollback" not in (g.nonfinite, g.spike):
-            raise ValueError(
-                f"guard.{key} does nothing without a rollback; use guard.nonfinite=rollback or "
-                "guard.spike=rollback, or leave it out"
-            )
 
 
 def check_corpus(config: RunConfig, corpus: str | Path) -> None:

@@ -144,7 +144,7 @@ def refuse_without_axis(config: RunConfig, table: Table, before: RunConfig | Non
                 f"{key} is {shown}, which is for ranks of {axis}, and the mesh is {has}; use --mesh {axis}=2, or leave "
                 "it out"
             )
-        if key in ("prefetch", "reshard") and not fetched:
+        if key in ("prefetch", "reshard", "resident") and not fetched:
             raise ValueError(
                 f"{key} is {shown}, and stage {config.zero} gathers no parameters; use --zero 3, or leave it out"
             )

@@ -12,8 +12,8 @@ from typing import Any
 
 from fzero.core.tables import Table, flat, put, to_toml
 from fzero.run.config import Data, RunConfig
-from fzero.run.config_checks import refuse_unused
 from fzero.run.config_table import first_sizes, to_table
+from fzero.run.unused_keys import refuse_unused
 
 
 def commented(config: RunConfig) -> str:

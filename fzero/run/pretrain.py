@@ -31,6 +31,7 @@ from fzero.run.config_table import apply_table, from_json, to_json
 from fzero.run.corpus import Say
 from fzero.run.duration import fitting_steps, shortened
 from fzero.run.measure.flops import token_flop
+from fzero.run.measure.profiler import steps_of
 from fzero.run.memory_check import check_memory, gigabytes
 from fzero.run.out_of_memory import explained
 from fzero.run.placement import fit_layout, keep_placement
@@ -74,8 +75,7 @@ def start(
     if coordinator.spare:
         return None
     weights = weights_module.load_start(init) if init else None
-    config, mesh, device, lines = place(config, coordinator)
-    config = with_absolute_paths(config)
+    config, mesh, device, lines = place(with_absolute_paths(config), coordinator)
     coordinator.share(lambda: lock_others(config, options.say))
     job = build(config, mesh, folder, device=device)
     whole = config.train.steps
@@ -84,6 +84,7 @@ def start(
         lines.append(f"{steps} steps in place of {whole}, for about 3 minutes here; --steps {whole} makes them all")
         config = shortened(config, steps)
         job = build(config, mesh, folder, device=device)
+    expect_steps_left(folder, config, options, 0)
     expect_memory(job, coordinator)
     expect_disk(job, coordinator)
     expect_new(job, folder, coordinator)
@@ -275,14 +276,21 @@ def open_corpus(
 
 
 def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: int) -> None:
-    """Raise ValueError if a run that has made `step` steps has none to make."""
-    stop_at = options.stop_at
-    if step >= config.train.steps:
+    """Raise ValueError if a run that has made `step` steps has none to make, or ends before what `options` are for."""
+    stop_at, steps = options.stop_at, config.train.steps
+    if step >= steps:
         raise ValueError(
             f"{folder}: is complete: it has made its {step} steps; --steps N, above {step}, makes it longer"
         )
     if stop_at is not None and stop_at <= step:
         raise ValueError(f"--stop-at {stop_at}: the run has made {step} steps already; give a larger number, or none")
+    if stop_at is not None and stop_at > steps:
+        raise ValueError(f"--stop-at {stop_at}: the run ends at its step {steps} (train.steps); leave it out")
+    left = min(steps, stop_at or steps) - step
+    if options.profile and steps_of(options.profile, 0)[0] > left:
+        raise ValueError(
+            f"--profile {options.profile}: this command makes {left} steps; give some of them, such as --profile {left}"
+        )
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from fzero.core.tables import Table, flat, put
 from fzero.run.config import RunConfig
-from fzero.run.config_checks import refuse_unused
 from fzero.run.config_ranks import first_local
 from fzero.run.config_table import apply_table
 from fzero.run.config_text import differences
+from fzero.run.unused_keys import refuse_unused
 
 # From the step at which a run is resumed on; what its state and its data are made of is not among them.
 CHANGING = (

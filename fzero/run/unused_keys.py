@@ -1,0 +1,124 @@
+"""Keys of a config that do nothing without another value: each says what it needs, and is refused where that is
+missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fzero.core.storage import is_url
+from fzero.core.tables import Table, flat
+from fzero.run.batch_ramp import Ramp
+from fzero.run.config_schedules import keys_of
+
+RunConfig = Any  # fzero.run.config.RunConfig, whose module imports this one
+
+# The keys that each optimizer uses.
+ADAM = ("lr", "weight_decay", "decay", "beta1", "beta2", "eps")
+OPTIMIZERS: dict[str, tuple[str, ...]] = {
+    "adamw": (*ADAM, "states", "correction"),
+    "adam": (*ADAM, "states", "correction"),
+    "lamb": (*ADAM, "correction", "min_ratio", "max_ratio"),
+    "lion": (*ADAM[:-1], "states"),
+    "sgd": ("lr", "weight_decay", "decay", "momentum", "nesterov"),
+    "adafactor": ("lr", "weight_decay", "decay"),
+    "muon": (*ADAM, "lr_rest", "momentum", "nesterov", "adjust"),
+    "onebit_adam": (*ADAM, "correction", "freeze_steps"),
+    "onebit_lamb": (*ADAM, "correction", "freeze_steps", "min_ratio", "max_ratio"),
+    "zero_one_adam": (*ADAM, "correction", "freeze_steps", "sum_every", "sum_double"),
+}
+ANY_OPTIM = ("name", "clip", "schedule", "lr_scaling", "lr_scaling_by")  # the keys of every optimizer
+
+
+class Need(NamedTuple):
+    """What the keys of a config need to do anything: whether a config has it, and what to write."""
+
+    keys: tuple[str, ...]  # or their tables
+    met: Callable[[RunConfig], bool]
+    missing: Callable[[RunConfig], str]  # that a config says instead
+    remedy: str
+
+
+def reads_url(config: RunConfig) -> bool:
+    """Whether a run reads its corpus, or one of a mixture, from a store."""
+    return is_url(config.data.path) or "://" in config.data.mixture
+
+
+def grows(config: RunConfig) -> bool:
+    """Whether the batch of a run grows."""
+    text = config.train.batch_ramp
+    return not text or Ramp.parse(text).start < config.train.batch
+
+
+NEEDS = (
+    Need(
+        ("train.batch_ramp",),
+        grows,
+        lambda c: f"train.batch={c.train.batch}, with which {c.train.batch_ramp} begins",
+        "begin with less",
+    ),
+    Need(("dpo",), lambda c: c.objective == "dpo", lambda c: f"objective={c.objective}", "use objective=dpo"),
+    Need(
+        ("data.add_tokens",),
+        lambda c: c.objective != "text",
+        lambda c: "objective=text",
+        "prepare the text with a tokenizer.json that has them, and give --set model.vocab_size=N",
+    ),
+    Need(
+        ("data.too_long",),
+        lambda c: c.objective != "text",
+        lambda c: "objective=text, whose documents are cut into rows",
+        "it is for conversations, pairs and texts with labels",
+    ),
+    Need(
+        ("data.cache", "data.cache_gb", "data.retry_minutes"),
+        reads_url,
+        lambda c: "a corpus on this machine",
+        "it is for one at a URL",
+    ),
+    Need(
+        ("precision.loss_scale",),
+        lambda c: c.precision.policy == "fp16",
+        lambda c: f"precision.policy={c.precision.policy}",
+        "use precision.policy=fp16",
+    ),
+    Need(
+        ("guard.sigmas", "guard.window", "guard.warmup"),
+        lambda c: c.guard.spike != "off",
+        lambda c: "guard.spike=off",
+        "use guard.spike=skip or rollback",
+    ),
+    Need(
+        ("guard.rollback_steps", "guard.max_rollbacks"),
+        lambda c: "rollback" in (c.guard.nonfinite, c.guard.spike),
+        lambda c: "no rollback",
+        "use guard.nonfinite=rollback or guard.spike=rollback",
+    ),
+    Need(
+        ("guard.max_skipped",),
+        lambda c: "skip" in (c.guard.nonfinite, c.guard.spike),
+        lambda c: f"guard.nonfinite={c.guard.nonfinite} and guard.spike={c.guard.spike}",
+        "use guard.nonfinite=skip or guard.spike=skip",
+    ),
+)
+
+
+def refuse_unused(config: RunConfig, table: Table) -> None:
+    """Raise ValueError if `table`, as the user wrote it, sets a key that does nothing: that the chosen optimizer or
+    schedule does not use, or without what NEEDS says."""
+    optim = table.get("optim", {})
+    name, schedule = config.optim.name, config.optim.schedule.name
+    for where, said, kind, uses in (
+        ("optim", optim, name, {*OPTIMIZERS[name], *ANY_OPTIM}),
+        ("optim.schedule", optim.get("schedule", {}), schedule, {*keys_of(schedule), "name"}),
+    ):
+        for key in said:
+            if key not in uses:
+                raise ValueError(
+                    f"{where}.{key} does nothing with {kind}, which has {', '.join(sorted(uses - {'name'}))}; "
+                    "leave it out"
+                )
+    for key, _ in flat(table):
+        for need in NEEDS:
+            if any(f"{key}.".startswith(f"{one}.") for one in need.keys) and not need.met(config):
+                raise ValueError(f"{key} does nothing with {need.missing(config)}; {need.remedy}, or leave it out")
