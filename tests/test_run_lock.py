@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import TINY, write_text
+from launched import TINY, ended, started, steps_of, torchrun, write_text
 
 from fzero.run import config_table, run_folder, run_lock
 
@@ -173,6 +173,35 @@ def test_an_owner_that_was_taken_over_ends_without_writing(tmp_path):
         assert process.wait(20) == 2
         said = process.stderr.read()
     assert said.count("\n") == 1 and "process 12 on node7" in said and "has taken this run over" in said
+
+
+@pytest.mark.parametrize("loss", ["moved", "removed", "the lock alone"])
+def test_an_owner_whose_folder_is_moved_or_removed_ends(loss, tmp_path):
+    folder = tmp_path / "run"
+    with owner(folder, beat=0.05) as process:
+        if loss == "moved":
+            folder.rename(tmp_path / "moved")
+        else:
+            (folder / run_lock.LOCK).unlink()
+        if loss == "removed":
+            folder.rmdir()
+        assert process.wait(20) == 2
+        said = process.stderr.read()
+    assert said.count("\n") == 1 and f"{folder}: lock.json is gone" in said
+    assert folder.exists() == (loss == "the lock alone")
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_is_moved_makes_no_other(tmp_path):
+    write_text(tmp_path)
+    ranks = 2
+    process = started(tmp_path, "run", ranks, "--set", "train.checkpoint_every=2", steps=5)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    code, _, said, _ = ended(tmp_path, process)
+    assert code and "lock.json is gone" in str(said) and not (tmp_path / "run").exists()
+    step = steps_of(tmp_path / "moved") + 3
+    out = torchrun(tmp_path, ranks, "--resume", "--out", "moved", "--stop-at", step, "--prompt", "")
+    assert f"stopped after step {step}" in out
 
 
 @pytest.mark.slow

@@ -45,20 +45,37 @@ class Held:
         threading.Thread(target=self.beat, name="fzero-lock", daemon=True).start()
 
     def beat(self) -> None:
-        """Renew the heartbeat until `over`; end the process if another has taken the lock over."""
+        """Renew the heartbeat until `over`; end the process if another has taken the lock over, or it is gone."""
         while not self.over.wait(BEAT_S):
-            with contextlib.suppress(OSError, ValueError):  # a full or slow disk: tried again after the next pause
-                path = self.folder / LOCK
-                text = read_text_file(path)
-                if text != self.text and not self.over.is_set():
-                    print(
-                        f"fzero: error: {self.folder}: {describe(parse(text))} has taken this run over, as it heard "
-                        f"nothing of this process for {SILENT_S:g} s; this process ends, and saves nothing",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    os._exit(2)
-                os.utime(path, follow_symlinks=False)
+            self.check()
+            with contextlib.suppress(OSError):  # a full or slow disk: tried again after the next pause
+                os.utime(self.folder / LOCK, follow_symlinks=False)
+
+    def check(self) -> None:
+        """End the process if another has taken the lock over, or its folder was moved or removed."""
+        if (lost := self.lost()) and not self.over.is_set():
+            print(
+                f"fzero: error: {self.folder}: {lost}; this process ends, and saves nothing",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(2)
+
+    def lost(self) -> str:
+        """Why the lock is not this process's any more; "" if it is, or cannot be read."""
+        for pause in (min(1.0, BEAT_S), 0.0):  # a file system of a network may not show a file for a moment
+            try:
+                os.lstat(self.folder / LOCK)
+                text = read_text_file(self.folder / LOCK)
+            except FileNotFoundError:
+                time.sleep(pause)
+                continue
+            except (OSError, ValueError):
+                return ""
+            other = describe(parse(text))
+            silent = f"as it heard nothing of this process for {SILENT_S:g} s"
+            return "" if text == self.text else f"{other} has taken this run over, {silent}"
+        return f"{LOCK} is gone, as of a folder that was moved or removed; --resume --out FOLDER goes on where it is"
 
 
 _HELD: dict[str, Held] = {}
@@ -95,6 +112,12 @@ def release_all() -> None:
     """Give up every lock of this process."""
     for key in list(_HELD):
         release(_HELD[key].folder)
+
+
+def expect_owned(folder: Path) -> None:
+    """End this process if it has lost `folder`, that it owned: before it writes what would make the folder anew."""
+    if (held := _HELD.get(os.path.realpath(folder))) is not None:
+        held.check()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from fzero.checkpoint import directory
 from fzero.checkpoint.moment_codes import in_codes
 from fzero.core.pytree import leaves
 from fzero.offload import DiskTensor
-from fzero.run import run_folder
+from fzero.run import run_folder, run_lock
 from fzero.run.build import Job, all_on_disk, specs_of
 from fzero.run.config_table import to_table
 from fzero.run.corpus import Say
@@ -27,7 +27,7 @@ class CheckpointSaver:
 
     def __init__(self, job: Job, folder: Path, step: int, room: int, say: Say) -> None:
         t = job.config.train
-        self.job, self.say, self.saved = job, say, step
+        self.job, self.folder, self.say, self.saved = job, folder, say, step
         self.specs, self.config = specs_of(job), to_table(job.config)
         self.on_error, self.every, self.writer = t.on_save_error, t.checkpoint_every, None
         self.coded = t.compress.startswith("8bit")
@@ -54,6 +54,7 @@ class CheckpointSaver:
         """Begin the checkpoint of `step`; the state may change after this returns. Raises SaveFailed if the policy is
         to stop."""
         self.saved = step
+        run_lock.expect_owned(self.folder)
         if self.writer is None:
             nvme = self.job.nvme
             assert nvme is not None and nvme.store is not None  # each step is a checkpoint there
