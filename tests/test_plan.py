@@ -271,6 +271,11 @@ def test_the_command_prints_the_page_and_the_object(fz, planned):
         (["--search"], "--search needs --world-size"),
         (["--search", "--world-size", "4", "--zero", "1", "--mesh", "dp=4"], "--search chooses --zero, --mesh itself"),
         (["--search", "--world-size", "4", "--out", "run.yaml"], "run.yaml: a config is written as .toml or .json"),
+        (
+            ["--search", "--world-size", "4", "--out", "run.toml", "--tokens", "1e9", "--steps", "5"],
+            "--out writes the steps of --tokens 1e+09, and train.steps is given",
+        ),
+        (["--device", "cpu"], "--device is cpu, and a plan is for --gpu"),
         (["--search", "--vary", "zero=0,3"], "--search and --vary exclude each other"),
         (["--vary", "zero"], "--vary 'zero' is not of the form NAME=A,B"),
         (["--vary", "zero=0,3", "--vary", "zero=1"], "--vary gives zero twice"),

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 
 import pytest
 
@@ -133,8 +134,9 @@ def test_slurm_needs_a_config_to_start(fz):
 @pytest.mark.slow
 def test_a_search_writes_the_command_and_the_script(fz, tmp_path):
     small = ["--model", "mlp-tiny", "--batch", "32", "--seq-len", "32", "--precision", "bf16", "--top", "1"]
-    files = ["--out", tmp_path / "best.toml", "--slurm", tmp_path / "job.sh"]
+    files = ["--tokens", "1e6", "--out", tmp_path / "best.toml", "--slurm", tmp_path / "job.sh"]
     code, _, err = fz("plan", "--search", "--world-size", "16", *small, "--set", "train.compiled=false", *files)
     assert code == 0, err
+    assert tomllib.loads((tmp_path / "best.toml").read_text())["train"]["steps"] == 977  # 1e6 / (32 x 32)
     assert "start it on each of 2 machines, of which HOST is one with: torchrun --nnodes 2 --nproc-per-node 8" in err
     assert "#SBATCH --nodes=2" in (tmp_path / "job.sh").read_text() and f"sbatch {tmp_path / 'job.sh'}" in err

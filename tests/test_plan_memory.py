@@ -20,8 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from fzero.core.product_flops import FORMULAS
 from fzero.planner import devices, extrapolate
 from fzero.planner.operations import Op
+from fzero.planner.plan import plan
 from fzero.planner.step_trace import Transfer, state_bytes, trace_step
 from fzero.run import build
+from fzero.run.config_table import from_table
 from fzero.run.measure.live_bytes import record_step
 from fzero.run.measure.moments import COMPONENTS
 from fzero.sharding import one_process
@@ -210,3 +212,14 @@ def test_layers_that_differ_are_all_run(monkeypatch):
     trace = extrapolate.trace(config, config.mesh)
     assert "all were run" in trace.exact and not trace.segments
     assert trace.peak.bytes == trace_step(config, config.mesh).peak.bytes
+
+
+def test_what_is_there_at_rest_is_there_at_the_peak():
+    """Of one micro-batch on each rank: its gradients are summed into shards as they are made."""
+    table = {
+        **{"preset": "gpt2-tiny", "zero": 1, "mesh": {"dp": 8}, "data": {"seq_len": 16}},
+        **{"train": {"batch": 8, "micro_batch": 1, "remat": "full", "compiled": False}},
+        **{"precision": {"policy": "bf16", "fp32_matmul": "default"}, "model": {"n_layers": 24, "d_model": 512}},
+    }
+    report = plan(from_table(table), gpu="h100")
+    assert report.state_bytes_per_rank <= report.peak_bytes_per_rank, report.state_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ def over_ep(config: Any, device: Any) -> bool:
     help="The links between nodes: Gbit/s of a node, ms of a message. For example 10:5.",
 )
 @click.option(
-    "--tokens", type=Number(float, POSITIVE), help="A budget of tokens, such as 1e12: show its days and cost."
+    "--tokens",
+    type=Number(float, POSITIVE),
+    help="A budget of tokens, such as 1e12: its days and cost, and the steps that --out writes.",
 )
 @click.option(
     "--price-per-gpu-hour",
@@ -215,7 +218,10 @@ def plan(
     check_names(table, gpu, *choices.get("gpu", ()))
     with without_collection():
         from fzero.planner import first_estimate  # noqa: F401  (and torch below it)
-    config = config_of(table, config_file, has_mesh=not searches and not vary)
+    make_config = partial(config_of, config_file=config_file, has_mesh=not searches and not vary)
+    config = make_config(table)
+    if out is not None and tokens is not None:
+        config = make_config(with_steps_of(tokens, table, config))
     config = config if classes is None else with_classes(config, classes)
     config = config if lora_rank is None else with_lora(config, lora_rank, lora_targets, quantize)
     device = device_with(
@@ -243,6 +249,15 @@ def plan(
 
         assert isinstance(answer, PlanReport)  # one plan
         click.echo("\n" + roofline.page(answer))
+
+
+def with_steps_of(tokens: float, table: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The table with the steps of a budget of tokens, for the config that a search writes."""
+    if "steps" in table.get("train", {}) or config.train.batch_ramp:
+        given = "train.batch_ramp" if config.train.batch_ramp else "train.steps"
+        raise ValueError(f"--out writes the steps of --tokens {tokens:g}, and {given} is given; leave out --tokens")
+    steps = max(1, round(tokens / (config.train.batch * config.data.seq_len)))
+    return {**table, "train": {**table.get("train", {}), "steps": steps}}
 
 
 def of_many(searches: bool, vary: bool) -> str:

@@ -209,10 +209,14 @@ def has_rates(device: Device) -> bool:
 def grad_bytes(built: Job) -> int:
     """The bytes of gradients on a rank's device after its last backward pass: the third of ZeRO's model states.
 
-    One micro-batch's gradients keep the dtype in which they are computed; sums over several have that of accumulation.
+    One micro-batch's gradients keep the dtype in which they are computed, and are summed into the optimizer's shards as
+    they are made; sums over several micro-batches have the dtype of accumulation.
     """
     specs, plan = pytree.named_leaves(built.plan.grads), built.plan
-    dtype = built.policy.param if build.local_micro_batches(built.config, built.mesh) == 1 else built.policy.accumulate
+    one = build.local_micro_batches(built.config, built.mesh) == 1
+    dtype = built.policy.param if one else built.policy.accumulate
+    if one and plan.mesh["pp"].size == 1:
+        specs = {name: replace(leaf.opt, memory=specs[name].memory) for name, leaf in plan.leaves.items()}
     users, pp = users_of(plan), plan.mesh["pp"].rank
     held = [
         local_numel(leaf.shape, specs[name], plan.sizes)

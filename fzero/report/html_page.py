@@ -56,7 +56,12 @@ button[aria-pressed=true] { background: var(--mark); color: var(--back); }
 figcaption, caption { text-align: left; font-size: .88rem; color: var(--soft); }
 caption { padding-bottom: .3rem; font-weight: 600; }
 figcaption { margin-top: .2rem; }
-.wide { overflow-x: auto; margin: 1rem 0; }
+/* What does not fit is scrolled to; a shadow at an edge says that there is more behind it. */
+.wide { overflow-x: auto; margin: 1rem 0;
+  background: linear-gradient(90deg, var(--back) 1rem, transparent 2rem) 0 0 / 2rem 100% no-repeat local,
+    linear-gradient(270deg, var(--back) 1rem, transparent 2rem) 100% 0 / 2rem 100% no-repeat local,
+    linear-gradient(90deg, var(--line), transparent) 0 0 / .8rem 100% no-repeat scroll,
+    linear-gradient(270deg, var(--line), transparent) 100% 0 / .8rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: .86rem; }
 th, td { padding: .22rem .7rem .22rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th { border-bottom: 1.5px solid var(--soft); vertical-align: bottom; }
@@ -70,6 +75,13 @@ pre { font: .78rem/1.4 "DejaVu Sans Mono", ui-monospace, monospace; background: 
   white-space: pre-wrap; overflow-wrap: anywhere; }
 summary { cursor: pointer; font-weight: 600; }
 .missing { border-left: 4px solid #E69F00; padding-left: .7rem; }
+@media screen and (max-width: 40rem) {
+  body { padding: .7rem; }
+  table { font-size: .78rem; }
+  th, td { padding-right: .4rem; }
+  th.right, td.right { padding-left: .4rem; }
+  td.long { min-width: 10rem; }
+}
 @media print {
   @page { margin: 14mm; }
   body { max-width: none; padding: 0; font-size: 10pt; }
@@ -77,7 +89,7 @@ summary { cursor: pointer; font-weight: 600; }
   h2, h3 { break-after: avoid; }
   figure, tr { break-inside: avoid; }
   figure img { max-width: 17cm; }
-  .wide { overflow: visible; }
+  .wide { overflow: visible; background: none; }
   table { font-size: 7.8pt; }
   th, td { padding-right: .3rem; }
   th.right, td.right { padding-left: .3rem; }
