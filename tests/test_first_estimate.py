@@ -21,6 +21,12 @@ CASES = {
         {"zero": 3, "train.batch": 32, "train.micro_batch": 2, "sequence": True},
     ),
     "llama-8b, tp": ("llama-8b", {"dp": 8, "tp": 2}, "h100", {"zero": 3, "train.batch": 16}),
+    "llama-8b, inputs in parts": (
+        "llama-8b",
+        {"dp": 2, "tp": 8},
+        "h100",
+        {"zero": 3, "train.batch": 16, "train.micro_batch": 4, "partition_activations": True, **FULL},
+    ),
     "llama-8b, offloaded": (
         "llama-8b",
         {"dp": 8},
@@ -84,7 +90,7 @@ def both(model, mesh, gpu, settings):
 # What others have as well: recomputation, tensor parallelism without sequences, a dense model, LoRA, another size,
 # states of fewer bits.
 RARE = {"llama-8b, full", "llama-8b, tp", "gpt2-1.5b", "qwen3-8b", "llama-8b, LoRA"}
-RARE |= {"llama-8b, cp", "llama-1b, stage 1", "llama-70b", "llama-8b, 8bit"}
+RARE |= {"llama-8b, inputs in parts", "llama-8b, cp", "llama-1b, stage 1", "llama-70b", "llama-8b, 8bit"}
 RARE |= {what for what in CASES if "cp" in what} - {"llama-8b, dp2 x cp8, full"}
 
 

@@ -166,7 +166,7 @@ def closed_layer(job: Job, device: Device) -> Layer:
     config, policy, tp = job.config, job.policy, job.mesh["tp"].size
     c, seq, itemsize = body_of(config.model), config.data.seq_len, policy.compute.itemsize
     rows = config.train.micro_batch / job.mesh["cp"].size  # a rank has its share of each
-    split = tp if config.sequence else 1
+    split = tp if config.sequence or config.partition_activations else 1  # of inputs, which recomputation keeps
     kept = seq * kept_elements(config, tp) * itemsize
     logits = seq * head_rows(config.model) / tp * itemsize
     # The gradients of the hidden units: of what the products give and read, beside the result.
