@@ -166,7 +166,7 @@ CASES = {
     ),
     "gradient norm": (
         ("_square_sums",),
-        lambda: grad_norm.grad_norm(laws.draw((4, 9), (3,), dtype=F32), impl="triton"),
+        lambda: grad_norm.grad_norm(laws.draw((4, 9), (3,), (7,), (2, 5), dtype=F32), impl="triton"),
     ),
     "grouped": (("_grouped_mm", "_grouped_mm_dw"), lambda: grouped(40, 35)),
     "grouped float8": (("_grouped_float8", "_grouped_float8_dw"), lambda: grouped_float8(40, 35)),
