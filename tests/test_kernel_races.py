@@ -69,9 +69,13 @@ def attend(pattern, t=45, heads=2, documents=True, dtype=F32):
     return passes(f, (1, t, heads, 16), (1, t, 1, 16), (1, t, 1, 16), dtype=dtype)
 
 
-def attend_at(pattern, b, t, s, heads, **options):
-    f, _ = of_triton(b, t, s, pattern=pattern, **options)
-    return passes(f, (b, t, heads, 16), (b, s, 1, 16), (b, s, 1, 16))
+def attend_at(pattern, t, s, **options):
+    f, _ = of_triton(1, t, s, pattern=pattern, **options)
+    passes(f, (1, t, 1, 16), (1, s, 1, 16), (1, s, 1, 16))()
+
+
+def cross_entropy(columns, terms):
+    passes(of_logits("triton", 5, columns, **terms), (5, columns))()
 
 
 def rows_of_experts():
@@ -151,8 +155,8 @@ CODES, NORMS = ("_quantize", "_dequantize", "_sum_requantize"), ("_norm_forward"
 # The kernels of a case, each of which must have several programs along every axis, and a call.
 CASES = {
     "attention": ((*FLASH, "_document_bounds"), attend(PATTERNS[1], 33, 1)),
-    "attention at": ((*FLASH, "_tile_spans"), attend_at(PATTERNS[0], 1, 33, 33, 1)),
-    "cross entropy": (("_cross_entropy",), passes(of_logits("triton", 5, 37, **TERMS["all"]), (5, 37))),
+    "attention at": ((*FLASH, "_tile_spans"), lambda: attend_at(PATTERNS[0], 33, 33)),
+    "cross entropy": (("_cross_entropy",), lambda: cross_entropy(37, TERMS["all"])),
     "scale": (("_scale",), scaled),
     "dropout": (
         ("_dropout",),
@@ -187,9 +191,12 @@ CASES = {
 MORE = {
     **{f"attention, {pattern}": (FLASH, attend(pattern, dtype=BF16)) for pattern in PATTERNS},
     "attention without documents": (FLASH, attend(PATTERNS[0], documents=False)),
-    **{f"attention at, {pattern}": (FLASH, attend_at(pattern, 1, 40, 70, 1, documents=True)) for pattern in PATTERNS},
     **{
-        f"cross entropy, {name}": (("_cross_entropy",), passes(of_logits("triton", 5, 300, **terms), (5, 300)))
+        f"attention at, {pattern}": (FLASH, functools.partial(attend_at, pattern, 40, 70, documents=True))
+        for pattern in PATTERNS
+    },
+    **{
+        f"cross entropy, {name}": (("_cross_entropy",), functools.partial(cross_entropy, 300, terms))
         for name, terms in TERMS.items()
     },
     "float8 with one scale": (("_quantise",), lambda: to_float8("tensorwise")),
@@ -346,6 +353,15 @@ def test_numbers_in_the_order_of_programs_are_found_by_the_order_alone():
     refused("updates what program .* loads, byte 0 of COUNT", _take_numbers, out, count, READ=True)
     with pytest.raises(AssertionError, match="elements differ"), watched_programs(sums={"_take_numbers": 1e-3}):
         _take_numbers[(3,)](out, count, READ=False)
+
+
+def test_the_law_of_a_second_run_watches():
+    def f(impl, x):
+        _store_in_one_row[(3,)](torch.zeros(16, dtype=torch.int32), EQUAL=True, BLOCK=16)
+        return x * 2.0
+
+    with pytest.raises(AssertionError, match="stores what"):
+        laws.repeats(f, laws.draw((3,)))
 
 
 def test_an_address_of_a_table_that_is_of_no_leaf():
