@@ -77,8 +77,8 @@ class Memory:
         ends = np.maximum.accumulate(runs[:, 1])
         apart = runs[1:, 0] > ends[:-1]
         self.starts, self.ends = runs[np.r_[True, apart], 0], ends[np.r_[apart, True]]
-        self.counts = np.cumsum(self.ends - self.starts)
-        self.before = self.counts - (self.ends - self.starts)
+        sizes = self.ends - self.starts
+        self.before = np.cumsum(sizes) - sizes  # bytes before each run
         low, high = int(self.starts[0]), int(self.ends[-1])
         self.whole = np.frombuffer((ctypes.c_uint8 * (high - low)).from_address(low), np.uint8)
         self.at = np.concatenate([np.arange(start, end) for start, end in zip(self.starts, self.ends)]) - low
@@ -239,7 +239,8 @@ class Watch:
         def access(builder, *given, **more):
             size = max(1, given[pointers].get_element_ty().primitive_bitwidth // 8)
             places = np.asarray(given[pointers].data)
-            self.launch.access(kind, places, np.ones_like(places, bool) if mask is None else given[mask].data, size)
+            lanes = np.ones_like(places, bool) if mask is None else np.asarray(given[mask].data)
+            self.launch.access(kind, places, lanes, size)
             return plain(builder, *given, **more)
 
         return access
