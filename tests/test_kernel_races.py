@@ -275,11 +275,13 @@ def _store_at(TABLE):
 
 
 @triton.jit
-def _take_numbers(OUT, COUNT, READ: tl.constexpr):
+def _take_numbers(OUT, COUNT, BESIDE: tl.constexpr):
     """Each program takes the next number, and stores it at its place."""
     number = tl.atomic_add(COUNT, 1)
-    if READ:
+    if BESIDE == "load":
         number = tl.load(COUNT)
+    if BESIDE == "store":
+        tl.store(COUNT, number)
     tl.store(OUT + tl.program_id(0), number)
 
 
@@ -349,10 +351,11 @@ def test_what_a_program_leaves_for_the_next_is_a_race_and_depends_on_the_order()
 
 def test_numbers_in_the_order_of_programs_are_found_by_the_order_alone():
     out, count = (torch.zeros(n, dtype=torch.int32) for n in (3, 1))
-    refused("its programs in reverse leave other bits at byte 0 of OUT", _take_numbers, out, count, READ=False)
-    refused("updates what program .* loads, byte 0 of COUNT", _take_numbers, out, count, READ=True)
+    refused("its programs in reverse leave other bits at byte 0 of OUT", _take_numbers, out, count, BESIDE="")
+    refused("updates what program .* loads, byte 0 of COUNT", _take_numbers, out, count, BESIDE="load")
+    refused("stores what program .* updates, byte 0 of COUNT", _take_numbers, out, count, BESIDE="store")
     with pytest.raises(AssertionError, match="elements differ"), watched_programs(sums={"_take_numbers": 1e-3}):
-        _take_numbers[(3,)](out, count, READ=False)
+        _take_numbers[(3,)](out, count, BESIDE="")
 
 
 def test_the_law_of_a_second_run_watches():
