@@ -1,20 +1,31 @@
-"""C++ loops in place of several of torch's operators on a CPU, for eager steps: RMSNorm and SwiGLU. Every law of a
-kernel, and when "auto" takes them."""
+"""C++ loops on a CPU: none reads or writes outside of its tensors. Of those in place of several of torch's operators,
+RMSNorm and SwiGLU, every law of a kernel, and when "auto" takes them."""
 
 import ctypes
+import functools
 import platform
 import shutil
+from pathlib import Path
+from typing import Any
 
 import kernel_laws as laws
 import pytest
+import test_host_steps as host_steps
 import torch
 from close import assert_same
+from guard_words import stays_inside
+from test_cross_entropy_kernels import TERMS, of_logits
+from test_quantize import bits
 
-from fzero.core import cpp
+import fzero
+from fzero.core import cpp, crc32c, digest, prng
 from fzero.core.compile import have_compiler
 from fzero.core.vjp_pair import vjp_pair
-from fzero.kernels import glu, norm, norm_cpu
+from fzero.kernels import glu, norm, norm_cpu, quantize
+from fzero.kernels.attention_pattern import Pattern
+from fzero.kernels.attention_tiled import tiled_attention
 from fzero.kernels.op_function import MANY
+from fzero.kernels.quantize_codes import KINDS
 from fzero.kernels.registry import observe
 
 pytestmark = [
@@ -116,3 +127,162 @@ def test_an_edit_of_a_header_is_compiled(tmp_path):
         assert f"N = {number}" in cpp.source_of(tmp_path / "answer.cpp")
         made = cpp.compiled_by_gcc(str(tmp_path / "answer.py"), cpp.EXACT)
         assert ctypes.CDLL(made).answer() == number
+
+
+# ---- every loop stays inside of its tensors --------------------------------------------------------------------------
+
+BF16 = torch.bfloat16
+
+
+def both_passes_inside(f, tensors):
+    """Forward and backward pass of `f(*tensors)`."""
+
+    def run(*given):
+        leaves = [x.requires_grad_() for x in given]
+        outs = laws.tuple_of(f(*leaves))
+        drawn = laws.draw(*(out.shape for out in outs), seed=1)
+        cotangents = [torch.empty_like(out).copy_(c) for out, c in zip(outs, drawn)]  # guarded too
+        return [*outs, *torch.autograd.grad(outs, leaves, cotangents)]
+
+    stays_inside(run, tensors)
+
+
+def gates(dtype):
+    both_passes_inside(functools.partial(FORMS["swiglu"], "cpp"), [x.to(dtype) for x in inputs("swiglu", 3, 37)])
+
+
+def norms(dtype):
+    for name, rows in (("rms_norm", 70), ("add_rms_norm", 3)):
+        both_passes_inside(functools.partial(FORMS[name], "cpp"), [x.to(dtype) for x in inputs(name, rows, 33)])
+
+
+def attention(dtype):
+    tensors = laws.draw((1, 130, 2, 6), (1, 130, 1, 6), (1, 130, 1, 6), dtype=dtype)
+    for documents in (None, torch.arange(130)[None] // 47):
+        f = functools.partial(tiled_attention, pattern=Pattern("window", 70), documents=documents)
+        both_passes_inside(f, tensors)
+
+
+def cross_entropy(dtype):
+    for columns in (37, 1500):
+        f = of_logits("native", 5, columns, **TERMS["all"])
+        both_passes_inside(functools.partial(f, "chunked"), laws.draw((5, columns), dtype=dtype))
+
+
+def codes(dtype):
+    (x,) = laws.draw((3, 37), dtype=dtype)
+    for kind in KINDS:
+
+        def both_ways(x, kind=kind):
+            q = quantize.quantize(x, kind, 16, impl="cpp")
+            return [*bits(q), quantize.dequantize(q, kind, 16, dtype, 37, impl="cpp")]
+
+        def add(*q, kind=kind):
+            return bits(quantize.dequantize_sum_requantize(*q, kind, 16, 37, impl="cpp"))
+
+        stays_inside(both_ways, [x])
+        stays_inside(add, [torch.stack((t, t)) for t in quantize.quantize(x, kind, 16)])
+
+
+def steps(dtype):
+    states: Any = ({"state": dtype}, {"coded": True}, {"state": BF16, "stochastic": True, "grad": BF16})
+    for name in host_steps.OPS:
+        for state in states:
+            drawn = host_steps.draw(name, [(5, 90), (3,)], copy=BF16, **state)
+            tensors = [x for leaf in drawn for x in (leaf.p, leaf.g, *leaf.state, leaf.copy)]
+
+            def step(*given, name=name, drawn=drawn):
+                rows = zip(drawn, zip(*[iter(given)] * (len(given) // len(drawn))))
+                found = [leaf._replace(p=p, g=g, state=tuple(s), copy=copy) for leaf, (p, g, *s, copy) in rows]
+                host_steps.OPS[name][0](found, host_steps.rates(name), impl="cpp")
+                return []
+
+            stays_inside(step, tensors, in_place=True)
+
+
+def draws(dtype):
+    key = prng.key(5)
+    for draw in (prng.normal, prng.uniform, prng.truncated_normal):
+        stays_inside(
+            lambda index, draw=draw: [draw(key, index.shape, dtype=dtype, index=index)], [torch.arange(1300) * 7]
+        )
+        stays_inside(lambda _, draw=draw: [draw(key, (1300,), dtype=dtype)], [torch.arange(3)])
+    stays_inside(lambda _: [prng.bits(key, (1300,)), prng.bernoulli(key, 0.3, (1300,))], [torch.arange(3)])
+
+
+def digests(dtype):
+    (x,) = laws.draw((7, 11, 5), dtype=dtype)
+    stays_inside(lambda x: [torch.tensor([digest.digest(part) >> 1 for part in (x, x[:, 2:9])])], [x])
+
+
+def checksums(dtype):
+    (x,) = laws.draw((1237,), dtype=dtype)
+    for part in ("", "TABLES"):
+        of = crc32c.by_cpp(part)
+        stays_inside(lambda x, of=of: [torch.tensor([of(x.view(torch.uint8)[i:].numpy(), 0) for i in range(9)])], [x])
+
+
+LOOPS = {
+    "kernels/attention_tiled": attention,
+    "kernels/cross_entropy_rows": cross_entropy,
+    "kernels/glu_cpu": gates,
+    "kernels/norm_cpu": norms,
+    "kernels/optim_cpu": steps,
+    "kernels/quantize_cpu": codes,
+    "core/crc32c": checksums,
+    "core/digest": digests,
+    "core/prng": draws,
+}
+
+
+def test_no_loop_is_left_out():
+    package = Path(fzero.__file__).parent
+    assert {str(path.relative_to(package).with_suffix("")) for path in package.rglob("*.cpp")} == set(LOOPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_stays_inside_of_its_tensors(name, dtype, monkeypatch):
+    for module in (digest, prng):  # their loops serve from here on
+        assert module._library() is not None
+        monkeypatch.setattr(module, "_MANY", 0)
+    LOOPS[name](dtype)
+
+
+LEAVES = """
+extern "C" void copy(const float* x, float* out, long n, long first, long more) {
+  for (long i = first; i < n + more; ++i) out[i] = 2 * x[i < n ? i : n - 1];
+}
+extern "C" void sum(const float* x, float* out, long n, long more) {
+  for (long i = 0; i < n + more; ++i) out[0] += x[i];
+}
+extern "C" void clear(float* x, long n) { for (long i = 0; i < n; ++i) x[i] = 0; }
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux" or not shutil.which("g++"), reason="Inductor compiles here, not g++")
+def test_a_loop_that_leaves_its_tensors_is_found(tmp_path):
+    (tmp_path / "leaves.cpp").write_text(LEAVES)
+    library = ctypes.CDLL(cpp.compiled_by_gcc(str(tmp_path / "leaves.py"), cpp.EXACT))
+    (x,) = laws.draw((9,), dtype=torch.float32)
+
+    def run(name, *numbers, make="empty"):
+        def loop(x):
+            out = getattr(torch, make)(9)
+            to = () if name == "clear" else (ctypes.c_void_p(out.data_ptr()),)
+            getattr(library, name)(ctypes.c_void_p(x.data_ptr()), *to, *map(ctypes.c_int64, (9, *numbers)))
+            return [out]
+
+        return lambda: stays_inside(loop, [x])
+
+    run("copy", 0, 0)()
+    run("sum", 0, make="zeros")()
+    for wrong, said in (
+        (run("copy", 0, 1), r"byte 36 of a tensor of 36 bytes, float32 \[9\], is written"),
+        (run("copy", -1, 0), r"byte -\d of a tensor of 36 bytes"),
+        (run("copy", 0, -1), "leaf 0: "),  # an element that is not written
+        (run("sum", 1, make="zeros"), "leaf 0: "),  # one that is read
+        (run("clear", make="zeros"), "elements differ"),  # what is given
+    ):
+        with pytest.raises(AssertionError, match=said):
+            wrong()
