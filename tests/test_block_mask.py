@@ -238,9 +238,12 @@ def test_derivatives():
 
 @pytest.mark.parametrize("impl", ("reference", BLOCKED, "triton"))
 def test_what_sees_nothing_is_zero_and_has_no_gradient(impl):
+    """Queries 16 to 31 by the mask, and the first by its document."""
     mask, given = there(BlockMask([[0, 1, 0], [0, 0, 0], [0, 1, 0]], 16)), inputs(1, 40, 1, 1, 4, dtype=torch.float32)
-    (out,), grads = laws.both_passes(lambda *x: form(mask)(impl, *x), given)
-    seen, visible = torch.arange(40) // 16 != 1, torch.arange(40) // 16 == 1
+    at = torch.arange(40, device=laws.DEVICE)
+    f = form(mask, documents=(at == 0).int()[None])
+    (out,), grads = laws.both_passes(lambda *x: f(impl, *x), given)
+    seen, visible = (at // 16 != 1) & (at > 0), at // 16 == 1
     assert not out[0, ~seen].any() and not grads[0][0, ~seen].any() and out[0, seen].all()
     assert all(not x[0, ~visible].any() and x[0, visible].all() for x in grads[1:])
 

@@ -260,7 +260,7 @@ def triton_attention(
         lists = starts, units, own, key_starts, key_units, key_own
         return masked_backward(*grads, q, k, v, out, lse, _one(documents), *lists, *how)
 
-    return attend_by("masked attention", forward, backward, (q, k, v, *_given(documents), *mask.lists(q.device)))
+    return attend_by("masked attention", forward, backward, (q, k, v, *_given(documents), *mask.lists(q)))
 
 
 def _triton_serves(

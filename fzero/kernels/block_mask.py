@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.core.device import HOST
-from fzero.core.torch_private import get_current_dispatch_mode
+from fzero.core.device import HOST, is_fake
 from fzero.kernels.attention_pattern import mix
 
 UNIT = 64  # rows of a kernel's tile, at most
@@ -117,14 +116,15 @@ class BlockMask:
         if self.causal and queries != keys:
             raise ValueError(f"attention: {queries} queries have {keys} keys; a causal mask takes equal numbers")
 
-    def lists(self, device: torch.device) -> tuple[Tensor, ...]:
-        """(starts, units) of the units of keys that each unit of queries sees, and the same of queries for keys, int32.
+    def lists(self, q: Tensor) -> tuple[Tensor, ...]:
+        """(starts, units) of the units of keys that each unit of queries sees, and the same of queries for keys, int32,
+        where q is.
 
         Those of row r are units[starts[r] : starts[r + 1]], in order; unit i of head h is row h n + i of n in a head.
         """
-        if get_current_dispatch_mode() is None:
-            return self._tensors
-        return tuple(torch.from_numpy(x).to(device) for x in self._arrays)  # a trace takes no tensor from outside
+        if is_fake(q):  # a trace takes no tensor from outside
+            return tuple(torch.from_numpy(x).to(q.device) for x in self._arrays)
+        return self._tensors
 
     def visible(self, queries: int, keys: int) -> Tensor:
         """The mask written out, bool [H or 1, queries, keys]."""
