@@ -115,8 +115,8 @@ def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.devic
         keys = np.where(real, rows[:, None] // n // (heads // groups) * m + first, 0)
         query = (rows % n)[:, None] * mask.block + inside
         key = np.where(real[..., None], first[..., None] * mask.block + inside, -1)
-        found = rows, keys.reshape(-1), query, key.reshape(fits, -1)
-        yield Step(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in found))
+        arrays = rows, keys.reshape(-1), query, key.reshape(fits, -1)
+        yield Step(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in arrays))
 
 
 def _by_block(x: Tensor, block: int) -> Tensor:
@@ -217,20 +217,20 @@ def blocked_attention(
     scale = _scale(q, scale)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
-        return _blocked_forward(q, k, v, _one(documents), mask, scale)
+        return _blocked_forward(q, k, v, _first(documents), mask, scale)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, _out, lse = saved
-        return _blocked_backward(q, k, v, _one(documents), lse, grads[0], mask, scale)
+        return _blocked_backward(q, k, v, _first(documents), lse, grads[0], mask, scale)
 
-    return attend_by("masked attention", forward, backward, (q, k, v, *_given(documents)))
+    return attend_by("masked attention", forward, backward, (q, k, v, *_optional(documents)))
 
 
-def _given(documents: Tensor | None) -> tuple[Tensor, ...]:
+def _optional(documents: Tensor | None) -> tuple[Tensor, ...]:
     return () if documents is None else (documents,)
 
 
-def _one(documents: Sequence[Tensor]) -> Tensor | None:
+def _first(documents: Sequence[Tensor]) -> Tensor | None:
     return documents[0] if documents else None
 
 
@@ -249,18 +249,18 @@ def triton_attention(
     """`reference` by the kernels of attention_masked_triton.py."""
     how = (mask.unit, mask.causal, _scale(q, scale))
     # Rows of the lists of a head, 0 where all heads have the same.
-    own, key_own = (n * mask.block // mask.unit * (len(mask.blocks) > 1) for n in mask.blocks.shape[1:])
+    head_rows, key_head_rows = (n * mask.block // mask.unit * (len(mask.blocks) > 1) for n in mask.blocks.shape[1:])
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         *documents, starts, units, _, _ = tensors
-        return masked_forward(q, k, v, _one(documents), starts, units, own, *how)
+        return masked_forward(q, k, v, _first(documents), starts, units, head_rows, *how)
 
     def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v, *documents, starts, units, key_starts, key_units, out, lse = saved
-        lists = starts, units, own, key_starts, key_units, key_own
-        return masked_backward(*grads, q, k, v, out, lse, _one(documents), *lists, *how)
+        lists = starts, units, head_rows, key_starts, key_units, key_head_rows
+        return masked_backward(*grads, q, k, v, out, lse, _first(documents), *lists, *how)
 
-    return attend_by("masked attention", forward, backward, (q, k, v, *_given(documents), *mask.lists(q)))
+    return attend_by("masked attention", forward, backward, (q, k, v, *_optional(documents), *mask.lists(q)))
 
 
 def _triton_serves(
@@ -276,7 +276,7 @@ def _triton_serves(
         return why
     if not mask.unit:
         return f"the mask's blocks are of {mask.block} tokens; it takes multiples of 16"
-    return triton_runs(q, k, v, *_given(documents))
+    return triton_runs(q, k, v, *_optional(documents))
 
 
 def _blocked_serves(

@@ -5,8 +5,8 @@ dk and dv), within one of the mask's units of UNIT rows, and goes through the un
 (`BlockMask.lists`), N rows at a time: a step takes a part of a large unit, or gathers several small ones. Nothing of
 the size of queries times keys is kept, and no two programs add to the same number, so a second run gives the same bits.
 
-Names and shapes are those of attention_flash. START, UNITS: the lists of the mask, of one head or of all; `own`: rows
-of the lists of a head, 0 if all heads have the same.
+Names and shapes are those of attention_flash. START, UNITS: the lists of the mask, of one head or of all;
+`head_rows`: rows of the lists of a head, 0 if all heads have the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fzero.kernels.flops import FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.kernels.op_function import INTERPRETED, operator
 from fzero.kernels.optional_triton import tl, triton
 
-SIZES = ["t", "s", "heads", "share", "own"]
+SIZES = ["t", "s", "heads", "share", "head_rows"]
 LOG2_E_ = tl.constexpr(LOG2_E)
 
 
@@ -47,8 +47,8 @@ def slots(START, row, UNIT: tl.constexpr):
 def load_rows(base, rows, stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """The rows of a matrix, `stride` apart, zeros for -1 and from column DIM on."""
     columns = tl.arange(0, WIDTH)[None, :]
-    at = base + rows.to(tl.int64)[:, None] * stride + columns
-    return tl.load(at, mask=(rows >= 0)[:, None] & (columns < DIM), other=0.0)
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns
+    return tl.load(pointers, mask=(rows >= 0)[:, None] & (columns < DIM), other=0.0)
 
 
 @triton.jit
@@ -69,27 +69,27 @@ def visible_pairs(query, key, mine, theirs, CAUSAL: tl.constexpr, DOCUMENTS: tl.
 
 
 @triton.jit
-def tile_rows(at, count, M: tl.constexpr):
-    """The rows of tile `at`, -1 from row `count` on."""
-    rows = at * M + tl.arange(0, M)
+def tile_rows(tile, count, M: tl.constexpr):
+    """The rows of a tile, -1 from row `count` on."""
+    rows = tile * M + tl.arange(0, M)
     return tl.where(rows < count, rows, -1)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _masked_forward(
-    Q, K, V, OUT, LSE, DOCS, START, UNITS, t, s, heads, share, own, scale, qb, qt, qh, kb, kt, kh, vb, vt, vh,
+    Q, K, V, OUT, LSE, DOCS, START, UNITS, t, s, heads, share, head_rows, scale, qb, qt, qh, kb, kt, kh, vb, vt, vh,
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs are numbered (b * heads + h) * tiles + tile.
     tiles = tl.cdiv(t, M)
-    at, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = row // heads, row % heads
     K, V, DOCS = K + b * kb + h // share * kh, V + b * vb + h // share * vh, DOCS + b * t
-    query = tile_rows(at, t, M)
+    query = tile_rows(tile, t, M)
     q = load_rows(Q + b * qb + h * qh, query, qt, DIM, WIDTH)
     mine = load_numbers(DOCS, query) if DOCUMENTS else query
-    lo, end = slots(START, h * own + at * M // UNIT, UNIT)
+    lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
 
     o, m, l = tl.zeros([M, WIDTH], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
     for n in range(lo, end, N):
@@ -116,16 +116,16 @@ def _masked_forward(
 
 @triton.jit(do_not_specialize=SIZES)
 def _masked_dq(
-    Q, K, V, OUT, LSE, G, DQ, DELTA, DOCS, START, UNITS, t, s, heads, share, own, scale,
+    Q, K, V, OUT, LSE, G, DQ, DELTA, DOCS, START, UNITS, t, s, heads, share, head_rows, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh,
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, M)
-    at, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, h = row // heads, row % heads
     K, V, DOCS = K + b * kb + h // share * kh, V + b * vb + h // share * vh, DOCS + b * t
-    query, begin = tile_rows(at, t, M), (b * t * heads + h) * DIM  # of G, OUT and DQ, contiguous [B, T, H, K]
+    query, begin = tile_rows(tile, t, M), (b * t * heads + h) * DIM  # of G, OUT and DQ, contiguous [B, T, H, K]
     q = load_rows(Q + b * qb + h * qh, query, qt, DIM, WIDTH)
     g = load_rows(G + begin, query, heads * DIM, DIM, WIDTH)
     out = load_rows(OUT + begin, query, heads * DIM, DIM, WIDTH)
@@ -135,7 +135,7 @@ def _masked_dq(
     lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E_)
     tl.store(DELTA + row * t + query, delta, mask=query >= 0)
 
-    lo, end = slots(START, h * own + at * M // UNIT, UNIT)
+    lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
     dq = tl.zeros([M, WIDTH], tl.float32)
     for n in range(lo, end, N):
         key = listed_rows(UNITS, n + tl.arange(0, N), end, s, UNIT)
@@ -153,16 +153,16 @@ def _masked_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def _masked_dkv(
-    Q, K, V, LSE, G, DELTA, DK, DV, DOCS, START, UNITS, t, s, heads, share, own, scale,
+    Q, K, V, LSE, G, DELTA, DK, DV, DOCS, START, UNITS, t, s, heads, share, head_rows, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh,
     CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     # Programs are numbered (b * groups + group) * tiles + tile, of keys; scores are [keys, queries] here.
     tiles, groups = tl.cdiv(s, M), heads // share
-    at, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     b, group = row // groups, row % groups
-    DOCS, key = DOCS + b * t, tile_rows(at, s, M)
+    DOCS, key = DOCS + b * t, tile_rows(tile, s, M)
     k = load_rows(K + b * kb + group * kh, key, kt, DIM, WIDTH)
     v = load_rows(V + b * vb + group * vh, key, vt, DIM, WIDTH)
     theirs = load_numbers(DOCS, key) if DOCUMENTS else key
@@ -170,7 +170,7 @@ def _masked_dkv(
     dk, dv = tl.zeros([M, WIDTH], tl.float32), tl.zeros([M, WIDTH], tl.float32)
     for i in range(0, share):
         h = group * share + i
-        lo, end = slots(START, h * own + at * M // UNIT, UNIT)
+        lo, end = slots(START, h * head_rows + tile * M // UNIT, UNIT)
         level = (b * heads + h) * t
         for n in range(lo, end, N):
             query = listed_rows(UNITS, n + tl.arange(0, N), end, t, UNIT)
@@ -210,34 +210,35 @@ def _launch(
     kernel: Any, tiled: Tensor, pointers: tuple[Any, ...], qkv: tuple[Tensor, Tensor, Tensor],
     lists: tuple[Tensor, Tensor, int], documents: Tensor | None, unit: int, causal: bool, scale: float,
 ) -> None:  # fmt: skip
-    (q, k, v), (starts, units, own) = qkv, lists
+    (q, k, v), (starts, units, head_rows) = qkv, lists
     (_, t, heads, dim), (s, groups) = q.shape, k.shape[1:3]
     width = max(16, triton.next_power_of_2(dim))
     blocks = config(kernel.fn.__name__, unit, width, q.dtype)
     kernel[(triton.cdiv(tiled.shape[1], blocks["M"]) * tiled.shape[0] * tiled.shape[2],)](
         *pointers, starts if documents is None else documents.to(torch.int32).contiguous(), starts, units, t, s, heads,
-        heads // groups, own, scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], CAUSAL=causal,
+        heads // groups, head_rows, scale * LOG2_E, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], CAUSAL=causal,
         DOCUMENTS=documents is not None, DIM=dim, WIDTH=width, UNIT=unit, UPCAST=INTERPRETED, **blocks,
     )  # fmt: skip
 
 
-def _of_listed(products: int, q: Tensor, units: Tensor, unit: int, own: int) -> int:
+def _of_listed(products: int, q: Tensor, units: Tensor, unit: int, head_rows: int) -> int:
     b, _, heads, dim = q.shape
-    return 2 * products * b * dim * unit**2 * len(units) * (1 if own else heads)
+    return 2 * products * b * dim * unit**2 * len(units) * (1 if head_rows else heads)
 
 
 def _forward_flops(
-    q: Tensor, k: Tensor, v: Tensor, documents: Any, starts: Tensor, units: Tensor, own: int, unit: int, *rest: Any,
-    out_val: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, documents: Any, starts: Tensor, units: Tensor, head_rows: int, unit: int,
+    *rest: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    return _of_listed(FORWARD_PRODUCTS, q, units, unit, own)
+    return _of_listed(FORWARD_PRODUCTS, q, units, unit, head_rows)
 
 
 def _backward_flops(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Any, starts: Tensor, units: Tensor,
-    own: int, key_starts: Tensor, key_units: Tensor, key_own: int, unit: int, *rest: Any, out_val: Any = None,
+    head_rows: int, key_starts: Tensor, key_units: Tensor, key_head_rows: int, unit: int, *rest: Any,
+    out_val: Any = None,
 ) -> int:  # fmt: skip
-    return _of_listed(SPLIT_PRODUCTS, q, units, unit, own)
+    return _of_listed(SPLIT_PRODUCTS, q, units, unit, head_rows)
 
 
 def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -246,19 +247,19 @@ def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    f"masked_forward(Tensor q, Tensor k, Tensor v, {LISTS}, int own, {HOW}) -> (Tensor, Tensor)",
+    f"masked_forward(Tensor q, Tensor k, Tensor v, {LISTS}, int head_rows, {HOW}) -> (Tensor, Tensor)",
     _outputs,
     flop=_forward_flops,
 )
 def masked_forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, starts: Tensor, units: Tensor, own: int,
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, starts: Tensor, units: Tensor, head_rows: int,
     unit: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) by the lists of each row of units of queries; documents int [B, T] or None."""
     out, lse = _outputs(q)
     if q.numel():
         qkv = compact_rows(q), compact_rows(k), compact_rows(v)
-        _launch(_masked_forward, q, (*qkv, out, lse), qkv, (starts, units, own), documents, unit, causal, scale)
+        _launch(_masked_forward, q, (*qkv, out, lse), qkv, (starts, units, head_rows), documents, unit, causal, scale)
     return out, lse
 
 
@@ -267,14 +268,14 @@ def _gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Ten
 
 
 @operator(
-    f"masked_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {LISTS}, int own, "
-    f"Tensor key_starts, Tensor key_units, int key_own, {HOW}) -> (Tensor, Tensor, Tensor)",
+    f"masked_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {LISTS}, int head_rows, "
+    f"Tensor key_starts, Tensor key_units, int key_head_rows, {HOW}) -> (Tensor, Tensor, Tensor)",
     _gradients,
     flop=_backward_flops,
 )
 def masked_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    starts: Tensor, units: Tensor, own: int, key_starts: Tensor, key_units: Tensor, key_own: int,
+    starts: Tensor, units: Tensor, head_rows: int, key_starts: Tensor, key_units: Tensor, key_head_rows: int,
     unit: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) for the gradient g of out; key_starts, key_units: the lists of each row of units of keys."""
@@ -283,8 +284,8 @@ def masked_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     qkv = compact_rows(q), compact_rows(k), compact_rows(v)
     g, out, delta, how = g.contiguous(), out.contiguous(), torch.empty_like(lse), (documents, unit, causal, scale)
-    _launch(_masked_dq, q, (*qkv, out, lse, g, dq, delta), qkv, (starts, units, own), *how)
-    _launch(_masked_dkv, k, (*qkv, lse, g, delta, dk, dv), qkv, (key_starts, key_units, key_own), *how)
+    _launch(_masked_dq, q, (*qkv, out, lse, g, dq, delta), qkv, (starts, units, head_rows), *how)
+    _launch(_masked_dkv, k, (*qkv, lse, g, delta, dk, dv), qkv, (key_starts, key_units, key_head_rows), *how)
     return dq, dk, dv
 
 

@@ -27,7 +27,7 @@ from fzero.kernels.attention_pattern import mix
 UNIT = 64  # rows of a kernel's tile, at most
 LEAST_UNIT = 16
 DRAWN = 40  # blocks of a mask's side up to which it is drawn
-Kept = Sequence["int | tuple[int, int]"]
+Blocks = Sequence["int | tuple[int, int]"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +72,15 @@ class BlockMask:
         if self.causal and blocks.shape[1] != blocks.shape[2]:
             raise ValueError(f"block mask: blocks are {list(blocks.shape)}; a causal mask has as many of both sides")
         blocks = blocks.astype(bool)
-        set_to = object.__setattr__
-        set_to(self, "blocks", np.tril(blocks) if self.causal else blocks)
-        set_to(self, "device", torch.device(self.device))
+        assign = object.__setattr__
+        assign(self, "blocks", np.tril(blocks) if self.causal else blocks)
+        assign(self, "device", torch.device(self.device))
         unit = math.gcd(self.block, UNIT)
         if unit >= LEAST_UNIT:
             units = self.blocks.repeat(self.block // unit, 1).repeat(self.block // unit, 2)
-            set_to(self, "unit", unit)
-            set_to(self, "_arrays", (*_listed(units), *_listed(units.swapaxes(1, 2))))
-            set_to(self, "_tensors", tuple(torch.from_numpy(x).to(self.device) for x in self._arrays))
+            assign(self, "unit", unit)
+            assign(self, "_arrays", (*_listed(units), *_listed(units.swapaxes(1, 2))))
+            assign(self, "_tensors", tuple(torch.from_numpy(x).to(self.device) for x in self._arrays))
 
     def __str__(self) -> str:
         """Its size, and of each head a drawing, where it is small."""
@@ -106,12 +106,12 @@ class BlockMask:
 
     def expect_sizes(self, queries: int, keys: int, heads: int) -> None:
         """Raise ValueError unless it is a mask for as many queries, keys and heads."""
-        own, n, m = self.blocks.shape
+        mask_heads, n, m = self.blocks.shape
         wanted = [-(-size // self.block) for size in (queries, keys)]
-        if [n, m] != wanted or own not in (1, heads):
+        if [n, m] != wanted or mask_heads not in (1, heads):
             raise ValueError(
-                f"attention: the mask has {own} heads of {n} x {m} blocks of {self.block} tokens; {queries} queries of "
-                f"{keys} keys take {wanted[0]} x {wanted[1]} in 1 or {heads} heads; make it for this length"
+                f"attention: the mask has {mask_heads} heads of {n} x {m} blocks of {self.block} tokens; {queries} "
+                f"queries of {keys} keys take {wanted[0]} x {wanted[1]} in 1 or {heads} heads; make it for this length"
             )
         if self.causal and queries != keys:
             raise ValueError(f"attention: {queries} queries have {keys} keys; a causal mask takes equal numbers")
@@ -137,11 +137,11 @@ class BlockMask:
             np.clip(length - np.arange(n) * self.block, 0, self.block)
             for length, n in zip((queries, keys), self.blocks.shape[1:])
         ]
-        found = np.einsum("hij,i,j->h", self.blocks.astype(np.int64), *sizes)
+        counts = np.einsum("hij,i,j->h", self.blocks.astype(np.int64), *sizes)
         if self.causal:
             diagonal = np.einsum("hii->hi", self.blocks).astype(np.int64)
-            found -= diagonal @ (sizes[0] * (sizes[0] - 1) // 2)
-        return found
+            counts -= diagonal @ (sizes[0] * (sizes[0] - 1) // 2)
+        return counts
 
 
 def _listed(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,15 +161,15 @@ def _count(t: int, block: int, **least: int) -> int:
     return -(-t // block)
 
 
-def _kept(n: int, keep: Kept) -> np.ndarray:
+def _globals(n: int, keep: Blocks) -> np.ndarray:
     """bool [n], whether a block is one of `keep`."""
-    kept = np.zeros(n, bool)
-    for one in keep:
-        first, end = one if isinstance(one, tuple) else (one, one + 1)
+    is_global = np.zeros(n, bool)
+    for entry in keep:
+        first, end = entry if isinstance(entry, tuple) else (entry, entry + 1)
         if not 0 <= first < end:
-            raise ValueError(f"block mask: keep has {one}; it takes the numbers of blocks, or (first, end) of several")
-        kept[first:end] = True
-    return kept
+            raise ValueError(f"block mask: keep has {entry}; give numbers of blocks, or (first, end) of several")
+        is_global[first:end] = True
+    return is_global
 
 
 def dense_blocks(t: int, block: int = 16, *, causal: bool = False) -> BlockMask:
@@ -187,15 +187,15 @@ def sliding_blocks(t: int, block: int = 16, *, window: int = 3, causal: bool = F
 
 
 def global_blocks(
-    t: int, block: int = 16, *, keep: Kept = (0,), horizontal: bool = True, causal: bool = False
+    t: int, block: int = 16, *, keep: Blocks = (0,), horizontal: bool = True, causal: bool = False
 ) -> BlockMask:
     """The mask of t tokens in which all see the blocks `keep`, and these, if `horizontal`, see all.
 
     keep: numbers of blocks from 0 on, or (first, end) of several; those beyond the sequence count for nothing.
     """
-    kept = _kept(n := _count(t, block), keep)
-    seen = np.broadcast_to(kept, (n, n))
-    return BlockMask((seen | kept[:, None] if horizontal else seen)[None], block, causal)
+    is_global = _globals(n := _count(t, block), keep)
+    seen = np.broadcast_to(is_global, (n, n))
+    return BlockMask((seen | is_global[:, None] if horizontal else seen)[None], block, causal)
 
 
 def random_blocks(
@@ -261,10 +261,10 @@ def fixed_blocks(
         firsts = [start + first for start in range(0, n - n % local, local)]
         if n % local:
             firsts.append(max(0, min(n - n % local + first, n - keep)))
-        kept = [(at, at + keep) for at in firsts]
-        of_head.append(global_blocks(t, block, keep=kept, horizontal=horizontal, causal=causal).blocks[0])
-    mine = np.stack([of_head[head % len(of_head)] for head in range(heads if len(of_head) > 1 else 1)])
-    return mask | BlockMask(mine, block, causal)
+        ends = [(start, start + keep) for start in firsts]
+        of_head.append(global_blocks(t, block, keep=ends, horizontal=horizontal, causal=causal).blocks[0])
+    layouts = np.stack([of_head[head % len(of_head)] for head in range(heads if len(of_head) > 1 else 1)])
+    return mask | BlockMask(layouts, block, causal)
 
 
 def _windows(n: int, windows: Sequence[int], block: int, causal: bool) -> BlockMask:
@@ -281,7 +281,7 @@ def variable_blocks(
     block: int = 16,
     *,
     windows: Sequence[int] = (4,),
-    keep: Kept = (0,),
+    keep: Blocks = (0,),
     horizontal: bool = False,
     random: int = 0,
     seed: int = 0,
@@ -319,7 +319,7 @@ def bigbird_blocks(
 
 
 def longformer_blocks(
-    t: int, block: int = 16, *, window: int = 3, keep: Kept = (0,), causal: bool = False
+    t: int, block: int = 16, *, window: int = 3, keep: Blocks = (0,), causal: bool = False
 ) -> BlockMask:
     """The mask "bslongformer" of t tokens: a block sees the window // 2 blocks on each side of it and the blocks
     `keep`, which see all (Beltagy et al. 2020, "Longformer", arXiv:2004.05150, section 3.1, by blocks).

@@ -55,7 +55,7 @@ def read_sparse(said: Values) -> Sparse:
         raise ValueError("local_window_blocks is []; give the blocks of the windows")
     if mode == "fixed":
         windows = [_whole(said, "num_local_blocks", 4)]
-    found = Sparse(
+    sparse = Sparse(
         mode=mode,
         block=_whole(said, "block", 16),
         causal=causal,
@@ -68,15 +68,15 @@ def read_sparse(said: Values) -> Sparse:
         patterns=_whole(said, "num_different_global_patterns", 1),
         random=_whole(said, "num_random_blocks", 1 if mode == "bigbird" else 0, 0),
     )
-    if found.horizontal and found.causal:
+    if sparse.horizontal and sparse.causal:
         raise ValueError(
             "horizontal_global_attention is true and attention 'unidirectional'; DeepSpeed refuses both too"
         )
-    if found.patterns > 1 and not found.by_head:
+    if sparse.patterns > 1 and not sparse.by_head:
         raise ValueError(
-            f"num_different_global_patterns is {found.patterns} and different_layout_per_head is not set; set it"
+            f"num_different_global_patterns is {sparse.patterns} and different_layout_per_head is not set; set it"
         )
-    return found
+    return sparse
 
 
 def _whole(said: Values, name: str, default: int, least: int = 1) -> int:
@@ -124,28 +124,24 @@ def block_mask_of(table: Mapping[str, Any], tokens: int, heads: int = 1, *, seed
     x . x x
     """
     try:
-        one = read_sparse(Values(dict(flat(table))))
+        sparse = read_sparse(Values(dict(flat(table))))
     except ValueError as error:
         raise ValueError(f"sparse_attention: {error}") from None
-    n, size, causal = (tokens, one.block), one.windows[0], one.causal
-    if one.mode == "dense":
-        return block_mask.dense_blocks(*n)
-    if one.mode == "fixed":
-        return block_mask.fixed_blocks(
-            *n, local=size, keep=one.keep, horizontal=one.horizontal, heads=heads, patterns=one.patterns, causal=causal
-        )
-    if one.mode == "local_sliding_window":
-        return block_mask.sliding_blocks(*n, window=one.sliding, causal=causal)
-    if one.mode == "bslongformer":
-        return block_mask.longformer_blocks(*n, window=one.sliding, keep=one.ends, causal=causal)
-    drawn = block_mask.random_blocks(*n, random=one.random, heads=heads if one.by_head else 1, seed=seed, causal=causal)
-    if one.mode == "bigbird":
-        kept = block_mask.bigbird_blocks(*n, window=one.sliding, keep=one.keep, random=0, causal=causal)
-    else:
-        kept = block_mask.variable_blocks(
-            *n, windows=one.windows, keep=one.ends, horizontal=one.horizontal, causal=causal
-        )
-    return kept | drawn
+    common: dict[str, Any] = {"t": tokens, "block": sparse.block, "causal": sparse.causal}
+    if sparse.mode == "dense":
+        return block_mask.dense_blocks(tokens, sparse.block)
+    if sparse.mode == "fixed":
+        numbers: dict[str, Any] = {"local": sparse.windows[0], "keep": sparse.keep, "horizontal": sparse.horizontal}
+        return block_mask.fixed_blocks(**common, **numbers, heads=heads, patterns=sparse.patterns)
+    if sparse.mode == "local_sliding_window":
+        return block_mask.sliding_blocks(**common, window=sparse.sliding)
+    if sparse.mode == "bslongformer":
+        return block_mask.longformer_blocks(**common, window=sparse.sliding, keep=sparse.ends)
+    drawn: dict[str, Any] = {"random": sparse.random, "heads": heads if sparse.by_head else 1, "seed": seed}
+    if sparse.mode == "bigbird":
+        return block_mask.bigbird_blocks(**common, window=sparse.sliding, keep=sparse.keep, **drawn)
+    numbers = {"windows": sparse.windows, "keep": sparse.ends, "horizontal": sparse.horizontal}
+    return block_mask.variable_blocks(**common, **numbers) | block_mask.random_blocks(**common, **drawn)
 
 
 def put_pattern(out: Table, said: Values) -> None:
@@ -153,60 +149,62 @@ def put_pattern(out: Table, said: Values) -> None:
     random blocks.
     """
     try:
-        one = read_sparse(said)
+        sparse = read_sparse(said)
     except ValueError as error:
         raise ValueError(f"sparse_attention: {error}") from None
-    if one.mode == "dense":
+    if sparse.mode == "dense":
         put(out, "model.pattern", "full")
         return
-    if not one.causal:
+    if not sparse.causal:
         raise ValueError(
             "sparse_attention.attention is 'bidirectional', and a decoder does not look ahead; write 'unidirectional' "
             f"for the same blocks up to a token, or {MASK}"
         )
-    put(out, "model.pattern", _pattern(one))
+    put(out, "model.pattern", _pattern(sparse))
 
 
-def _pattern(one: Sparse) -> str:
+def _pattern(sparse: Sparse) -> str:
     """The text of the pattern that sees the same; raises ValueError if there is none."""
-    if one.mode == "fixed":
-        if one.patterns > 1:
+    if sparse.mode == "fixed":
+        if sparse.patterns > 1:
             raise ValueError(
-                f"sparse_attention.num_different_global_patterns is {one.patterns}: a pattern is alike in all heads; "
-                f"leave it out, or {MASK}"
+                f"sparse_attention.num_different_global_patterns is {sparse.patterns}: a pattern is alike in all "
+                f"heads; leave it out, or {MASK}"
             )
-        local = one.windows[0]
-        if local % one.keep:
+        local = sparse.windows[0]
+        if local % sparse.keep:
             raise ValueError(
-                f"sparse_attention.num_global_blocks is {one.keep}; it must divide num_local_blocks, {local}"
+                f"sparse_attention.num_global_blocks is {sparse.keep}; it must divide num_local_blocks, {local}"
             )
-        return f"fixed:{local * one.block}:{one.keep * one.block}"
-    if one.random and one.by_head:
+        return f"fixed:{local * sparse.block}:{sparse.keep * sparse.block}"
+    if sparse.random and sparse.by_head:
         raise ValueError(
             "sparse_attention.different_layout_per_head is true: a pattern is alike in all heads; leave it out, or "
             f"{MASK}"
         )
-    near = one.sliding // 2 + 1
-    if one.mode == "bigbird":
-        return f"bigbird:{one.block}:{near}:{one.keep}:{one.random}"
-    if one.mode == "local_sliding_window":
-        return f"bigbird:{one.block}:{near}:0:0"
-    first = _leading(one.ends)
-    if one.mode == "bslongformer" and first is not None:
-        return f"bigbird:{one.block}:{near}:{first}:0"
-    size = one.windows[0]  # a window of w blocks alone is one block of w times the size
-    alike = set(one.windows) == {size} and (size == 1 or not one.random)
-    if one.mode == "variable" and alike and first is not None and first % size == 0:
-        return f"bigbird:{size * one.block}:1:{first // size}:{one.random}"
+    near = sparse.sliding // 2 + 1
+    if sparse.mode == "bigbird":
+        return f"bigbird:{sparse.block}:{near}:{sparse.keep}:{sparse.random}"
+    if sparse.mode == "local_sliding_window":
+        return f"bigbird:{sparse.block}:{near}:0:0"
+    first = _leading(sparse.ends)
+    if sparse.mode == "bslongformer" and first is not None:
+        return f"bigbird:{sparse.block}:{near}:{first}:0"
+    size = sparse.windows[0]  # a window of w blocks alone is one block of w times the size
+    alike = set(sparse.windows) == {size} and (size == 1 or not sparse.random)
+    if sparse.mode == "variable" and alike and first is not None and first % size == 0:
+        return f"bigbird:{size * sparse.block}:1:{first // size}:{sparse.random}"
     raise ValueError(
-        f"sparse_attention.mode is {one.mode!r} with {_described(one)}: no pattern of a decoder sees the same, as its "
-        f"windows have one size and the blocks that all see are whole ones at the beginning; {MASK}"
+        f"sparse_attention.mode is {sparse.mode!r} with {_described(sparse)}: no pattern of a decoder sees the same, "
+        f"as its windows have one size and the blocks that all see are whole ones at the beginning; {MASK}"
     )
 
 
-def _described(one: Sparse) -> str:
-    kept = f"the blocks {', '.join(f'{a} to {z - 1}' if z - a > 1 else str(a) for a, z in one.ends)}"
-    return kept if one.mode == "bslongformer" else f"windows of {short(list(one.windows))}, {kept}, {one.random} random"
+def _described(sparse: Sparse) -> str:
+    numbers = ", ".join(f"{start} to {end - 1}" if end - start > 1 else str(start) for start, end in sparse.ends)
+    blocks = f"the blocks {numbers}"
+    windows = f"windows of {short(list(sparse.windows))}, {blocks}, {sparse.random} random"
+    return blocks if sparse.mode == "bslongformer" else windows
 
 
 def _leading(ends: Sequence[tuple[int, int]]) -> int | None:
