@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fzero.core import prng
 from fzero.kernels.attention_pattern import Pattern
+from fzero.kernels.block_mask import bigbird_blocks
 from fzero.kernels.optim_leaf import Leaf, Rates
 from fzero.kernels.registry import Op, op
 from fzero.kernels.rope import rope_frequencies
@@ -142,7 +143,8 @@ def _call_loss(name: str, options: dict[str, Any], targets: Tensor, impl: Any, *
 
 
 def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
-    """Whole sequences with grouped heads, in float32 too; windows in documents; at positions; with its log-sum-exp."""
+    """Whole sequences with grouped heads, also in float32; windows in documents; at positions; with its log-sum-exp; by
+    blocks."""
 
     def attention(label: str, name: str, k: int, dtype: torch.dtype, **options: Any) -> Case:
         b, t, h, g, k = (1, 32, 2, 1, 16) if tiny else (2, 2048, 16, 4, k)
@@ -150,6 +152,8 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
         more = []
         if options.pop("documents", False):
             options["documents"] = (torch.arange(t, device=device) // (t // 3)).expand(b, t).contiguous()
+        if name == "masked_attention":
+            more = [bigbird_blocks(t, 16 if tiny else 64, random=2, heads=h).to(device)]
         if name == "attention_at":
             more = [torch.arange(t, device=device), torch.arange(t, device=device)]
         return _case(name, (q, key, v), 3, *more, label=label, **options)
@@ -161,6 +165,7 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     yield functools.partial(attention, "attention window", "attention", 64, BF16, pattern=window, documents=True)
     yield functools.partial(attention, "attention_with_lse", "attention_with_lse", 64, BF16)
     yield functools.partial(attention, "attention_at", "attention_at", 64, BF16)
+    yield functools.partial(attention, "masked_attention", "masked_attention", 64, BF16)
 
 
 def optimizers(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:

@@ -257,7 +257,7 @@ PUBLISHED = {
     ),
     "sparse attention": (
         {**AUTO, **AUTO_ADAMW, "sparse_attention": {"mode": "fixed", "block": 16}},
-        *(1, "sparse_attention.mode is 'fixed': use --set model.pattern=fixed:SIZE:KEEP"),
+        *(1, "sparse_attention.attention is 'bidirectional', and a decoder does not look ahead"),
     ),
     "compression": (
         {

@@ -16,10 +16,12 @@ from fzero.cli.main import cli
 from fzero.core import pytree
 from fzero.core.precision import LossScale, init_scaler, update_scaler
 from fzero.core.tables import flat, put
+from fzero.kernels.attention_pattern import Pattern
 from fzero.run import build_optim
 from fzero.run import deepspeed_keys as keys
 from fzero.run.curriculum import make_pieces
 from fzero.run.deepspeed import merged, read_deepspeed
+from fzero.run.deepspeed_sparse import block_mask_of
 
 ROOT = Path(__file__).parent.parent
 MLP = {"preset": "mlp-tiny"}
@@ -101,6 +103,7 @@ QUANTIZED = {
 LEARNS, LENGTHS = {"train_batch_size": 8, "curriculum_learning": COURSE}, {"data.seq_len", "data.seq_len_warmup"}
 LOSS_SCALE = {f"precision.loss_scale.{n}" for n in ("init", "window", "hysteresis", "floor")}
 DROP = {"progressive_layer_drop": {"enabled": True, "theta": 0.5}}
+UNI, PATTERN = {"attention": "unidirectional"}, {"model.pattern"}
 TAKEN = {
     "train_batch_size": ({}, 8, {"train.batch", "train.micro_batch"}),
     "train_micro_batch_size_per_gpu": ({"train_batch_size": 8}, 2, {"train.micro_batch"}),
@@ -156,6 +159,27 @@ TAKEN = {
     "curriculum_learning.schedule_type": (LEARNS, "fixed_linear", set()),
     "curriculum_learning.schedule_config.total_curriculum_step": (LEARNS, 70, {"data.seq_len_warmup"}),
     "curriculum_learning.schedule_config.difficulty_step": (LEARNS, 4, {"data.seq_len_warmup"}),
+    **{
+        f"sparse_attention.{key}": ({"sparse_attention": {**UNI, "mode": mode}}, value, changes)
+        for key, mode, value, changes in (
+            ("mode", "fixed", "bslongformer", PATTERN),
+            ("block", "bigbird", 32, PATTERN),
+            ("different_layout_per_head", "fixed", True, set()),  # in one pattern of all heads
+            ("num_local_blocks", "fixed", 8, PATTERN),
+            ("num_global_blocks", "bigbird", 2, PATTERN),
+            ("attention", "bigbird", "unidirectional", set()),
+            ("horizontal_global_attention", "fixed", False, set()),
+            ("num_different_global_patterns", "fixed", 1, set()),
+            ("num_random_blocks", "bigbird", 2, PATTERN),
+            ("num_sliding_window_blocks", "bslongformer", 5, PATTERN),
+            ("global_block_indices", "bslongformer", [0, 1], PATTERN),
+            ("global_block_end_indices", "bslongformer", [3], PATTERN),
+        )
+    },
+    "sparse_attention.local_window_blocks": (
+        {"sparse_attention": {**UNI, "mode": "variable", "global_block_indices": []}},
+        *([2], PATTERN),
+    ),
     "optimizer.type": (
         ON,
         "SGD",
@@ -572,6 +596,86 @@ def test_an_optimizer_decays_and_moves_every_leaf_as_there(optimizer, reference)
         params = fzero.optim.apply_updates(params, updates)
     for leaf, expected in zip(params.values(), theirs):
         torch.testing.assert_close(leaf, expected.detach(), rtol=1e-12, atol=1e-12)
+
+
+# ---- sparse attention -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sparse, pattern",
+    [
+        ({"mode": "dense", "block": 32}, "full"),
+        (UNI, "fixed:64:16"),
+        ({**UNI, "mode": "fixed", "block": 8, "num_local_blocks": 6, "num_global_blocks": 2}, "fixed:48:16"),
+        ({**UNI, "mode": "bslongformer"}, "bigbird:16:2:1:0"),
+        (
+            {
+                **{**UNI, "mode": "bslongformer", "block": 4, "num_sliding_window_blocks": 5},
+                **{"global_block_indices": [0, 2], "global_block_end_indices": [2, 3]},
+            },
+            "bigbird:4:3:3:0",
+        ),
+        ({**UNI, "mode": "bigbird", "num_random_blocks": 2, "num_global_blocks": 3}, "bigbird:16:2:3:2"),
+        ({"mode": "local_sliding_window", "block": 4, "num_sliding_window_blocks": 4}, "bigbird:4:3:0:0"),
+        ({**UNI, "mode": "variable", "local_window_blocks": [2], "global_block_indices": [0, 1]}, "bigbird:32:1:1:0"),
+        ({**UNI, "mode": "variable", "local_window_blocks": [1, 1], "num_random_blocks": 3}, "bigbird:16:1:1:3"),
+    ],
+    ids=str,
+)
+def test_a_sparse_attention_is_the_pattern_that_sees_the_same(sparse, pattern):
+    config = fzero.config_from_deepspeed({"sparse_attention": sparse}, {"preset": "llama-tiny"})
+    assert config.model.pattern == pattern
+    if sparse.get("num_random_blocks"):  # drawn otherwise: the same without them
+        sparse, pattern = {**sparse, "num_random_blocks": 0}, f"{pattern.rpartition(':')[0]}:0"
+    at, mask = torch.arange(150), block_mask_of(sparse, 150)
+    causal = at[:, None] >= at
+    assert torch.equal(Pattern.parse(pattern).sees(at[:, None], at), mask.visible(150, 150)[0] & causal)
+
+
+@pytest.mark.parametrize(
+    "sparse, said",
+    [
+        (
+            {},
+            "attention is 'bidirectional', and a decoder does not look ahead; write 'unidirectional'",
+        ),
+        (
+            {**UNI, "mode": "variable"},
+            r"mode is 'variable' with windows of \[4\], the blocks 0, 0 random: no pattern",
+        ),
+        ({**UNI, "mode": "bslongformer", "global_block_indices": [3]}, "mode is 'bslongformer' with the blocks 3: no"),
+        (
+            {**UNI, "different_layout_per_head": True, "num_different_global_patterns": 2},
+            "num_different_global_patterns is 2: a pattern is alike in all heads",
+        ),
+        (
+            {**UNI, "mode": "bigbird", "different_layout_per_head": True},
+            "different_layout_per_head is true: a pattern",
+        ),
+        ({**UNI, "num_different_global_patterns": 2}, "different_layout_per_head is not set; set it"),
+        ({**UNI, "num_global_blocks": 3}, "num_global_blocks is 3; it must divide num_local_blocks, 4"),
+        ({**UNI, "horizontal_global_attention": True}, "horizontal_global_attention is true and attention 'unidirecti"),
+        ({**UNI, "num_random_blocks": 2}, "no key 'sparse_attention.num_random_blocks' .*of mode fixed; it has mode,"),
+        (
+            {**UNI, "num_locl_blocks": 2},
+            r"no key 'sparse_attention.num_locl_blocks' \(did you mean num_local_",
+        ),
+        ({**UNI, "mode": "longformer"}, r"mode is 'longformer' \(did you mean bslongformer\?\)"),
+        ({**UNI, "block": 0}, "sparse_attention: block is 0; it must be at least 1"),
+        (
+            {**UNI, "mode": "variable", "local_window_blocks": [2, 0.5]},
+            r"local_window_blocks is \[2, 0.5\]; it must",
+        ),
+        (
+            {**UNI, "mode": "variable", "global_block_indices": [2], "global_block_end_indices": [2]},
+            "each end must be above",
+        ),
+    ],
+    ids=str,
+)
+def test_a_sparse_attention_that_no_decoder_has_is_refused_by_name(sparse, said):
+    with pytest.raises(ValueError, match=said):
+        fzero.config_from_deepspeed({"sparse_attention": sparse}, {"preset": "llama-tiny"})
 
 
 # ---- the command, and the page --------------------------------------------------------------------------------------

@@ -123,9 +123,19 @@ def fake_device_of(x: Tensor) -> FakeDevice | None:
     """The FakeDevice mode that `x` (or the tensor it wraps under a torch.func transform) belongs to; None for a real
     tensor.
     """
+    x = _unwrapped(x)
+    return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether `x`, or the tensor it wraps under a torch.func transform, has no memory: in a plan, or in a trace."""
+    return isinstance(_unwrapped(x), FakeTensor)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
-    return x.fake_mode if isinstance(x, FakeTensor) and isinstance(x.fake_mode, FakeDevice) else None
+    return x
 
 
 def is_traced(x: Tensor) -> bool:

@@ -23,6 +23,7 @@ from fzero.kernels.optional_triton import VERSION, triton
 FILES = (
     "attention_flash",
     "attention_flash_backward",
+    "attention_masked_triton",
     "attention_places",
     "cross_entropy_triton",
     "dropout",

@@ -107,7 +107,7 @@ class Pattern:
         """
         others = block - (self.near - 1 + self.keep)
         others = others + (1 - others) * (others < 1)  # at least 1
-        return self.keep + _mix(block ^ _mix((self.seed + (i + 1) * 0x9E3779B9) & _WORD)) % others
+        return self.keep + mix(block ^ mix((self.seed + (i + 1) * 0x9E3779B9) & _WORD)) % others
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether the query at position `query` sees the key at position `key` (broadcast; causality included)."""
@@ -179,8 +179,9 @@ class Pattern:
 FULL = Pattern()
 
 
-def _mix(x: Places) -> Places:
-    # A hash of 32 bits, by Mueller 2012, stackoverflow.com/a/12996028. No product has more than 59 bits.
+def mix(x: Places) -> Places:
+    """A hash of numbers below 2^32, of as many bits, by Mueller 2012, stackoverflow.com/a/12996028."""
+    # No product has more than 59 bits.
     for _ in range(2):
         x = ((x >> 16 ^ x) * 0x45D9F3B) & _WORD
     return x >> 16 ^ x

@@ -224,7 +224,7 @@ struct Row {
         key_documents(spans_of(at.key_documents, z.s, KEYS)) {}
 };
 
-// attention_pattern.py's `_mix`.
+// attention_pattern.py's `mix`.
 uint32_t mix(uint32_t x) {
   for (int i = 0; i < 2; i++) x = (x >> 16 ^ x) * 0x45d9f3bu;
   return x >> 16 ^ x;

@@ -58,7 +58,7 @@ def dot(a, b, UPCAST: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """attention_pattern's `_mix`, of uint32."""
+    """attention_pattern's `mix`, of uint32."""
     x = ((x >> 16) ^ x) * 0x45D9F3B
     x = ((x >> 16) ^ x) * 0x45D9F3B
     return (x >> 16) ^ x

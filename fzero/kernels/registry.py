@@ -27,6 +27,7 @@ from fzero.core.pytree import nearest
 FILES = (
     "attention",
     "attention_at",
+    "attention_masked",
     "attention_ring",
     "cross_entropy",
     "dropout",

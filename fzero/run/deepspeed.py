@@ -17,6 +17,7 @@ from fzero.core.precision import LossScale
 from fzero.core.tables import Table, flat, put
 from fzero.run import deepspeed_keys as keys
 from fzero.run.deepspeed_optim import put_optimizer, put_scheduler
+from fzero.run.deepspeed_sparse import put_pattern
 from fzero.run.deepspeed_values import Values
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def _read(table: Table, ranks: int) -> FromDeepSpeed:
         put(out, "train.log_every", steps)
     _put_layer_drop(out, said)
     _put_curriculum(out, said)
+    if isinstance(table.get("sparse_attention"), Mapping) and "sparse_attention.mode" not in left:
+        put_pattern(out, said.below("sparse_attention"))
     put_optimizer(out, said)
     put_scheduler(out, said, left)
     if "scheduler.type" not in values:

@@ -91,8 +91,24 @@ cpuadam_cores_perc
 NOT_ENABLED = """
 elasticity autotuning eigenvalue data_efficiency hybrid_engine compression_training quantize_training
 """
-# Tables of which DeepSpeed itself refuses a key that it does not know; elsewhere it does not look at one.
-STRICT = (f"{ZERO}.", "optimizer.params.", "scheduler.params.")
+# The keys of a sparse attention, by mode.
+HEADS = ("block", "different_layout_per_head")
+GLOBALS = ("global_block_indices", "global_block_end_indices", "attention")
+SLIDING = "num_sliding_window_blocks"
+SPARSE: dict[str, tuple[str, ...]] = {
+    "dense": HEADS,
+    "fixed": (
+        *(*HEADS, "num_local_blocks", "num_global_blocks", "attention", "horizontal_global_attention"),
+        "num_different_global_patterns",
+    ),
+    "variable": (*HEADS, "num_random_blocks", "local_window_blocks", *GLOBALS, "horizontal_global_attention"),
+    "bigbird": (*HEADS, "num_random_blocks", SLIDING, "num_global_blocks", "attention"),
+    "bslongformer": (*HEADS, SLIDING, *GLOBALS),
+    "local_sliding_window": (*HEADS, SLIDING, "attention"),
+}
+# Tables of which DeepSpeed itself refuses a key that it does not know (and sparse attention, a key of which is a
+# number of the model); elsewhere it does not look at one.
+STRICT = (f"{ZERO}.", "optimizer.params.", "scheduler.params.", "sparse_attention.")
 KEYS: tuple[Key, ...] = (
     *_taken(
         train_batch_size="`train.batch`: micro-batch x accumulation x data ranks",
@@ -134,6 +150,9 @@ KEYS: tuple[Key, ...] = (
         progressive_layer_drop__enabled="`train.layer_drop_theta`, `layer_drop_gamma`, of gpt2 and llama; see data.md",
         progressive_layer_drop__theta="`train.layer_drop_theta`, where it is enabled",
         progressive_layer_drop__gamma="`train.layer_drop_gamma`, where it is enabled",
+        sparse_attention__mode="`model.pattern`: dense is `full`, fixed `fixed:SIZE:KEEP`, local_sliding_window, "
+        "bslongformer, variable, and bigbird with other random blocks `bigbird:SIZE:NEAR:KEEP:RANDOM`, if it sees the "
+        "same. Encoders, and heads that differ, have [block masks](models.md#block-masks)",
         scheduler__type="`optim.schedule.name`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle; else constant",
     ),
     *_ignored(
@@ -143,6 +162,10 @@ KEYS: tuple[Key, ...] = (
         *(f"scheduler.params.{n}" for n in ("cycle_first_stair_count", "cycle_second_stair_count")),
         "sparse_gradients",
         "torch_autocast.*",
+    ),
+    *(
+        Key(f"sparse_attention.{name}", TAKEN, "its sizes, in tokens and blocks; attention must be unidirectional")
+        for name in dict.fromkeys(sum(SPARSE.values(), ()))
     ),
     Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `beta2`, `eps`, `weight_decay` (of all leaves), ..."),
     Key("scheduler.params.*", TAKEN, "`optim.lr`, `train.steps`, `optim.schedule.warmup_steps`, `warmup`, ..."),
@@ -249,10 +272,6 @@ KEYS: tuple[Key, ...] = (
         "hybrid_engine.enabled",
         "compression_training.*enabled",
         "quantize_training.enabled",
-    ),
-    *_refused(
-        "use --set model.pattern=fixed:SIZE:KEEP (window, local, strided, bigbird; causal, alike in all heads)",
-        "sparse_attention.*",
     ),
     *_ignored(
         "their table is not enabled",

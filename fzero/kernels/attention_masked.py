@@ -1,0 +1,313 @@
+"""Attention under a block mask, which may look ahead: that of encoders, and of heads that see other blocks each.
+
+    out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s]      over the s that query t sees in its head
+
+A query sees the keys of the blocks that the mask has for its own (block_mask.py), of its document alone; with a causal
+mask none later than itself. One that sees no key has out 0. `reference` defines this.
+
+Shapes: q and out [B, T, H, K], k and v [B, S, G, K] with H a multiple of G; documents int [B, T], for as many queries
+as keys. Positions begin at 0 for both. Padding is a document of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fzero.core.device import kind_of
+from fzero.kernels import attention_flash
+from fzero.kernels.attention_masked_triton import masked_backward, masked_forward
+from fzero.kernels.attention_sinks import attend_by
+from fzero.kernels.block_mask import BlockMask
+from fzero.kernels.op_function import on_cuda, triton_runs
+from fzero.kernels.registry import Form, Op
+
+MAX_SCORES = 1 << 20  # of a step of the blocked form, or those of one block of queries
+
+
+def wrong_call(q: Tensor, k: Tensor, mask: BlockMask, documents: Tensor | None = None) -> str:
+    """What is wrong with a call, for every form; "" if nothing is."""
+    (b, t, heads), s = q.shape[:3], k.shape[1]
+    try:
+        mask.expect_sizes(t, s, heads)
+    except ValueError as error:
+        return str(error)
+    if mask.device.type != q.device.type:
+        return f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once"
+    if documents is not None and (documents.shape != (b, t) or t != s):
+        return f"attention: documents are {list(documents.shape)} for {t} queries and {s} keys; they must be {[b, t]}"
+    return ""
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
+    the file.
+
+    Raises ValueError for a mask of another length, number of heads or device.
+    """
+    if wrong := wrong_call(q, k, mask, documents):
+        raise ValueError(wrong)
+    groups, visible = k.shape[2], mask.visible(q.shape[1], k.shape[1]).to(q.device)
+    seen = visible.expand(q.shape[2], -1, -1).unflatten(0, (groups, -1))[None]
+    if documents is not None:
+        seen = seen & (documents[:, :, None] == documents[:, None, :])[:, None, None]
+    scores = torch.einsum("btgrk,bsgk->bgrts", rearrange(q, "b t (g r) k -> b t g r k", g=groups), k)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * _scale(q, scale)
+    some = seen.any(-1, keepdim=True)
+    p = torch.softmax(torch.where(some, scores.masked_fill(~seen, float("-inf")), 0.0), -1)
+    out = torch.einsum("bgrts,bsgk->btgrk", torch.where(some, p, 0.0).to(v.dtype), v)
+    return rearrange(out, "b t g r k -> b t (g r) k")
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+# ---- by the blocks that are seen, in PyTorch ------------------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """Some rows, blocks of queries of a head each, and the blocks of keys that each sees, c of them at most."""
+
+    rows: Tensor  # int64 [R], head * N + block
+    keys: Tensor  # int64 [R c], group * M + block; 0 beyond those that a row has
+    query: Tensor  # int64 [R, block], positions
+    key: Tensor  # int64 [R, c block], positions, -1 beyond
+
+    def mask(self, t: int, s: int, causal: bool, documents: Tensor | None) -> Tensor:
+        """bool [1 or B, R, block, c block]."""
+        seen = ((self.key >= 0) & (self.key < s))[:, None, :]
+        if causal:
+            seen = seen & (self.key[:, None, :] <= self.query[:, :, None])
+        if documents is None:
+            return seen.expand(-1, self.query.shape[1], -1)[None]
+        mine, theirs = documents[:, self.query.clamp(max=t - 1)], documents[:, self.key.clamp(0, s - 1)]
+        return seen & (mine[..., :, None] == theirs[..., None, :])
+
+
+def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.device) -> Iterator[Step]:
+    """The rows that see anything, those with like numbers of keys together."""
+    _, n, m = mask.blocks.shape
+    blocks = np.broadcast_to(mask.blocks, (heads, n, m)).reshape(heads * n, m)
+    counts, inside = blocks.sum(-1), np.arange(mask.block)
+    order = np.argsort(counts, kind="stable")[(counts == 0).sum() :]
+    most = max(1, MAX_SCORES // (b * mask.block**2))  # blocks of a step
+    while len(order):
+        widths = counts[order[:most]]
+        fits = max(1, int((widths * np.arange(1, len(widths) + 1) <= most).sum()))
+        rows, order = order[:fits], order[fits:]
+        width = int(counts[rows[-1]])
+        first = np.argsort(~blocks[rows], -1, kind="stable")[:, :width]  # those seen, in order
+        real = np.arange(width) < counts[rows, None]
+        keys = np.where(real, rows[:, None] // n // (heads // groups) * m + first, 0)
+        query = (rows % n)[:, None] * mask.block + inside
+        key = np.where(real[..., None], first[..., None] * mask.block + inside, -1)
+        arrays = rows, keys.reshape(-1), query, key.reshape(fits, -1)
+        yield Step(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in arrays))
+
+
+def _by_block(x: Tensor, block: int) -> Tensor:
+    """x [B, T, H, K] as [B, H N, block, K], zeros after the end."""
+    b, t, h, _ = x.shape
+    x = torch.nn.functional.pad(x.transpose(1, 2), (0, 0, 0, -t % block))
+    return x.reshape(b, h * (x.shape[2] // block), block, -1)
+
+
+def _by_position(x: Tensor, t: int, heads: int) -> Tensor:
+    """The inverse of `_by_block`."""
+    x = x.reshape(x.shape[0], heads, -1, x.shape[-1])[:, :, :t]
+    return x.transpose(1, 2)
+
+
+def _chosen(x: Tensor, step: Step) -> Tensor:
+    """The blocks of keys of x [B, G M, block, K] that the rows of a step see: [B, R, c block, K]."""
+    return x.index_select(1, step.keys).reshape(x.shape[0], len(step.rows), -1, x.shape[-1])
+
+
+def _in_order(parts: list[Tensor], steps: list[Step], rows: int, like: Tensor, fill: float) -> Tensor:
+    """The parts [B, R, ...] of all steps in the order of the rows, `fill` for those that no step has."""
+    out = like.new_full((like.shape[0], rows, *like.shape[2:]), fill, dtype=parts[0].dtype if parts else like.dtype)
+    return out.index_copy(1, torch.cat([x.rows for x in steps]), torch.cat(parts, 1)) if parts else out
+
+
+def _scores(q: Tensor, k: Tensor, step: Step, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores [B, R, block, c block] in float32 or wider, the rows of q, the chosen keys)."""
+    rows, keys = q.index_select(1, step.rows), _chosen(k, step)
+    scores = torch.matmul(rows, keys.transpose(2, 3))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    return scores.masked_fill(~seen, float("-inf")), rows, keys
+
+
+def _blocked_forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out [B, T, H, K], log-sum-exp [B, H, T] in float32 or wider)."""
+    (b, t, heads, _), (s, groups) = q.shape, k.shape[1:3]
+    wide, steps, outs, lses = torch.promote_types(q.dtype, torch.float32), [], [], []
+    q, k, v = (_by_block(x, mask.block) for x in (q, k, v))
+    for step in _steps(mask, b, heads, groups, q.device):
+        scores, _, _ = _scores(q, k, step, step.mask(t, s, mask.causal, documents), scale)
+        top = scores.amax(-1, keepdim=True)
+        p = torch.exp(scores - torch.where(top == float("-inf"), 0.0, top))
+        total = p.sum(-1, keepdim=True)
+        out = torch.matmul(p.to(v.dtype), _chosen(v, step)) / torch.where(total > 0.0, total, 1.0)
+        outs.append(out.to(q.dtype))
+        lses.append(top + torch.log(total))  # of nothing -inf
+        steps.append(step)
+    out = _in_order(outs, steps, q.shape[1], q, 0.0)
+    lse = _in_order(lses, steps, q.shape[1], q.new_empty((b, 0, mask.block, 1), dtype=wide), float("-inf"))
+    return _by_position(out, t, heads).contiguous(), _by_position(lse, t, heads)[..., 0].transpose(1, 2).contiguous()
+
+
+def _blocked_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    lse: Tensor,
+    g: Tensor,
+    mask: BlockMask,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (b, t, heads, _), (s, groups), dtype = q.shape, k.shape[1:3], q.dtype
+    lse = _by_block(torch.where(lse == float("-inf"), 0.0, lse).transpose(1, 2)[..., None], mask.block)
+    q, k, v, g = (_by_block(x, mask.block) for x in (q, k, v, g))
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    steps, dqs = [], []
+    for step in _steps(mask, b, heads, groups, q.device):
+        scores, rows, keys = _scores(q, k, step, step.mask(t, s, mask.causal, documents), scale)
+        p, grad = torch.exp(scores - lse.index_select(1, step.rows)), g.index_select(1, step.rows)
+        weighed = p * torch.matmul(grad, _chosen(v, step).transpose(2, 3))
+        # From the products themselves, as rows are whole: the gradient of a query with one key is then exactly 0.
+        ds = torch.addcmul(weighed, p, weighed.sum(-1, keepdim=True), value=-1.0) * scale
+        ds = ds.to(dtype)
+        for total, weights, x in ((dv, p.to(dtype), grad), (dk, ds, rows)):
+            part = torch.matmul(weights.transpose(2, 3), x).reshape(b, -1, *total.shape[2:])
+            total.index_add_(1, step.keys, part.to(total.dtype))
+        dqs.append(torch.matmul(ds, keys))
+        steps.append(step)
+    dq = _by_position(_in_order(dqs, steps, q.shape[1], q, 0.0), t, heads)
+    return dq, _by_position(dk, s, groups).to(dtype), _by_position(dv, s, groups).to(dtype)
+
+
+def blocked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`reference` by the blocks that are seen: each block of queries by those of its keys alone, put together; the
+    backward pass recomputes the probabilities from the log-sum-exp."""
+    scale = _scale(q, scale)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *documents: Tensor) -> tuple[Tensor, Tensor]:
+        return _blocked_forward(q, k, v, _first(documents), mask, scale)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, *documents, _out, lse = saved
+        return _blocked_backward(q, k, v, _first(documents), lse, grads[0], mask, scale)
+
+    return attend_by("masked attention", forward, backward, (q, k, v, *_optional(documents)))
+
+
+def _optional(documents: Tensor | None) -> tuple[Tensor, ...]:
+    return () if documents is None else (documents,)
+
+
+def _first(documents: Sequence[Tensor]) -> Tensor | None:
+    return documents[0] if documents else None
+
+
+# ---- by Triton's kernels --------------------------------------------------------------------------------------------
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`reference` by the kernels of attention_masked_triton.py."""
+    how = (mask.unit, mask.causal, _scale(q, scale))
+    # Rows of the lists of a head, 0 where all heads have the same.
+    head_rows, key_head_rows = (n * mask.block // mask.unit * (len(mask.blocks) > 1) for n in mask.blocks.shape[1:])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        *documents, starts, units, _, _ = tensors
+        return masked_forward(q, k, v, _first(documents), starts, units, head_rows, *how)
+
+    def backward(saved: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        q, k, v, *documents, starts, units, key_starts, key_units, out, lse = saved
+        lists = starts, units, head_rows, key_starts, key_units, key_head_rows
+        return masked_backward(*grads, q, k, v, out, lse, _first(documents), *lists, *how)
+
+    return attend_by("masked attention", forward, backward, (q, k, v, *_optional(documents), *mask.lists(q)))
+
+
+def _triton_serves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    *,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+) -> str:
+    if why := wrong_call(q, k, mask, documents) or attention_flash.serves(q, k, v, scale, 0.0):
+        return why
+    if not mask.unit:
+        return f"the mask's blocks are of {mask.block} tokens; it takes multiples of 16"
+    return triton_runs(q, k, v, *_optional(documents))
+
+
+def _blocked_serves(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, documents: Tensor | None = None, **options: Any
+) -> str:
+    if why := wrong_call(q, k, mask, documents):
+        return why
+    if kind_of(q) != "cpu":  # whose sums over blocks have no order elsewhere
+        return "a tensor is not on the CPU"
+    return "" if q.numel() * k.numel() else f"the queries {list(q.shape)} or keys {list(k.shape)} are empty"
+
+
+# ---- the operation --------------------------------------------------------------------------------------------------
+
+
+def _flops(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> int:
+    """FLOPs of the two products over the pairs that the mask has; documents are ignored."""
+    b, t, heads, dim = q.shape
+    pairs = mask.pairs(t, k.shape[1])
+    return 4 * b * dim * int(pairs.sum()) * (heads // len(pairs))
+
+
+def _bytes(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **options: Any) -> int:
+    return (2 * q.numel() + k.numel() + v.numel()) * q.element_size()
+
+
+masked_attention = Op(
+    "masked_attention",
+    reference,
+    Form("triton", triton_attention, supports=_triton_serves, prefers=on_cuda),
+    Form("blocked", blocked_attention, supports=_blocked_serves),
+    flops=_flops,
+    bytes=_bytes,
+)

@@ -1,0 +1,336 @@
+"""Which blocks of keys each block of queries sees, head by head: a mask of attention that may look ahead.
+
+    mask[h, i, j]: whether the queries of block i see the keys of block j in head h
+
+A causal mask has no block after a query's own, and within that a query sees no later key. DeepSpeed's five sparsity
+configurations are masks of this kind, and its sixth, a sliding window alone; each has a function here, of the same
+layout for the same numbers (deepspeed/ops/sparse_attention/sparsity_config.py), but for random blocks, which DeepSpeed
+draws by Python's generator and these by a hash of the seed. DeepSpeed's "unidirectional" leaves the order within a
+block to a mask of the caller's; causal masks here have it.
+
+Masks of one shape join by `|`, so that others than these are made of parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fzero.core.device import HOST, is_fake
+from fzero.kernels.attention_pattern import mix
+
+UNIT = 64  # rows of a kernel's tile, at most
+LEAST_UNIT = 16
+DRAWN = 40  # blocks of a mask's side up to which it is drawn
+Blocks = Sequence["int | tuple[int, int]"]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """A block mask of attention: `blocks` bool [H or 1, N, M] for queries in N blocks and keys in M, of `block` tokens.
+
+    blocks: an array or a CPU tensor, or [N, M] for all heads; of the last blocks the sequence may have a part alone.
+    causal: a query sees no later key; blocks after its own are taken out. device: where attention is computed; `to`
+    gives the same mask for another.
+
+    Raises ValueError for other shapes and dtypes.
+
+    >>> mask = BlockMask([[1, 0], [1, 1]], block=16)
+    >>> mask.pairs(32, 32).tolist()
+    [768]
+    >>> print(sliding_blocks(64, 16, window=3))
+    1 x 4 x 4 blocks of 16, 10 of 16 seen
+    x x . .
+    x x x .
+    . x x x
+    . . x x
+    """
+
+    blocks: np.ndarray
+    block: int
+    causal: bool = False
+    device: torch.device = HOST
+    unit: int = field(init=False, default=0)  # rows of a kernel's unit, which divides a block; 0: kernels have none
+    _arrays: tuple[np.ndarray, ...] = field(init=False, default=(), repr=False)
+    _tensors: tuple[Tensor, ...] = field(init=False, default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        blocks = np.asarray(self.blocks)
+        blocks = blocks[None] if blocks.ndim == 2 else blocks
+        if blocks.ndim != 3 or blocks.dtype.kind not in "bui" or not set(np.unique(blocks)) <= {0, 1}:
+            raise ValueError(
+                f"block mask: blocks are {blocks.dtype} {list(blocks.shape)}; they must be bool [heads or 1, blocks of "
+                "queries, blocks of keys], or 0 and 1"
+            )
+        if self.block < 1:
+            raise ValueError(f"block mask: block is {self.block}; it must be at least 1 token")
+        if self.causal and blocks.shape[1] != blocks.shape[2]:
+            raise ValueError(f"block mask: blocks are {list(blocks.shape)}; a causal mask has as many of both sides")
+        blocks = blocks.astype(bool)
+        assign = object.__setattr__
+        assign(self, "blocks", np.tril(blocks) if self.causal else blocks)
+        assign(self, "device", torch.device(self.device))
+        unit = math.gcd(self.block, UNIT)
+        if unit >= LEAST_UNIT:
+            units = self.blocks.repeat(self.block // unit, 1).repeat(self.block // unit, 2)
+            assign(self, "unit", unit)
+            assign(self, "_arrays", (*_listed(units), *_listed(units.swapaxes(1, 2))))
+            assign(self, "_tensors", tuple(torch.from_numpy(x).to(self.device) for x in self._arrays))
+
+    def __str__(self) -> str:
+        """Its size, and of each head a drawing, where it is small."""
+        heads, n, m = self.blocks.shape
+        causal = ", causal" * self.causal
+        lines = [f"{heads} x {n} x {m} blocks of {self.block}{causal}, {self.blocks.sum()} of {self.blocks.size} seen"]
+        if max(n, m) <= DRAWN:
+            for head in self.blocks:
+                lines += ["", *(" ".join(".x"[seen] for seen in row.astype(int)) for row in head)]
+        return "\n".join(lines).replace("\n\n", "\n", 1)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """The mask in which a query sees what it sees in either; raises ValueError if their blocks are not alike."""
+        mine, theirs = ((x.block, x.causal, x.device, x.blocks.shape[1:]) for x in (self, other))
+        heads = {len(self.blocks), len(other.blocks)} - {1}
+        if mine != theirs or len(heads) > 1:
+            raise ValueError(f"block masks {self!s:.40} and {other!s:.40} do not join: sizes, heads or causal differ")
+        return BlockMask(self.blocks | other.blocks, self.block, self.causal, self.device)
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask for tensors on another device."""
+        return BlockMask(self.blocks, self.block, self.causal, torch.device(device))
+
+    def expect_sizes(self, queries: int, keys: int, heads: int) -> None:
+        """Raise ValueError unless it is a mask for as many queries, keys and heads."""
+        mask_heads, n, m = self.blocks.shape
+        wanted = [-(-size // self.block) for size in (queries, keys)]
+        if [n, m] != wanted or mask_heads not in (1, heads):
+            raise ValueError(
+                f"attention: the mask has {mask_heads} heads of {n} x {m} blocks of {self.block} tokens; {queries} "
+                f"queries of {keys} keys take {wanted[0]} x {wanted[1]} in 1 or {heads} heads; make it for this length"
+            )
+        if self.causal and queries != keys:
+            raise ValueError(f"attention: {queries} queries have {keys} keys; a causal mask takes equal numbers")
+
+    def lists(self, q: Tensor) -> tuple[Tensor, ...]:
+        """(starts, units) of the units of keys that each unit of queries sees, and the same of queries for keys, int32,
+        where q is.
+
+        Those of row r are units[starts[r] : starts[r + 1]], in order; unit i of head h is row h n + i of n in a head.
+        """
+        if is_fake(q):  # a trace takes no tensor from outside
+            return tuple(torch.from_numpy(x).to(q.device) for x in self._arrays)
+        return self._tensors
+
+    def visible(self, queries: int, keys: int) -> Tensor:
+        """The mask written out, bool [H or 1, queries, keys]."""
+        wide = self.blocks.repeat(self.block, 1)[:, :queries].repeat(self.block, 2)[:, :, :keys]
+        return torch.from_numpy(np.tril(wide) if self.causal else wide.copy())
+
+    def pairs(self, queries: int, keys: int) -> np.ndarray:
+        """The number of pairs of a query and a key that it sees, int64 [H or 1]."""
+        sizes = [
+            np.clip(length - np.arange(n) * self.block, 0, self.block)
+            for length, n in zip((queries, keys), self.blocks.shape[1:])
+        ]
+        counts = np.einsum("hij,i,j->h", self.blocks.astype(np.int64), *sizes)
+        if self.causal:
+            diagonal = np.einsum("hii->hi", self.blocks).astype(np.int64)
+            counts -= diagonal @ (sizes[0] * (sizes[0] - 1) // 2)
+        return counts
+
+
+def _listed(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    rows = units.reshape(-1, units.shape[-1])
+    starts = np.concatenate(([0], rows.sum(-1).cumsum()))
+    return starts.astype(np.int32), np.nonzero(rows)[1].astype(np.int32)
+
+
+# ---- the layouts ----------------------------------------------------------------------------------------------------
+
+
+def _count(t: int, block: int, **least: int) -> int:
+    """The blocks of t tokens; raises ValueError for a number below its least."""
+    for name, value in {"t": t, "block": block, **least}.items():
+        if value < (least_of := 0 if name in ("random", "seed") else 1):
+            raise ValueError(f"block mask: {name} is {value}; it must be at least {least_of}")
+    return -(-t // block)
+
+
+def _globals(n: int, keep: Blocks) -> np.ndarray:
+    """bool [n], whether a block is one of `keep`."""
+    is_global = np.zeros(n, bool)
+    for entry in keep:
+        first, end = entry if isinstance(entry, tuple) else (entry, entry + 1)
+        if not 0 <= first < end:
+            raise ValueError(f"block mask: keep has {entry}; give numbers of blocks, or (first, end) of several")
+        is_global[first:end] = True
+    return is_global
+
+
+def dense_blocks(t: int, block: int = 16, *, causal: bool = False) -> BlockMask:
+    """The mask of t tokens in which every block sees every other ("dense")."""
+    n = _count(t, block)
+    return BlockMask(np.ones((1, n, n), bool), block, causal)
+
+
+def sliding_blocks(t: int, block: int = 16, *, window: int = 3, causal: bool = False) -> BlockMask:
+    """The mask of t tokens in which a block sees itself and the window // 2 blocks on each side ("local sliding
+    window"; Beltagy et al. 2020, arXiv:2004.05150, section 3.1).
+    """
+    n = np.arange(_count(t, block, window=window))
+    return BlockMask(np.abs(n[:, None] - n)[None] <= window // 2, block, causal)
+
+
+def global_blocks(
+    t: int, block: int = 16, *, keep: Blocks = (0,), horizontal: bool = True, causal: bool = False
+) -> BlockMask:
+    """The mask of t tokens in which all see the blocks `keep`, and these, if `horizontal`, see all.
+
+    keep: numbers of blocks from 0 on, or (first, end) of several; those beyond the sequence count for nothing.
+    """
+    is_global = _globals(n := _count(t, block), keep)
+    seen = np.broadcast_to(is_global, (n, n))
+    return BlockMask((seen | is_global[:, None] if horizontal else seen)[None], block, causal)
+
+
+def random_blocks(
+    t: int, block: int = 16, *, random: int = 1, heads: int = 1, seed: int = 0, causal: bool = False
+) -> BlockMask:
+    """The mask of t tokens in which each block sees `random` others, or itself: those with the least hash, of 32 bits,
+    of (seed, head, block, other). Causal: of those up to itself, where there are as many.
+
+    >>> random_blocks(160, 16, random=2, heads=3).blocks.sum(-1).tolist() == [[2] * 10] * 3
+    True
+    """
+    n = _count(t, block, random=random, heads=heads, seed=seed)
+    if random > n:
+        raise ValueError(f"block mask: random is {random}; there are {n} blocks of {block} tokens to draw from")
+    head, row, column = np.ogrid[:heads, :n, :n]
+    ranks = mix(column ^ mix(row ^ mix(head ^ mix(np.asarray(seed)))))
+    ranks = np.where(column > row, 2**32, ranks) if causal else np.broadcast_to(ranks, (heads, n, n))
+    chosen = np.argsort(ranks, -1, kind="stable")[..., :random]
+    blocks = np.zeros((heads, n, n), bool)
+    np.put_along_axis(blocks, chosen, True, -1)
+    return BlockMask(blocks, block, causal)
+
+
+def fixed_blocks(
+    t: int,
+    block: int = 16,
+    *,
+    local: int = 4,
+    keep: int = 1,
+    horizontal: bool = False,
+    heads: int = 1,
+    patterns: int = 1,
+    causal: bool = False,
+) -> BlockMask:
+    """The mask "fixed" of t tokens: a block sees the blocks of its own window of `local`, and `keep` blocks of every
+    window; if `horizontal`, these see all.
+
+    They are a window's last `keep` in the first head, the `keep` before these in the second, and so on, `patterns`
+    different ones in turn; in a window at the end that is not whole, the last ones if it has no such blocks.
+    Raises ValueError if a window is not whole times `keep`, or has fewer blocks than the patterns take.
+
+    Ref: Child et al. 2019, arXiv:1904.10509, section 4.2-4.3, as DeepSpeed has it by blocks.
+
+    >>> print(fixed_blocks(96, 16, local=3, causal=True))
+    1 x 6 x 6 blocks of 16, causal, 15 of 36 seen
+    x . . . . .
+    x x . . . .
+    x x x . . .
+    . . x x . .
+    . . x x x .
+    . . x x x x
+    """
+    n = _count(t, block, local=local, keep=keep, heads=heads, patterns=patterns)
+    if local % keep or patterns > local // keep:
+        raise ValueError(
+            f"block mask fixed: keep is {keep} and patterns {patterns} in windows of {local} blocks; keep must divide "
+            "local, and keep * patterns be at most local"
+        )
+    mask = _windows(n, [local], block, causal)
+    of_head = []
+    for head in range(min(heads, patterns)):
+        first = local - (1 + head) * keep
+        firsts = [start + first for start in range(0, n - n % local, local)]
+        if n % local:
+            firsts.append(max(0, min(n - n % local + first, n - keep)))
+        ends = [(start, start + keep) for start in firsts]
+        of_head.append(global_blocks(t, block, keep=ends, horizontal=horizontal, causal=causal).blocks[0])
+    layouts = np.stack([of_head[head % len(of_head)] for head in range(heads if len(of_head) > 1 else 1)])
+    return mask | BlockMask(layouts, block, causal)
+
+
+def _windows(n: int, windows: Sequence[int], block: int, causal: bool) -> BlockMask:
+    if not windows or min(windows) < 1:
+        raise ValueError(f"block mask: windows are {list(windows)}; give the blocks of each, at least 1")
+    number = np.repeat(np.arange(len(windows)), windows)[:n]
+    more = np.arange(n - len(number)) // windows[-1] + len(windows)
+    number = np.concatenate((number, more))
+    return BlockMask(number[:, None] == number, block, causal)
+
+
+def variable_blocks(
+    t: int,
+    block: int = 16,
+    *,
+    windows: Sequence[int] = (4,),
+    keep: Blocks = (0,),
+    horizontal: bool = False,
+    random: int = 0,
+    seed: int = 0,
+    causal: bool = False,
+) -> BlockMask:
+    """The mask "variable" of t tokens: a block sees its own window, all see the blocks `keep`, and each `random` more.
+
+    windows: the numbers of blocks of the first windows, of which the last goes on. keep, horizontal: as in
+    `global_blocks`. random, seed: as in `random_blocks`, alike in all heads; `mask | random_blocks(..., heads=)` has
+    others in each.
+    """
+    mask = _windows(_count(t, block), windows, block, causal)
+    mask = mask | global_blocks(t, block, keep=keep, horizontal=horizontal, causal=causal)
+    return mask | random_blocks(t, block, random=random, seed=seed, causal=causal)
+
+
+def bigbird_blocks(
+    t: int,
+    block: int = 16,
+    *,
+    window: int = 3,
+    keep: int = 1,
+    random: int = 1,
+    heads: int = 1,
+    seed: int = 0,
+    causal: bool = False,
+) -> BlockMask:
+    """The mask "bigbird" of t tokens: a block sees the window // 2 blocks on each side of it, the first `keep`, and
+    `random` more, others in each of `heads`; the first `keep` see all (Zaheer et al. 2020, arXiv:2007.14062, section
+    2).
+    """
+    ends = [(0, keep)] if keep else []
+    mask = sliding_blocks(t, block, window=window, causal=causal) | global_blocks(t, block, keep=ends, causal=causal)
+    return mask | random_blocks(t, block, random=random, heads=heads, seed=seed, causal=causal)
+
+
+def longformer_blocks(
+    t: int, block: int = 16, *, window: int = 3, keep: Blocks = (0,), causal: bool = False
+) -> BlockMask:
+    """The mask "bslongformer" of t tokens: a block sees the window // 2 blocks on each side of it and the blocks
+    `keep`, which see all (Beltagy et al. 2020, "Longformer", arXiv:2004.05150, section 3.1, by blocks).
+
+    >>> print(longformer_blocks(80, 16, window=3, keep=[2]))
+    1 x 5 x 5 blocks of 16, 17 of 25 seen
+    x x x . .
+    x x x . .
+    x x x x x
+    . . x x x
+    . . x x x
+    """
+    sliding = sliding_blocks(t, block, window=window, causal=causal)
+    return sliding | global_blocks(t, block, keep=keep, causal=causal)
