@@ -38,7 +38,28 @@ def odd(first):
     )
 
 
+def bare(first):
+    """A transformation whose state is a tree of the parameters, which begins as `first(leaf)`."""
+
+    def update(grads, state, params):
+        new = pytree.map(lambda s, g: 0.5 * s + g, state, grads)
+        return pytree.map(lambda s: -0.01 * s, new), new
+
+    return optim.GradientTransformation(
+        init=lambda params: pytree.map(first, params), update=update, spec=lambda specs: specs
+    )
+
+
 ODD = {
+    "parts by label": optim.by_label(
+        {
+            "numbers": optim.from_torch(T.NAdam, 1e-2),
+            "slots": optim.from_torch(T.Rprop, 1e-2),
+            "own": odd(lambda name, leaf: leaf.clone()),
+            "bare": bare(torch.ones_like),
+        },
+        ((r"^blocks/mlp/w_in", "numbers"), (r"^blocks/mlp", "slots"), (r"^head", "own"), (".*", "bare")),
+    ),
     "a copy": odd(lambda name, leaf: leaf.clone()),
     "ones": odd(lambda name, leaf: torch.ones_like(leaf)),
     "by the leaf's name": odd(lambda name, leaf: torch.full_like(leaf, len(name) / 8)),
@@ -96,6 +117,16 @@ def test_a_first_state_on_a_disk_is_what_init_returns(name, tmp_path):
     found = first_and_last(mesh, ODD[name], policy, 0, "params=nvme,opt=nvme", tmp_path, 2)
     for a, b in zip(found, wanted, strict=True):
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("kind", [T.NAdam, T.RAdam, T.ASGD, T.Adamax])
+def test_numbers_of_a_class_move_on_a_rank_without_its_leaves(kind):
+    tx, params = optim.from_torch(kind, 1e-2), {"w": torch.ones(3)}
+    states = [tx.init(params), tx.init({})]
+    for _ in range(3):
+        states = [tx.update(part, state, part)[1] for part, state in zip((params, {}), states, strict=True)]
+    assert_same(states[0].numbers, states[1].numbers)
+    assert states[1].slots == {name: {} for name in states[0].slots}
 
 
 def differing(mesh, name, policy, stage, folder):

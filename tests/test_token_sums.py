@@ -7,6 +7,7 @@ import warnings
 import kernel_laws as laws
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fzero
@@ -126,11 +127,15 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(4, D, padding_idx=1)
+        self.bag = nn.EmbeddingBag(4, D)
+        self.places, self.steps = nn.Parameter(torch.rand(2, D)), nn.Parameter(torch.rand(2 * D))
         self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)) for _ in range(2))
         self.last = nn.LayerNorm(D, bias=False)
 
     def forward(self, tokens):
-        x = self.table(tokens)
+        x = self.table(tokens) + self.bag(tokens.reshape(-1, 16)).repeat_interleave(16, 0).view(*tokens.shape, D)
+        at = torch.arange(tokens.shape[1], device=tokens.device) % 2
+        x = x + self.places[at] + self.steps.take(at[:, None] * D + torch.arange(D, device=tokens.device))
         for layer in self.layers:
             x = layer(x)
         return self.last(x)
@@ -164,3 +169,44 @@ def test_norms_and_tables_of_a_module(dtype, whole):
     for (name, got), want in zip(of(dtype).items(), of(torch.float64).values()):
         assert float((got.double() - want).norm() / want.norm()) < 0.015, name
         assert "table" not in name or not got[1].any()
+
+
+def plain_loss(params, batch):
+    x = params["places"][batch["at"], batch["at"]] + F.embedding(batch["tokens"], params["table"])
+    image = F.grid_sample(params["image"], batch["grid"].to(params["image"].dtype), align_corners=True).mean((0, 2, 3))
+    x = F.layer_norm(x, (D,), params["scale"], params["bias"]) + image
+    return (x.float() * batch["weights"]).sum(), batch["tokens"].numel()
+
+
+def own_head(params, x, batch, ctx):
+    x = F.layer_norm(x, (D,), params["head"]["w"][0], x.new_zeros(D) + 0.5)
+    return models.Loss((x.float() * batch["weights"]).sum() / 64, torch.tensor(batch["tokens"].numel()))
+
+
+@pytest.mark.parametrize("kind", ("a plain loss", "a head"))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_norms_and_tables_of_functions_of_ones_own(dtype, kind):
+    tokens = torch.arange(8 * 1024).reshape(8, 1024) % 3 // 2
+    weights = torch.rand(8, 1024, D, generator=torch.Generator().manual_seed(0)) / 64
+    batch = {"tokens": tokens, "targets": tokens, "at": tokens % 2, "weights": weights}
+    batch |= {"grid": torch.zeros(8, 64, 64, 2)}
+    params = {"table": draw(2, D), "places": draw(2, 2, D, seed=1), "scale": draw(D, seed=2), "bias": draw(D, seed=3)}
+    source = pytree.map(torch.Tensor.float, params | {"image": draw(8, D, 2, 2, seed=4)})
+    loss = plain_loss
+    if kind == "a head":
+        source = loss = models.build(
+            models.MLPConfig(vocab_size=4, max_len=1024, d_model=D, n_layers=1, d_ff=D)
+        )._replace(head=own_head)
+
+    def of(policy):
+        """What one step of SGD subtracts."""
+        plan, tx = fzero.zero_plan(0, source, fzero.one_process(), policy=policy), optim.sgd(1.0)
+        state = fzero.init_state(source, tx, plan, seed=0)
+        new, metrics = fzero.make_train_step(loss, tx, plan, donate=False)(state, batch)
+        assert not bool(metrics.skipped)
+        return pytree.named_leaves(pytree.map(torch.sub, state.master or state.params, new.master or new.params))
+
+    found = of(fzero.bf16() if dtype == torch.bfloat16 else fzero.fp16(fzero.LossScale(init=64.0)))
+    for (name, got), want in zip(found.items(), of(fzero.fp64()).values()):
+        if kind == "a plain loss" or name == "head/w":
+            assert float((got.double() - want).norm() / want.norm()) < 0.02, name

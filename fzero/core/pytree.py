@@ -11,7 +11,7 @@ a small step's time. Nodes of other kinds that torch knows (OrderedDict, registe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -244,10 +244,11 @@ def owners(names: Iterable[str], params: Iterable[str]) -> dict[str, str | None]
     return found
 
 
-def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
+def prune(tree: Tree, keep: Callable[[str], bool], nodes: Container[str] = ()) -> Tree:
     """Return the tree without the leaves for whose name `keep` is false.
 
-    A dict loses entries that become empty by that; a tuple keeps its length, with pruned nodes inside.
+    A dict loses entries that become empty by that, but for the `nodes` of these names; a tuple keeps its length, with
+    pruned nodes inside.
     """
 
     def walk(
@@ -256,7 +257,7 @@ def prune(tree: Tree, keep: Callable[[str], bool]) -> Tree:
         if isinstance(tree, dict):
             inner = {key: walk(value, f"{path}/{key}") for key, value in tree.items()}
             left = {key: value for key, (value, lost) in inner.items() if not lost}
-            return left, bool(tree) and not left
+            return left, bool(tree) and not left and path[1:] not in nodes
         if isinstance(tree, (tuple, list)):
             keys = getattr(tree, "_fields", range(len(tree)))
             values = [walk(value, f"{path}/{key}")[0] for key, value in zip(keys, tree)]

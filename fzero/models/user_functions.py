@@ -16,6 +16,7 @@ from fzero.core.pure_calls import PureCalls
 from fzero.models.base import Model, map_blocks
 from fzero.models.loss_of import loss_of
 from fzero.models.module_functions import ModuleConfig
+from fzero.models.module_sums import wide_sums
 
 
 def has_key(model: Model) -> bool:
@@ -57,7 +58,8 @@ def keyed_function(kind: str, f: Callable[..., Any], keyed: bool) -> Callable[..
             return prng.fold_in(key, ctx.layer) if isinstance(ctx.layer, Tensor) else key
 
         def run() -> Any:
-            out = loss_of(f(params, *rest)) if kind == "head" else f(params, *rest)
+            with wide_sums(pytree.leaves((params, values))):
+                out = loss_of(f(params, *rest)) if kind == "head" else f(params, *rest)
             cp, tp = ctx.mesh["cp"].size, ctx.mesh["tp"].size if ctx.sequence else 1
             if isinstance(ctx.key, Tensor) and is_drawing() and cp * tp > 1:
                 axis = f"cp={cp}" if cp > 1 else f"tp={tp} with sequence=True"

@@ -52,6 +52,7 @@ class VersionedStore:
         self.sums: dict[tuple[str, int], dict[int, list[int]]] = {}
         self.fixed: dict[str, list[int]] = {}  # checksums of leaves with one slot, which are written once
         self.writing: list[DiskRequest] = []
+        self.closed = False
         store_owner.take(self, self.folder, chunks.rank)
 
     @property
@@ -197,13 +198,19 @@ class VersionedStore:
 
     def _last(self) -> StepManifest:
         assert self.record is not None, "nothing was committed yet"
-        store_owner.expect_owner(self, self.folder, self.chunks.rank)
+        self.expect_open()
         return self.record
+
+    def expect_open(self) -> None:
+        """Raise ValueError if this store was closed, or its folder opened again since."""
+        if self.closed:
+            raise ValueError(f"{self.folder}: this store was closed (Nvme.close); fzero.reopen_state opens it again")
+        store_owner.expect_owner(self, self.folder, self.chunks.rank)
 
     def expect_last(self) -> None:
         """Raise ValueError if the last complete step is not the one that this store left, as somebody else wrote to the
         folder since. Rank 0 reads it, who wrote it: on another node a file may come late."""
-        store_owner.expect_owner(self, self.folder, self.chunks.rank)
+        self.expect_open()
         if self.chunks.rank == 0 and self.record is not None and read_step_manifest(self.folder) != self.record:
             raise self.chunks.failed(OSError()) if self.chunks.gone else store_owner.another_state(self.folder)
 
@@ -242,6 +249,7 @@ class VersionedStore:
         """Wait for the writes under way and close the files; the threads of the disk keep running."""
         for pending in self.writing:
             pending.done.wait()
+        self.closed = True
         self.chunks.close()
         store_owner.release(self, self.folder, self.chunks.rank)
 

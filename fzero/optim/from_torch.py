@@ -105,9 +105,10 @@ def from_torch(
         for row in rows_of(distinct(grads), [state.slots[name] for name in names], params):
             cut = flat_pieces(row.name, (row.g.to(row.p.dtype), *row.slots, row.p))
             pieces[decays(row.name, row.p)].extend(cut)
-        groups = [piece for some in pieces.values() for piece in some]
+        if kept.numbers and not any(pieces.values()):  # which move without a leaf as well, as on ranks that have one
+            pieces[True] = [[state.count.new_zeros(1, dtype=torch.float32) for _ in ("g", *names, "p")]]
         rate = float(lr_at(lr, state.count)) if callable(lr) else float(lr)
-        numbers = run(make, kept, rate, pieces, names, state.numbers) if groups else state.numbers
+        numbers = run(make, kept, rate, pieces, names, state.numbers) if any(pieces.values()) else state.numbers
         return params, TorchState(state.count + 1, numbers, state.slots)
 
     @torch.no_grad()

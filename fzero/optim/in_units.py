@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,16 @@ def columns_of(state: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str
 
 
 @torch.no_grad()
+def part_of_state(names: Tree, owner: Mapping[str, str | None], parameters: Container[str | None]) -> Tree:
+    """The part of a state that some parameters have: their columns and what is of none. A tree of parameters of which
+    none are left is an empty dict, as `init` makes of an empty tree.
+
+    names: the tree of the columns' names.
+    """
+    trees = {column.removesuffix(of).removesuffix("/") for column, of in owner.items() if of is not None}
+    return pytree.prune(names, lambda column: owner[column] is None or owner[column] in parameters, trees)
+
+
 def add_in_units(
     update: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]], grads: Tree, state: Tree, params: Tree
 ) -> tuple[Tree, Tree] | None:
@@ -33,13 +43,15 @@ def add_in_units(
     leaves, g_of = pytree.named_leaves(params), pytree.named_leaves(grads)
     columns, owner = columns_of(state, list(leaves))
     shared = [name for name, of in owner.items() if of is None]
+    if not leaves:
+        return None  # what is of no parameter moves all the same
     if any(columns[name].dim() for name in shared) or (shared and not all(p.dim() for p in leaves.values())):
         return None
     names = pytree.map_named(lambda name, _: name, params), pytree.map_named(lambda name, _: name, state)
     parts = {}
     for leaf in leaves:
         like = pytree.prune(names[0], lambda name, leaf=leaf: name == leaf)
-        held = pytree.prune(names[1], lambda name, leaf=leaf: owner[name] in (None, leaf))
+        held = part_of_state(names[1], owner, (leaf,))
         if pytree.leaves(like) != [leaf] or any(owner[name] not in (None, leaf) for name in pytree.leaves(held)):
             return None  # a tuple of leaves, of which none can be left out
         parts[leaf] = like, held

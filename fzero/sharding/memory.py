@@ -65,6 +65,8 @@ class Offload:
                 share = float(fraction) if colon else 1.0
             except ValueError:
                 share = -1.0
+            if memory == "device" and colon:
+                raise ValueError(f"offload {text!r}: {group}=device has no fraction; give that of host or nvme")
             if not 0.0 < share <= 1.0 or (group == "acts" and share < 1.0):
                 raise ValueError(
                     f"offload {text!r}: the fraction {fraction!r} of {group} must be above 0 and at most 1 "

@@ -22,6 +22,7 @@ from fzero.core.tree_sum import tree_sum_rows
 from fzero.kernels.registry import Kernels
 from fzero.models import base, forward
 from fzero.models.loss_of import loss_of
+from fzero.models.module_sums import wide_sums
 from fzero.models.user_functions import has_key, keyed_model
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.unshard import unshard_tree
@@ -76,9 +77,12 @@ class PlainLoss:
         given = {f"the parameter {name}": x for name, x in pytree.named_leaves(params).items()}
         given |= {f"the batch's {n}": x for n, x in pytree.named_leaves(batch).items() if isinstance(x, Tensor)}
         draws = Draws(drawn.get("origin"), rows, first)
-        return loss_of(
-            self.calls(lambda: self.loss_fn(params, batch), given, draws, partial(Belongings.by, self.loss_fn))
-        )
+
+        def call() -> Any:
+            with wide_sums(pytree.leaves(params)):
+                return self.loss_fn(params, batch)
+
+        return loss_of(self.calls(call, given, draws, partial(Belongings.by, self.loss_fn)))
 
 
 def draws_of(loss_fn: base.Model | LossFn, state: TrainState) -> dict[str, Any]:

@@ -232,8 +232,8 @@ class StateCheck:
     masters in the first, and again where a leaf is another tensor than the one that the step returned, or was written
     to since."""
 
-    def __init__(self, plan: Plan, opt_names: list[str], donate: bool) -> None:
-        self.plan, self.opt_names, self.donate, self.first = plan, opt_names, donate, True
+    def __init__(self, plan: Plan, opt_names: list[str], donate: bool, nvme: Nvme | None) -> None:
+        self.plan, self.opt_names, self.donate, self.nvme, self.first = plan, opt_names, donate, nvme, True
         self.known: list[tuple[Any, int]] = []  # by leaf: a weak reference, and the version of its values
 
     def expect(self, state: TrainState) -> None:
@@ -243,6 +243,8 @@ class StateCheck:
         Communicates: in the first call, with master weights, a flag over each axis.
         """
         expect_state(self.plan, self.opt_names, state, self.donate)
+        if self.nvme is not None:
+            expect_store(state, self.nvme)
         if not self.plan.policy.has_master or not have_values(state.step) or gpu.is_capturing(state.step.device):
             return
         leaves = leaves_of(state)
@@ -265,6 +267,20 @@ class StateCheck:
         if self.plan.policy.has_master and have_values(new.step):
             self.known = [(weakref.ref(leaf), version_of(leaf)) for leaf in leaves_of(new)]
         return hand_over(old, new) if self.donate else new
+
+
+def expect_store(state: TrainState, nvme: Nvme) -> None:
+    """Raise ValueError if a leaf of the state rests in another store than that of `nvme`, or in one that was closed."""
+    for name, leaf in pytree.named_leaves(state).items():
+        if not isinstance(leaf, DiskTensor) or leaf.store is nvme.store:
+            continue
+        if nvme.store is None or leaf.store.folder == nvme.store.folder:
+            leaf.store.expect_open()  # says that it was closed, or opened again since
+        else:
+            raise ValueError(
+                f"{name} rests in {leaf.store.folder}, and the step writes to {nvme.folder}; give make_train_step the "
+                "Nvme of the state (nvme=)"
+            )
 
 
 def leaves_of(state: TrainState) -> list[Any]:

@@ -153,7 +153,8 @@ def put_on(device: torch.device, leaf: Tensor, spec: Spec) -> Tensor:
 
 DONATED = (
     "this state was donated to a train step, which has written the new one into its buffers: use the state that "
-    "the step returned, or make the step with donate=False, which leaves its input valid"
+    "the step returned, or make the step with donate=False, which leaves its input valid (with an offload a checkpoint "
+    "keeps it: fzero.checkpoint.save)"
 )
 
 

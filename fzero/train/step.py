@@ -131,7 +131,7 @@ def make_train_step(
     start_early = early_start(update, streamed, plan, nvme, skips)
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = StepGradient(model, with_expert_slack(plan, update), execution, nvme, ({}, streamed is not None))
-    states = StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate)
+    states = StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate, nvme)
     unchecked, first = [plan] if mesh.store is not None else [], FirstStep(model, plan, execution)  # no ranks in a plan
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
 

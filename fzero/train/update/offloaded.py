@@ -37,7 +37,7 @@ from fzero.offload.update_units import (
 from fzero.optim import GradientTransformation, apply_in_place
 from fzero.optim.base import Pass, Piece, distinct
 from fzero.optim.combine import split_chain
-from fzero.optim.in_units import columns_of
+from fzero.optim.in_units import columns_of, part_of_state
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.state import meta_state, state_specs
@@ -365,11 +365,8 @@ class Update:
         if names not in self.how.pruned:
             like = pytree.map_named(lambda name, _: name, self.how.plan.trained(self.how.plan.like))
             state = pytree.map_named(lambda name, _: name, self.body)
-            owner = (
-                self.owner
-            )  # not self, which holds the gradients: a recursive function keeps what it sees until it is collected
-            kept = pytree.prune(state, lambda column: owner[column] is None or owner[column] in names)
-            self.how.pruned[names] = pytree.prune(like, lambda name: name in names), kept
+            part = part_of_state(state, self.owner, names)
+            self.how.pruned[names] = pytree.prune(like, lambda name: name in names), part
         return self.how.pruned[names]
 
     def own(self, name: str, target: Tensor) -> Tensor:
