@@ -1129,6 +1129,20 @@ def test_a_store_has_one_owner(tmp_path):
     second_nvme.close()
 
 
+def test_a_step_takes_states_of_its_own_store_while_that_is_open(tmp_path):
+    tokens = torch.arange(16).reshape(2, 8) % 97
+    batch, folder, other = {"tokens": tokens, "targets": tokens}, tmp_path / "state", tmp_path / "other"
+    nvme, state, step = state_on(folder)
+    other_nvme, _, other_step = state_on(other)
+    record = read_step_manifest(other)
+    said(lambda: other_step(state, batch), folder, "and the step writes to", "nvme=")
+    assert read_step_manifest(other) == record
+    nvme.close()
+    for use in (lambda: step(state, batch), lambda: pytree.leaves(state.params)[0].tensor()):
+        said(use, folder, "this store was closed", "reopen_state")
+    other_nvme.close()
+
+
 @pytest.mark.slow
 def test_another_process_is_refused_while_the_owner_lives(tmp_path):
     folder = tmp_path / "state"
