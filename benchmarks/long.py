@@ -2,11 +2,12 @@
 
     python benchmarks/long.py --json benchmarks/results/long.json [--tokens 16384 --tokens 65536]
 
-For each length a step of the model by fzero (the MLP for 1024 tokens at a time, remat full, bfloat16) in a process of
-its own, whose private writable memory (RLIMIT_DATA) may grow by `--factor` times the planned peak of tensors and
-BESIDE; then forward and backward pass of the same model as a torch.nn.Module in bfloat16 with
-scaled_dot_product_attention and whole logits, with and without torch.utils.checkpoint around each block, without an
-optimizer, under the same limit. Up to UNLIMITED tokens PyTorch also runs without a limit, which shows what it takes.
+For each length a step of the model by fzero (the MLP for 1024 tokens at a time, remat full, bfloat16), and one whose
+layers take LAYER_TOKENS at a time, each in a process of its own, whose private writable memory (RLIMIT_DATA) may grow
+by `--factor` times the planned peak of tensors and BESIDE; then forward and backward pass of the same model as a
+torch.nn.Module in bfloat16 with scaled_dot_product_attention and whole logits, with and without torch.utils.checkpoint
+around each block, without an optimizer, under the limit of the first. Up to UNLIMITED tokens PyTorch also runs without
+a limit, which shows what it takes.
 Results are kept as they come; what is there is not run again.
 """
 
@@ -31,6 +32,7 @@ sys.path.insert(0, str(HERE))
 import turns  # noqa: E402
 
 CHUNK = 1024
+LAYER_TOKENS = 4096
 BESIDE = 128 << 20  # bytes for what is no tensor: modules imported late, stacks of threads, what libraries keep
 UNLIMITED = 16384  # tokens up to which PyTorch runs without a limit too
 WARM = 256  # tokens of the step before the measured one
@@ -51,13 +53,18 @@ def limit_growth(growth: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def config_of(model: str, tokens: int) -> Any:
+def config_of(model: str, tokens: int, layer_tokens: int = 0) -> Any:
     """The RunConfig of a step of one row of so many tokens."""
     from fzero.planner.plan import config_for
 
     settings = {"data.seq_len": tokens, "model.max_len": tokens, "model.mlp_tokens": CHUNK, "train.remat": "full"}
     settings |= {"train.batch": 1, "train.micro_batch": 1, "train.compiled": False, "train.measure_every": 0}
-    settings |= {"precision.policy": "bf16", "optim.name": "adamw", "train.memory_check": False}
+    settings |= {
+        "model.layer_tokens": layer_tokens,
+        "precision.policy": "bf16",
+        "optim.name": "adamw",
+        "train.memory_check": False,
+    }
     return config_for(model, settings)
 
 
@@ -68,13 +75,13 @@ def batch_of(vocabulary: int, tokens: int) -> dict[str, Tensor]:
     return {"tokens": drawn[:, :-1].contiguous(), "targets": drawn[:, 1:].contiguous(), **rest}
 
 
-def run_fzero(model: str, tokens: int, growth: int) -> dict[str, Any]:
+def run_fzero(model: str, tokens: int, growth: int, layer_tokens: int = 0) -> dict[str, Any]:
     """{"peak_bytes", "loss"} of a second step, which begins with all that a run keeps between steps."""
     from fzero.run import build
     from fzero.run.measure.live_bytes import record_step
     from fzero.sharding import one_process
 
-    config = config_of(model, tokens)
+    config = config_of(model, tokens, layer_tokens)
     limit_growth(growth)
     mesh = one_process()
     job = build.build(config, mesh)
@@ -138,6 +145,7 @@ def run_torch(model: str, tokens: int, growth: int, checkpoint: bool) -> dict[st
 
 RUNS = {
     "fzero": run_fzero,
+    "fzero, layers in chunks": lambda model, tokens, growth: run_fzero(model, tokens, growth, LAYER_TOKENS),
     "torch": lambda model, tokens, growth: run_torch(model, tokens, growth, False),
     "torch, checkpointed": lambda model, tokens, growth: run_torch(model, tokens, growth, True),
 }
@@ -204,14 +212,16 @@ def main() -> None:
 
     here = device_for("here")
     for tokens in lengths:
-        if f"{tokens} planned" not in table["runs"]:
-            passes = trace_passes(resolve_for(config_of(args.model, tokens), here), here.target)
-            keep(f"{tokens} planned", {"peak_bytes": passes.peak_bytes})
-        growth = int(args.factor * table["runs"][f"{tokens} planned"]["peak_bytes"]) + BESIDE
+        for plan, layer_tokens in (("planned", 0), ("planned, layers in chunks", LAYER_TOKENS)):
+            if f"{tokens} {plan}" not in table["runs"]:
+                config = resolve_for(config_of(args.model, tokens, layer_tokens), here)
+                keep(f"{tokens} {plan}", {"peak_bytes": trace_passes(config, here.target).peak_bytes})
         for who in RUNS:
+            plan = "planned, layers in chunks" if "chunks" in who else "planned"
+            growth = int(args.factor * table["runs"][f"{tokens} {plan}"]["peak_bytes"]) + BESIDE
             if f"{tokens} {who}" not in table["runs"]:
                 keep(f"{tokens} {who}", {"growth_bytes": growth, **start(who, args.model, tokens, growth)})
-            if who != "fzero" and tokens <= UNLIMITED and f"{tokens} {who}, no limit" not in table["runs"]:
+            if "torch" in who and tokens <= UNLIMITED and f"{tokens} {who}, no limit" not in table["runs"]:
                 keep(f"{tokens} {who}, no limit", start(who, args.model, tokens, 0))
 
 

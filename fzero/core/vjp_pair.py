@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from fzero.core import kept, kept_programs, observe, varying
 from fzero.core.autodiff import dense
@@ -136,6 +137,11 @@ class _Substitute(torch.autograd.Function):
         return grad, None
 
 
+def _end(out: Tensor) -> Any:
+    """What autograd goes back from: the place of a result in the graph, which does not hold its memory."""
+    return out if out.is_leaf and out.requires_grad else get_gradient_edge(out) if out.requires_grad else None
+
+
 def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
     def primal(inputs: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -165,13 +171,13 @@ def _eager_pair(f: Flat, n: int, skip: int) -> VjpPair:
                     args.append(t.detach())
             out = f(*args)
         del args, t
-        return [o.detach() for o in out], Residuals([out, leaves, given], needs)
+        return [o.detach() for o in out], Residuals([[_end(o) for o in out], leaves, given], needs)
 
     def backward(residuals: Residuals, cotangents: Sequence[Tensor], dropped: Sequence[Tensor] = ()) -> list[Any]:
         out, leaves, given = residuals
         residuals.clear()
         given.append(dropped)
-        live = [i for i, o in enumerate(out) if o.requires_grad]
+        live = [i for i, end in enumerate(out) if end is not None]
         if not live:
             return [leaf if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
         outs, cots = ([values[i] for i in live] for values in (out, cotangents))

@@ -105,6 +105,19 @@ def flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: An
     return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
 
 
+def attention_part(q: Tensor, k: Tensor, v: Tensor, documents: Any, *rest: Any, out_val: Any = None) -> int:
+    """Of the queries of a chunk on the keys of one."""
+    return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[:2]))
+
+
+def attention_part_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, g: Any, documents: Any, *rest: Any, out_val: Any = None
+) -> int:
+    """Of their backward pass."""
+    products = SPLIT_PRODUCTS if rest[2] == "triton" else BACKWARD_PRODUCTS
+    return of_pairs(products, q, seen(q, k, _pattern_of(rest), *rest[:2]))
+
+
 def library_forward(q: Tensor, k: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of causal attention by a library."""
     return of_pairs(FORWARD_PRODUCTS, q, pairs(FULL, q.shape[1], k.shape[1]))

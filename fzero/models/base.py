@@ -83,6 +83,7 @@ class Ctx(NamedTuple):
     pieces: Pieces | tuple[()] = ()  # the tokens of each rank of cp; () for whole sequences, and chosen by the batch
     positions: Tensor | tuple[()] = ()  # int64 [T / cp], of this rank's tokens; () where it has whole sequences
     placed: Tensor | tuple[()] = ()  # int64 [cp, T / cp], of every rank's
+    chunk: tuple[int, int] | tuple[()] = ()  # inside a layer in chunks: (position of its first token, tokens of a row)
     prepared: Any = ()  # what the model's `prepare` made of the batch: a tree of tensors and of hashable values
     scales: Tensor | tuple[()] = ()  # float64 [L] of what each layer adds to x, see models.layer_drop; () for 1
     dropped: frozenset[int] | tuple[()] = ()  # the layers whose scale is 0, if a step knows them: it passes over them

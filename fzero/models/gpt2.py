@@ -15,6 +15,7 @@ from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.forward import token_loss
+from fzero.models.layer_in_chunks import Layer
 from fzero.models.layers import (
     Attention,
     Split,
@@ -27,11 +28,12 @@ from fzero.models.layers import (
     expect_divisible,
     expect_plain,
     leave,
+    leave_attention,
     leave_linear,
     linear,
     norm,
     own_tokens,
-    self_attention,
+    queries_keys_values,
     sequence_axis,
     split_words,
     vocabulary_logits,
@@ -66,6 +68,7 @@ class GPT2Config:
     pattern: str = "full"  # attention pattern, see Pattern.parse
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
+    layer_tokens: int = 0  # and a whole layer, see fzero.models.layer_in_chunks; 0: all
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -123,6 +126,16 @@ def _init(c: GPT2Config, make: MakeLeaf) -> Tree:
     return tree
 
 
+def _feed_forward(c: GPT2Config, p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
+    h = enter(h, ctx, "blocks/mlp")
+    if c.mlp_tiles > 1 or c.mlp_tokens:
+        expect_plain(ctx, c.mlp_tiles, c.mlp_tokens)
+        h = tiled_gelu_mlp(h, p["w_in"], p["w_out"], c.mlp_tiles, p["b_in"], tokens=c.mlp_tokens)
+        return leave(h, ctx, "blocks/mlp") + p["b_out"].to(h.dtype)
+    h = F.gelu(linear(h, p["w_in"], p["b_in"], ctx), approximate="tanh")
+    return leave_linear(h, p["w_out"], ctx, "blocks/mlp", p["b_out"])
+
+
 def gpt2(config: GPT2Config) -> Model:
     """Return the GPT-2 of these sizes, as a Model.
 
@@ -151,20 +164,15 @@ def gpt2(config: GPT2Config) -> Model:
             x = x + table[first : first + x.shape[1]]
         return dropout(x, c.dropout, "embed", ctx)
 
-    def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-        h = norm(p["ln_1"], x, c.norm_eps, ctx)
-        h = self_attention(p["attn"], h, ctx, how)
+    def before(p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+        return queries_keys_values(p["attn"], norm(p["ln_1"], x, c.norm_eps, ctx), ctx, how)
+
+    def after(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
+        h = leave_attention(p["attn"], out, ctx)
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
-        h = enter(h, ctx, "blocks/mlp")
-        if c.mlp_tiles > 1 or c.mlp_tokens:
-            expect_plain(ctx, c.mlp_tiles, c.mlp_tokens)
-            w_in, b_in, w_out = (p["mlp"][name] for name in ("w_in", "b_in", "w_out"))
-            h = tiled_gelu_mlp(h, w_in, w_out, c.mlp_tiles, b_in, tokens=c.mlp_tokens)
-            h = leave(h, ctx, "blocks/mlp") + p["mlp"]["b_out"].to(h.dtype)
-        else:
-            h = F.gelu(linear(h, p["mlp"]["w_in"], p["mlp"]["b_in"], ctx), approximate="tanh")
-            h = leave_linear(h, p["mlp"]["w_out"], ctx, "blocks/mlp", p["mlp"]["b_out"])
-        return add(x, h, c.dropout, "mlp", ctx)
+        return add(x, _feed_forward(c, p["mlp"], h, ctx), c.dropout, "mlp", ctx)
+
+    layer = Layer(before, after, how)
 
     def features(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         return norm(params["head"]["norm"], x, c.norm_eps, ctx)
@@ -192,7 +200,7 @@ def gpt2(config: GPT2Config) -> Model:
         config,
         partial(_init, c),
         embed,
-        block,
+        lambda p, x, ctx: layer(p, x, ctx, c.layer_tokens),
         head,
         logits,
         rules,

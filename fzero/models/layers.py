@@ -103,13 +103,15 @@ def positions_of(x: Tensor, ctx: Ctx) -> Tensor:
     """The positions in their sequences of the tokens of x [B, T, ...] inside a tensor-parallel region: int64 [T]."""
     if isinstance(ctx.positions, Tensor):
         return ctx.positions
-    length = ctx.cache.length if ctx.cache else 0
-    return torch.arange(length, length + x.shape[1], device=x.device)
+    first = ctx.chunk[0] if ctx.chunk else ctx.cache.length if ctx.cache else 0
+    return torch.arange(first, first + x.shape[1], device=x.device)
 
 
 def ranges_outside(tokens: int, ctx: Ctx) -> tuple[list[tuple[int | Tensor, int]], int]:
     """(first position, number) of each run of this rank's `tokens` tokens outside the tensor-parallel regions, and the
     number of a whole sequence's. Where the blocks are chosen by the batch, positions are scalar tensors."""
+    if ctx.chunk:
+        return [(ctx.chunk[0], tokens)], ctx.chunk[1]
     axis, cp, positions = sequence_axis(ctx), ctx.mesh["cp"], ctx.positions
     start, whole = axis.rank * tokens, axis.size * tokens * (cp.size if isinstance(positions, Tensor) else 1)
     runs: list[tuple[int | Tensor, int]] = [(0, whole)]
@@ -273,15 +275,14 @@ class Attention(NamedTuple):
     cap: float = 0.0  # of the scores
 
 
-def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
-    """Return self-attention of x [B, T, D], including the positions in ctx.cache: projections p/w_q, w_k, w_v, w_o and
-    biases b_*; with p/norm_q and norm_k queries and keys are normalised before RoPE, each head or all together; p/sinks
-    [H]: see kernels.attention_sinks.
+def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, T, H, K], k and v [B, T, G, K] of x [B, T, D]: projections p/w_q, w_k and w_v and biases b_*, with
+    RoPE; with p/norm_q and norm_k queries and keys are normalised before it, each head or all together.
 
-    With a cache the new keys and values are written into it, in place. Under tp w_q and w_o hold this rank's heads, w_k
-    and w_v its key/value heads; if there are fewer key/value heads than ranks, w_k and w_v (and their biases) are
-    whole, and the rank uses only the one head that its query heads need. Communicates over tp: see `enter` and `leave`,
-    once each; with a norm of all heads together two psums forward and backward (see `norm_over_ranks`).
+    Under tp w_q holds this rank's heads, w_k and w_v its key/value heads; if there are fewer key/value heads than
+    ranks, w_k and w_v (and their biases) are whole, and the rank uses only the one head that its query heads need.
+    Communicates over tp: see `enter`; with a norm of all heads together two psums forward and backward (see
+    `norm_over_ranks`).
     """
     tp, kv_heads = ctx.mesh["tp"], how.kv_heads
 
@@ -303,13 +304,23 @@ def self_attention(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> Tensor:
     if how.frequencies is not None:
         angles = rope_frequencies(*how.frequencies, x.device, x.dtype)
         q, k = rope_qk(q, k, positions_of(x, ctx), angles, impl=ctx.kernels["rope_qk"])
+    return q, k, v
+
+
+def attend_with_cache(q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, how: Attention, sinks: Tensor | None = None) -> Tensor:
+    """Return the result of attention [B, T, H, K], including the positions in ctx.cache, into which the new keys and
+    values are written, in place; sinks [H]: see kernels.attention_sinks."""
     if ctx.cache:
-        length, end = ctx.cache.length, ctx.cache.length + x.shape[1]
+        length, end = ctx.cache.length, ctx.cache.length + q.shape[1]
         ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
         k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
     more: dict[str, Any] = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
-    more |= {"sinks": p["sinks"]} if "sinks" in p else {}
-    out = attend(q, k, v, how.pattern, ctx, **more)
+    more |= {} if sinks is None else {"sinks": sinks}
+    return attend(q, k, v, how.pattern, ctx, **more)
+
+
+def leave_attention(p: Tree, out: Tensor, ctx: Ctx) -> Tensor:
+    """Return what a layer adds to x for the result of attention: its product with p/w_o, and b_o."""
     return leave_linear(rearrange(out, "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn", p.get("b_o"))
 
 

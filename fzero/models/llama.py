@@ -9,6 +9,7 @@ Gemma team 2025, "Gemma 3 technical report", section 2.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.forward import token_loss
+from fzero.models.layer_in_chunks import Layer
 from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
     GATES,
@@ -32,13 +34,15 @@ from fzero.models.layers import (
     Split,
     add,
     add_and_norm,
+    attend_with_cache,
     dropout,
     embed_tokens,
     enter,
     expect_divisible,
     gated_mlp,
+    leave_attention,
     norm,
-    self_attention,
+    queries_keys_values,
     split_words,
     vocabulary_logits,
 )
@@ -77,6 +81,7 @@ class LlamaConfig:
     pattern: str = "full"  # attention pattern, or those of a period of layers, see fzero.models.layer_kinds
     mlp_tiles: int = 1  # parts that the MLP's hidden units are computed in, see fzero.models.tiled_linear
     mlp_tokens: int = 0  # tokens that the MLP is computed for at a time, for long sequences; 0: all
+    layer_tokens: int = 0  # and a whole layer, see fzero.models.layer_in_chunks; 0: all
     qkv_bias: bool = False  # whether queries, keys and values have biases, as in Qwen2
     out_bias: bool = False  # whether attention's output product has a bias, as in gpt-oss
     sinks: bool = False  # whether a learned logit of each head takes part in attention's softmax, as in gpt-oss
@@ -232,16 +237,27 @@ def norm_factors(c: LlamaConfig, p: Tree) -> Tree:
     return pytree.map_named(factor, p) if c.norm_offset else p
 
 
-def attend(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """Return (x after the attention half of a block, the input of the feed-forward half)."""
+def before_attention(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, keys and values of a block."""
     h = norm(p["norm_1"], x, c.norm_eps, ctx) if "norm_1" in p else x
-    h = self_attention(p["attn"], h, ctx, how)
+    return queries_keys_values(p["attn"], h, ctx, how)
+
+
+def after_attention(c: LlamaConfig, p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """Return (x after the attention half of a block, the input of the feed-forward half)."""
+    h = leave_attention(p["attn"], out, ctx)
     if "norm_1_out" in p:
         h = norm(p["norm_1_out"], h, c.norm_eps, ctx)
     if "norm_2" in p:
         return add_and_norm(p["norm_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
     x = add(x, h, c.dropout, "attn", ctx)
     return x, x
+
+
+def attend(c: LlamaConfig, how: Attention, p: Tree, x: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """The two around attention."""
+    q, k, v = before_attention(c, how, p, x, ctx)
+    return after_attention(c, p, x, attend_with_cache(q, k, v, ctx, how, p["attn"].get("sinks")), ctx)
 
 
 def features(c: EndSizes, params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
@@ -320,16 +336,16 @@ def llama(config: LlamaConfig) -> Model:
             }
         }
 
-    def block_of(how: Attention) -> Block:
-        def block(p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
-            p = norm_factors(c, p)
-            x, h = attend(c, how, p, x, ctx)
-            h = gated_mlp(p["mlp"], h, ctx, c.activation, c.mlp_tiles, c.mlp_tokens)
-            if "norm_2_out" in p:
-                h = norm(p["norm_2_out"], h, c.norm_eps, ctx)
-            return add(x, h, c.dropout, "mlp", ctx)
+    def after(p: Tree, x: Tensor, out: Tensor, ctx: Ctx) -> Tensor:
+        x, h = after_attention(c, p, x, out, ctx)
+        h = gated_mlp(p["mlp"], h, ctx, c.activation, c.mlp_tiles, c.mlp_tokens)
+        if "norm_2_out" in p:
+            h = norm(p["norm_2_out"], h, c.norm_eps, ctx)
+        return add(x, h, c.dropout, "mlp", ctx)
 
-        return block
+    def block_of(how: Attention) -> Block:
+        layer = Layer(functools.partial(before_attention, c, how), after, how)
+        return lambda p, x, ctx: layer(norm_factors(c, p), x, ctx, c.layer_tokens)
 
     def embed_tokens_scaled(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
         x = embed(c, params, batch, ctx)

@@ -76,8 +76,9 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f"top_k is {self.top_k}; it must be in [1, n_experts = {self.n_experts}]")
         if self.mlp_tiles != 1:
             raise ValueError(f"mlp_tiles is {self.mlp_tiles}; experts are not computed in tiles, so it must be 1")
-        if self.mlp_tokens:
-            raise ValueError(f"mlp_tokens is {self.mlp_tokens}; experts take all their tokens at once, so it must be 0")
+        for name in ("mlp_tokens", "layer_tokens"):
+            if value := getattr(self, name):
+                raise ValueError(f"{name} is {value}; experts take all their tokens at once, so it must be 0")
         for name, only in (("norms", "in"), ("norm_offset", False), ("embed_scaled", False)):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; a model with experts has {only!r} only")

@@ -19,7 +19,7 @@ BOUNDS: dict[str, Bounds] = {
     "n_experts": (1, True, 1e5),
     "top_k": (1, True, 1e5),
     "mlp_tiles": (1, True, 1e5),
-    "mlp_tokens": (0, True, 1e9),  # 0: all
+    **dict.fromkeys(("mlp_tokens", "layer_tokens"), (0, True, 1e9)),  # 0: all
     "head_dim": (0, True, 1e5),  # 0: d_model / n_heads
     "score_dim": (0, True, 1e6),  # 0: that of a head
     **dict.fromkeys(("score_cap", "logit_cap"), (0.0, True, 1e6)),

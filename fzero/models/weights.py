@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fzero.comm.collectives import Axis, psum
 from fzero.core import pytree
 from fzero.core.arguments import expect_regex
 from fzero.core.autodiff import Function
-from fzero.core.pytree import nearest
+from fzero.core.pytree import Tree, nearest
 from fzero.core.reinterpret import reinterpret
 from fzero.kernels.quantize import Quantized, dequantize
 from fzero.models.base import CODES, SCALES
@@ -41,6 +41,7 @@ class ConfigOver:
         return getattr(self.base, name)
 
 
+@dataclass(frozen=True, eq=False)
 class WeightInParts:
     """A weight [in, out] that takes the place of a tensor in a model's parameters."""
 
@@ -65,6 +66,21 @@ class WeightInParts:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.dense(), name)
+
+
+def tensors_of(weight: Any) -> Tree:
+    """The tensors of a weight: a WeightInParts as a tree of them, by field; anything else as it is."""
+    if not isinstance(weight, WeightInParts):
+        return weight
+    inner = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    return {name: tensors_of(value) for name, value in inner.items() if isinstance(value, Tensor | WeightInParts)}
+
+
+def with_tensors(weight: Any, tensors: Tree) -> Any:
+    """The weight with other tensors, as `tensors_of` gives them."""
+    if not isinstance(weight, WeightInParts):
+        return tensors
+    return replace(weight, **{name: with_tensors(getattr(weight, name), new) for name, new in tensors.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,9 +5,9 @@ traced at two lengths; the length at which the line meets the capacity is traced
 until a traced length fits and leaves less than ROOM of the capacity. The update comes after the passes, when their
 activations are gone, and its memory does not depend on T; it is not traced.
 
-One rank, one row a micro-batch, remat "full", the loss and the MLP for some tokens at a time. On a GPU the offload of
-each of LADDER is tried, which leaves less and less on the device, unless the config has one; a CPU has no other memory.
-Only the longest of these is traced at its length, the others are where their lines end.
+One rank, one row a micro-batch, remat "full", and loss, MLP and each layer for some tokens at a time. On a GPU the
+offload of each of LADDER is tried, which leaves less and less on the device, unless the config has one; a CPU has no
+other memory. Only the longest of these is traced at its length, the others are where their lines end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ LADDER = (
     "acts=host,opt=host,grads=host,params=host",
 )
 TOKENS = {"cuda": 16384, "cpu": 1024}  # that the MLP is computed for at a time
-START = {"cuda": 65536, "cpu": 16384}  # the shorter of the two lengths that are traced first
+LAYER_TOKENS = {"cuda": 131072, "cpu": 2048}  # and a whole layer, where nothing is compiled
+# Of two chunks at least, as one chunk is a whole layer.
+START = {"cuda": 262144, "cpu": 16384}  # the shorter of the two lengths that are traced first
 UNIT = 128  # lengths are multiples of it
 ROOM = 0.002  # of the capacity that a longest sequence may leave
 NEAR = 0.01  # of a length, for which more is not offloaded
@@ -135,9 +137,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     """The settings of a longest run, by dotted name."""
     found = {"data.seq_len": config.data.seq_len, "model.max_len": config.data.seq_len, "train.remat": "full"}
     found |= {"train.batch": 1, "train.micro_batch": 1}
-    if tokens := getattr(config.model, "mlp_tokens", 0):
-        found["model.mlp_tokens"] = tokens
-    return found
+    of_chunks = {f"model.{name}": getattr(config.model, name, 0) for name in ("mlp_tokens", "layer_tokens")}
+    return found | {name: tokens for name, tokens in of_chunks.items() if tokens}
 
 
 def at_length(config: RunConfig, tokens: int, offload: str, kind: str) -> RunConfig:
@@ -154,6 +155,8 @@ def at_length(config: RunConfig, tokens: int, offload: str, kind: str) -> RunCon
     chunk = getattr(config.model, "mlp_tokens", None)
     if chunk == 0 and getattr(config.model, "mlp_tiles", 1) == 1 and not hasattr(config.model, "n_experts"):
         model["mlp_tokens"] = TOKENS[kind]
+    if getattr(config.model, "layer_tokens", None) == 0 and not hasattr(config.model, "n_experts"):
+        model |= {"layer_tokens": LAYER_TOKENS[kind]} if config.train.compiled is not True else {}
     train = {"batch": 1, "micro_batch": 1, "remat": "full", "measure_every": 0, "memory_check": False}
     changes = {"model": model, "data": {"seq_len": tokens}, "train": train, "offload": offload}
     return apply_table(config, changes)

@@ -158,7 +158,8 @@ def describe_op(
     for x in (*made, *given):
         if largest is None or x.numel() > largest.numel():
             largest = x
-    dtype = made[0].dtype if made else given[0].dtype if given else None
+    # What attention gives for parts of a softmax is wider than what it multiplies.
+    dtype = given[0].dtype if kind == "attention" or (given and not made) else made[0].dtype if made else None
     if kind == "gemm":
         dtype = given[name in ("addmm", "baddbmm")].dtype  # the factors' dtype: the addend may be wider
         full += layout(given) if name in ("mm", "bmm", "addmm", "baddbmm") else ""

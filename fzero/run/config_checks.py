@@ -198,6 +198,7 @@ def validate(config: RunConfig) -> None:
     validate_head(c)
     offload = Offload.parse(c.offload)
     validate_layer_inputs(c, offload)
+    validate_chunks(c)
     if t.update == "backward" and (c.optim.clip or not {"params=nvme", "opt=nvme"} <= set(c.offload.split(","))):
         raise ValueError(
             f"train.update is backward, offload {c.offload!r} and optim.clip {c.optim.clip:g}: a layer is updated "
@@ -298,6 +299,23 @@ def validate_layer_inputs(c: RunConfig, offload: Offload) -> None:
             f"partition_activations is true, train.remat is {c.train.remat} and sequence is {str(c.sequence).lower()}: "
             "it cuts the layer inputs that remat keeps, and sequence cuts them already; use --remat full alone"
         )
+
+
+def validate_chunks(c: RunConfig) -> None:
+    """Raise ValueError if a layer in chunks of the sequence is asked for with what computes all of its tokens."""
+    remat, cp = Remat.parse(c.train.remat), c.mesh.get("cp", 1)
+    for name, holds, value, fix in (
+        ("train.compiled", c.train.compiled is True, "true", "leave it out, or use train.compiled=false"),
+        ("train.remat", remat.budget < 1.0, c.train.remat, "use --remat full, every:K or none"),
+        ("sequence", c.sequence, "true", "leave it out"),
+        ("mesh.cp", cp > 1, cp, "which splits sequences itself: use one of them"),
+        ("train.random_ltd", c.train.random_ltd > 0, c.train.random_ltd, "whose layers have few tokens: leave one out"),
+    ):
+        if holds and getattr(c.model, "layer_tokens", 0):
+            raise ValueError(
+                f"model.layer_tokens is {c.model.layer_tokens}, whose chunks run one after the other, and {name} is "
+                f"{value}; {fix}"
+            )
 
 
 def validate_delayed(c: RunConfig, offload: Offload) -> None:

@@ -244,7 +244,7 @@ def resolve_auto(
         faster = cuda or (flops is not None and flops.get("bfloat16", 0.0) > flops.get("float32", 0.0))
         policy = "bf16" if faster else "fp32"
     if blocks == "auto":
-        blocks = cuda if compiled is None else compiled
+        blocks = (cuda if compiled is None else compiled) and not getattr(config.model, "layer_tokens", 0)
     precision = replace(config.precision, policy=policy, fp32_matmul="default" if mode == "auto" else mode)
     resolved = replace(config, device=target.kind, precision=precision, train=replace(config.train, compiled=blocks))
     if cuda:

@@ -286,7 +286,9 @@ class StreamedModel(NamedTuple):
         """The gradients of the leaves of x that a part took; those of its parameters go to `reducer`."""
         part = one.part
         if one.run is not None:
-            return one.run.backward(take_layer(ahead, part), self.putter(part, reducer, last), x_grads, one.extra)
+            put = self.putter(part, reducer, last)
+            # Given away: nobody holds them while the layers' own are made.
+            return one.run.backward(take_layer(ahead, part), put, [x_grads.pop(0) for _ in x_grads[:]], one.extra)
         (group,) = part.groups
         fetched = ahead.take(group) if one.kept.needs else ()
         self.plan.mesh.ledger.at(part.name, None)

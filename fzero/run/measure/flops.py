@@ -67,7 +67,8 @@ def token_flop(job: Job) -> TokenFlop:
     width = heads * (key + getattr(c, "value_dim", key)) / 2
     attention = float(c.n_layers * job.config.data.seq_len * width)  # L T D
     model, causal = 6.0 * active + 12.0 * attention, 6.0 * active + 6.0 * attention
-    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * in_parts(c)
+    chunks = 0 < getattr(c, "layer_tokens", 0) < job.config.data.seq_len  # whose products are made again, not attention
+    again, tiles = Remat.parse(t.remat).every > 0, 2.0 * mlps * in_parts(c) + 2.0 * layers * chunks
     full_again, causal_again = ((2.0 * layers + pairs * attention) * again + tiles for pairs in (4.0, 2.0))
     return TokenFlop(model, causal, model + full_again, causal + causal_again)
 
