@@ -242,9 +242,12 @@ def test_two_chunks_of_keys_and_values_stand_beside_their_own(monkeypatch):
 
 def test_chunks_that_no_query_sees_are_not_brought(monkeypatch):
     pairs = []
-    attend = layer_in_chunks.Chunks.forward
+    kind = layer_in_chunks.ChunkAttention
+    attend = kind.forward
     monkeypatch.setattr(
-        layer_in_chunks.Chunks, "forward", lambda own, *a: pairs.append((a[3] // 8, a[4] // 8)) or attend(own, *a)
+        layer_in_chunks.ChunkAttention,
+        "forward",
+        lambda own, *a: pairs.append((a[3] // 8, a[4] // 8)) or attend(own, *a),
     )
     passes(dataclasses.replace(LLAMA, pattern="window:9", n_layers=1), CHUNK, batch_of())
     assert pairs == [(0, 0), (1, 1), (1, 0), (2, 2), (2, 1), (3, 3), (3, 2), (4, 4), (4, 3)]

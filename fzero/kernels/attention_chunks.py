@@ -21,7 +21,7 @@ from fzero.kernels.attention_ring import join as join
 from fzero.kernels.op_function import operator
 
 
-class Chunks(NamedTuple):
+class ChunkAttention(NamedTuple):
     """How the chunks of a sequence attend: the name of a form in PARTS, and the documents int [B, T] of whole rows."""
 
     form: str
@@ -29,7 +29,7 @@ class Chunks(NamedTuple):
     documents: Tensor | None = None
 
     @classmethod
-    def of(cls, impl: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: How) -> Chunks:
+    def of(cls, impl: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, how: How) -> ChunkAttention:
         """Those whose form serves chunks such as these, which `impl` names; raises ValueError if it does not."""
         return cls(parts_of(impl, q, k, v, _where(q, k, documents, 0, 0), how), how, documents)
 

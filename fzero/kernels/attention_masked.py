@@ -79,7 +79,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 # ---- by the blocks that are seen, in PyTorch ------------------------------------------------------------------------
 
 
-class Step(NamedTuple):
+class BlockRows(NamedTuple):
     """Some rows, blocks of queries of a head each, and the blocks of keys that each sees, c of them at most."""
 
     rows: Tensor  # int64 [R], head * N + block
@@ -98,7 +98,7 @@ class Step(NamedTuple):
         return seen & (mine[..., :, None] == theirs[..., None, :])
 
 
-def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.device) -> Iterator[Step]:
+def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.device) -> Iterator[BlockRows]:
     """The rows that see anything, those with like numbers of keys together."""
     _, n, m = mask.blocks.shape
     blocks = np.broadcast_to(mask.blocks, (heads, n, m)).reshape(heads * n, m)
@@ -116,7 +116,7 @@ def _steps(mask: BlockMask, b: int, heads: int, groups: int, device: torch.devic
         query = (rows % n)[:, None] * mask.block + inside
         key = np.where(real[..., None], first[..., None] * mask.block + inside, -1)
         arrays = rows, keys.reshape(-1), query, key.reshape(fits, -1)
-        yield Step(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in arrays))
+        yield BlockRows(*(torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in arrays))
 
 
 def _by_block(x: Tensor, block: int) -> Tensor:
@@ -132,18 +132,18 @@ def _by_position(x: Tensor, t: int, heads: int) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _chosen(x: Tensor, step: Step) -> Tensor:
+def _chosen(x: Tensor, step: BlockRows) -> Tensor:
     """The blocks of keys of x [B, G M, block, K] that the rows of a step see: [B, R, c block, K]."""
     return x.index_select(1, step.keys).reshape(x.shape[0], len(step.rows), -1, x.shape[-1])
 
 
-def _in_order(parts: list[Tensor], steps: list[Step], rows: int, like: Tensor, fill: float) -> Tensor:
+def _in_order(parts: list[Tensor], steps: list[BlockRows], rows: int, like: Tensor, fill: float) -> Tensor:
     """The parts [B, R, ...] of all steps in the order of the rows, `fill` for those that no step has."""
     out = like.new_full((like.shape[0], rows, *like.shape[2:]), fill, dtype=parts[0].dtype if parts else like.dtype)
     return out.index_copy(1, torch.cat([x.rows for x in steps]), torch.cat(parts, 1)) if parts else out
 
 
-def _scores(q: Tensor, k: Tensor, step: Step, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(q: Tensor, k: Tensor, step: BlockRows, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [B, R, block, c block] in float32 or wider, the rows of q, the chosen keys)."""
     rows, keys = q.index_select(1, step.rows), _chosen(k, step)
     scores = torch.matmul(rows, keys.transpose(2, 3))

@@ -15,7 +15,7 @@ from fzero.kernels.embedding import look_up
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.forward import token_loss
-from fzero.models.layer_in_chunks import Layer
+from fzero.models.layer_in_chunks import AttentionLayer
 from fzero.models.layers import (
     Attention,
     Split,
@@ -172,7 +172,7 @@ def gpt2(config: GPT2Config) -> Model:
         x, h = add_and_norm(p["ln_2"], x, h, c.norm_eps, c.dropout, "attn", ctx)
         return add(x, _feed_forward(c, p["mlp"], h, ctx), c.dropout, "mlp", ctx)
 
-    layer = Layer(before, after, how)
+    layer = AttentionLayer(before, after, how)
 
     def features(params: Tree, x: Tensor, ctx: Ctx) -> Tensor:
         return norm(params["head"]["norm"], x, c.norm_eps, ctx)

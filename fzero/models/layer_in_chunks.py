@@ -33,13 +33,13 @@ from fzero.core.pytree import Tree, TreeDef
 from fzero.core.torch_private import FakeTensor, run_autograd
 from fzero.kernels import attention_sinks
 from fzero.kernels.attention_at import How
-from fzero.kernels.attention_chunks import Chunks, join
+from fzero.kernels.attention_chunks import ChunkAttention, join
 from fzero.models.base import Ctx
 from fzero.models.layers import Attention, attend_with_cache
 from fzero.models.weights import tensors_of, with_tensors
 
 
-class Layer(NamedTuple):
+class AttentionLayer(NamedTuple):
     """A layer of a decoder: what it does before and after attention, both token by token, and how it attends."""
 
     before: Callable[[Tree, Tensor, Ctx], tuple[Tensor, Tensor, Tensor]]  # (params, x [B, T, D], ctx) -> q, k, v
@@ -77,7 +77,7 @@ def expect_chunks(x: Tensor, ctx: Ctx, tokens: int) -> None:
             raise ValueError(f"layer_tokens is {tokens}, and {what}; {fix}, or layer_tokens=0")
 
 
-def _in_chunks(layer: Layer, p: Tree, x: Tensor, ctx: Ctx, tokens: int) -> Tensor:
+def _in_chunks(layer: AttentionLayer, p: Tree, x: Tensor, ctx: Ctx, tokens: int) -> Tensor:
     weights, weights_def = pytree.flatten(p)
     opened = [tensors_of(weight) for weight in weights]
     # Without tensors: this lives as long as the graph, which may not hold parameters.
@@ -118,7 +118,7 @@ class _InChunks(Function):
 class _Run:
     """One layer on one x, forward and backward."""
 
-    layer: Layer
+    layer: AttentionLayer
     tokens: int
     structure: tuple[list[Any], TreeDef, TreeDef, list[tuple[Any, ...]]]
     trained: int  # how many of the tensors are parameters; the others are the ctx's
@@ -138,13 +138,13 @@ class _Run:
         starts = range(0, t, self.tokens)
         return [(slice(at, min(at + self.tokens, t)), ctx._replace(chunk=(at, t))) for at in starts]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, ctx: Ctx) -> Chunks:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, ctx: Ctx) -> ChunkAttention:
         """How chunks like these attend."""
         how, documents = self.layer.how, None if isinstance(ctx.documents, tuple) else ctx.documents
         scores = How(how.pattern, how.scale or q.shape[-1] ** -0.5, how.cap)
-        return Chunks.of(ctx.kernels["attention_at"], q, k, v, documents, scores)
+        return ChunkAttention.of(ctx.kernels["attention_at"], q, k, v, documents, scores)
 
-    def seen(self, i: int, attention: Chunks) -> range:
+    def seen(self, i: int, attention: ChunkAttention) -> range:
         """The chunks before chunk i whose keys its queries see."""
         return range(attention.first_key(i * self.tokens) // self.tokens, i)
 
@@ -203,7 +203,7 @@ class _Run:
         return dx, *sums.take()
 
     def attend_backward(
-        self, i: int, attention: Chunks, tensors: Sequence[Tensor], owed: list[list[Copied]]
+        self, i: int, attention: ChunkAttention, tensors: Sequence[Tensor], owed: list[list[Copied]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients by q, k and v of chunk i, from (q, k, v, out, lse, g) of it; those by the keys and values of
         earlier chunks are added to `owed`."""

@@ -26,7 +26,7 @@ from fzero.kernels.rope import RopeScaling
 from fzero.models.base import Ctx, Loss, MakeLeaf, Model
 from fzero.models.batch import Batch
 from fzero.models.forward import token_loss
-from fzero.models.layer_in_chunks import Layer
+from fzero.models.layer_in_chunks import AttentionLayer
 from fzero.models.layer_kinds import LayerKind, parse_layers
 from fzero.models.layers import (
     GATES,
@@ -344,7 +344,7 @@ def llama(config: LlamaConfig) -> Model:
         return add(x, h, c.dropout, "mlp", ctx)
 
     def block_of(how: Attention) -> Block:
-        layer = Layer(functools.partial(before_attention, c, how), after, how)
+        layer = AttentionLayer(functools.partial(before_attention, c, how), after, how)
         return lambda p, x, ctx: layer(norm_factors(c, p), x, ctx, c.layer_tokens)
 
     def embed_tokens_scaled(params: Tree, batch: Batch, ctx: Ctx) -> Tensor:
