@@ -1,6 +1,7 @@
 """Tokenizers and preparation (fzero/data/tokenizers.py, sources.py, prepare.py)."""
 
 import gzip
+import importlib
 import io
 import itertools
 import json
@@ -21,6 +22,8 @@ from fzero.data.first_reading import Sources, look, parts_of
 from fzero.data.preparing import PREPARING
 from fzero.data.sources import cut, find_files
 from fzero.data.tokenizers import byte_tokenizer, json_tokenizer, train_bpe
+
+preparation = importlib.import_module("fzero.data.prepare")  # not the function of this name
 
 TEXTS = [f"def f_{i}(x):\n    return x * {i}  # né 漢字 🙂\n" * (1 + i % 5) for i in range(40)]
 
@@ -137,6 +140,21 @@ def test_round_trip_of_each_tokenizer(tmp_path, tokenizer):
     assert sum(meta["splits"][s]["documents"] for s in ("train", "val")) == len(TEXTS) == meta["source"]["documents"]
     assert meta["source"]["text_bytes"] == sum(len(text.encode()) for text in TEXTS)
     assert f"{len(TEXTS)} documents" in data.describe(meta)
+
+
+def test_a_bpe_of_much_text_is_learned_from_a_part_spread_evenly(tmp_path, monkeypatch):
+    texts = [f"{i} " + ("ab" if i < 50 else "xy") * 40 for i in range(100)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    whole = data.prepare(path, tmp_path / "whole", tokenizer="bpe:262")
+    monkeypatch.setattr(preparation, "MOST_LEARNED", whole["source"]["text_bytes"] // 4)
+    part = data.prepare(path, tmp_path / "part", tokenizer="bpe:262")
+    training = [text for text in texts if text in documents(tmp_path / "whole", "train")]
+    content = (tmp_path / "part/tokenizer.json").read_text()
+    assert content == train_bpe(list(preparation.evenly(0.25, training)), 262).json
+    assert {"abab", "xyxy"} <= json.loads(content)["model"]["vocab"].keys()  # of both halves
+    assert "learned from 25% of the text" in preparation.describe(part)
+    monkeypatch.undo()
+    assert "learned from" not in preparation.describe(whole)
 
 
 def test_bpe_is_trained_on_the_training_split_only(tmp_path):

@@ -8,7 +8,7 @@ follow from the sources alone, and so does the corpus.
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def prepare(
         Face's datasets; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
         document a line); "stdlib" (the .py files of Python's standard library without site-packages, identical ones
         once).
-    tokenizer: "bytes"; "bpe:N", N tokens trained on the training split; or the path of a Hugging Face tokenizer.json
-        or of its folder.
+    tokenizer: "bytes"; "bpe:N", N tokens trained on the training split, of more than 128 MB on as many, spread evenly;
+        or the path of a Hugging Face tokenizer.json or of its folder.
     eos: the end-of-document token of such a file (default: the usual one it has), or the name to give it in bpe:N.
     preparing: by how many processes, what shows how far they are, filters of documents, and whether duplicates stay.
 
@@ -112,6 +112,7 @@ def prepare(
 
 
 LEARNED = 1 << 15  # characters of a stretch: the library takes 256 of them together
+MOST_LEARNED = 1 << 27  # bytes of text: the counts of their different words take some 250 MB
 MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
 
 
@@ -129,9 +130,11 @@ def check_new(out: str | Path, val_fraction: float) -> Path:
 def describe(meta: dict[str, Any]) -> str:
     """The lines that tell a user what `prepare` made and left out."""
     source, splits = meta["source"], meta["splits"]
+    share = MOST_LEARNED / max(1, source["text_bytes"])
+    part = f", learned from {100 * share:.2g}% of the text" * (share < 1 and meta["tokenizer"].startswith("bpe:"))
     lines = [
         f"{source['documents']:,} documents, {source['text_bytes'] / 1e6:.1f} MB from {', '.join(source['names'])}",
-        f"tokenizer {meta['tokenizer']}: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}",
+        f"tokenizer {meta['tokenizer']}: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}{part}",
         *(f"{name}: {splits[name]['tokens']:,} tokens in {splits[name]['documents']:,} documents" for name in SPLITS),
     ]
     if source["skipped"]:
@@ -179,17 +182,34 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> Tokenizer:
     if content is None:
         # Apart where there is much text, as the counts of its words stay in the memory of the process.
         numbers = range(len(corpus.sources.pieces))
-        texts = (
-            stretch.text
-            for n in numbers
-            for split, blocks, document in parts_of(corpus, n)
-            if split == "train"
-            for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, 0, LEARNED)
+        texts = evenly(
+            MOST_LEARNED / max(1, corpus.text_bytes),
+            (
+                stretch.text
+                for n in numbers
+                for split, blocks, document in parts_of(corpus, n)
+                if split == "train"
+                for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, 0, LEARNED)
+            ),
         )
         train = lambda: train_bpe(texts, int(spec.removeprefix("bpe:")), eos).json  # noqa: E731
         content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
         work_folder.keep_tokenizer(work, content)
     return json_tokenizer(content, spec, USUAL_EOS[0] if eos is None else eos)
+
+
+def evenly(share: float, texts: Iterable[str]) -> Iterator[str]:
+    """The texts that hold this share of all characters, spread evenly; all of them for a share of 1 and more.
+
+    >>> list(evenly(0.5, ["ab", "cd", "ef", "gh"]))
+    ['cd', 'gh']
+    """
+    seen = taken = 0
+    for text in texts:
+        seen += len(text)
+        if share >= 1.0 or taken + len(text) <= share * seen:
+            taken += len(text)
+            yield text
 
 
 def tokenizer_of_file(spec: str, eos: str | None) -> Tokenizer:
