@@ -14,6 +14,7 @@ import fzero
 from fzero import optim
 from fzero.core import pytree
 from fzero.kernels import attention_masked, block_mask
+from fzero.kernels.attention import attention as causal_attention
 from fzero.kernels.attention_masked import masked_attention
 from fzero.kernels.block_mask import BlockMask
 from fzero.kernels.registry import explain, observe
@@ -118,10 +119,10 @@ def test_a_mask_is_printed_counted_and_joined():
     [
         (lambda: BlockMask(np.ones(3), 2), r"block mask: blocks are float64 \[3\]; they must be bool"),
         (lambda: BlockMask([[2, 1]], 2), "or 0 and 1"),
-        (lambda: BlockMask([[1]], 0), "block is 0; it must be at least 1 token"),
+        (lambda: BlockMask([[1]], 0), "block is 0; it must be a whole number of at least 1"),
         (lambda: BlockMask([[1, 1]], 2, causal=True), "a causal mask has as many of both sides"),
         (lambda: block_mask.dense_blocks(8, 4) | block_mask.dense_blocks(9, 4), "do not join"),
-        (lambda: block_mask.dense_blocks(0), "block mask: t is 0; it must be at least 1"),
+        (lambda: block_mask.dense_blocks(0), "block mask: t is 0; it must be a whole number of at least 1"),
         (lambda: block_mask.random_blocks(32, random=3), "random is 3; there are 2 blocks of 16 tokens"),
         (lambda: block_mask.global_blocks(32, keep=[(2, 1)]), r"keep has \(2, 1\)"),
         (lambda: block_mask.fixed_blocks(32, local=4, keep=3), "keep must divide local"),
@@ -319,9 +320,81 @@ def test_the_registry_says_which_form_and_why():
         ({"mask": block_mask.dense_blocks(50, 10)}, "1 heads of 5 x 5 blocks of 10 tokens; 40 queries of 40 keys"),
         ({"mask": block_mask.random_blocks(40, 10, heads=3)}, "in 1 or 2 heads; make it for this length"),
         ({"mask": mask.to("meta")}, r"the mask is on meta and q on .*use mask.to\(q.device\)"),
-        ({"mask": mask, "documents": torch.zeros(2, 40)}, r"documents are \[2, 40\]"),
+        (
+            {"mask": mask, "documents": torch.zeros(2, 40, dtype=torch.int32, device=laws.DEVICE)},
+            r"documents are \[2, 40\]",
+        ),
+        ({"mask": mask, "documents": torch.zeros(1, 40).to(q)}, "give a tensor of whole numbers"),
+        ({"mask": mask, "documents": torch.zeros_like(q[0, :2, 0], dtype=torch.int32)}, r"are \[2, 8\] on"),
+        ({"mask": mask.blocks}, "the mask is a ndarray; give a BlockMask"),
+        ({"mask": mask, "scale": torch.tensor(0.5)}, "multiply q by one that is learned"),
+        ({"mask": mask, "scale": math.nan}, "give a finite number"),
     ):
         with pytest.raises(ValueError, match=message):
             masked_attention(q, k, v, wrong.pop("mask"), **wrong)
     with pytest.raises(ValueError, match="40 queries have 38 keys; a causal mask takes equal numbers"):
         masked_attention(q, k[:, :38], v[:, :38], there(block_mask.dense_blocks(40, 10, causal=True)))
+
+
+@pytest.mark.parametrize("impl", ("auto", "reference", "blocked"))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q, k, v[:, :39]), "as many tokens and heads as each other"),
+        (lambda q, k, v: (q, k, v.repeat(1, 1, 2, 1)), "as many tokens and heads as each other"),
+        (lambda q, k, v: (q[:, :, :1], k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)), "give a multiple of k's heads"),
+        (lambda q, k, v: (q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)), "k and v have q's rows"),
+        (lambda q, k, v: (q, k, v.double()), "give tensors .* of one floating dtype"),
+        (lambda q, k, v: (q, k, v[..., :4]), "they must be alike"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_every_form(change, message, impl):
+    mask = there(block_mask.sliding_blocks(40, 10))
+    with pytest.raises(ValueError, match=message):
+        masked_attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), mask, impl=impl)
+    if "alike" not in message:
+        with pytest.raises(ValueError, match=message):
+            causal_attention(*change(*inputs(1, 40, 2, 1, 8, dtype=torch.float32)), impl=impl)
+
+
+WRONG = {
+    "a block of half": (lambda: block_mask.BlockMask(np.ones((2, 2), bool), 16.5), "block is 16.5"),
+    "a word for causal": (lambda: block_mask.BlockMask(np.ones((2, 2), bool), 16, "no"), "causal is 'no'"),
+    "rows of two lengths": (lambda: block_mask.BlockMask([[1], [0, 1]], 16), "blocks are"),
+    "no head": (lambda: block_mask.BlockMask(np.ones((0, 2, 2), bool), 16), "heads or 1"),
+    "no device": (lambda: block_mask.dense_blocks(32).to("foo"), "device is 'foo'"),
+    "a number beside |": (lambda: block_mask.dense_blocks(32) | 3, "give another BlockMask"),
+    "tokens of half": (lambda: block_mask.dense_blocks(32.5), "t is 32.5"),
+    "a window of NaN": (lambda: block_mask.sliding_blocks(64, window=math.nan), "window is nan"),
+    "one block for several": (lambda: block_mask.global_blocks(64, keep=1), "keep is 1"),
+    "half a block": (lambda: block_mask.global_blocks(64, keep=[1.5]), "keep"),
+    "three ends": (lambda: block_mask.global_blocks(64, keep=[(1, 2, 3)]), "keep has"),
+    "a large seed": (lambda: block_mask.random_blocks(64, seed=2**40), "seed is 1099511627776; it must be below"),
+    "windows of half": (lambda: block_mask.variable_blocks(96, windows=[1.5]), "windows"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_argument_of_a_mask_that_cannot_be_is_one_line(name):
+    call, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value) and "object" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_no_score_is_rounded_before_its_softmax(dtype):
+    q, k, v = inputs(1, 64, 2, 2, 32, dtype=torch.float32)
+    q, k, v = (16 * q).to(dtype), k.to(dtype), v.to(dtype)
+    mask = there(block_mask.dense_blocks(64, 16))
+    causal = block_mask.dense_blocks(64, 16, causal=True)
+    for op, given, forms in (
+        (masked_attention, (mask,), ("reference", "blocked")),
+        (causal_attention, (), ("reference", "blocked")),
+    ):
+        exact = (mask if given else there(causal)).visible(64, 64)[0]
+        scores = torch.einsum("bthk,bshk->bhts", q.double(), k.double()) / 32**0.5
+        want = torch.einsum("bhts,bshk->bthk", scores.masked_fill(~exact, -math.inf).softmax(-1), v.double())
+        for impl in forms:
+            got = op(q.cpu(), k.cpu(), v.cpu(), *given, impl=impl).double()
+            assert float((got - want).abs().max()) < 4 * torch.finfo(dtype).eps * float(v.abs().max()), (op.name, impl)

@@ -50,7 +50,7 @@ def prepare(
         Face's datasets; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
         document a line); "stdlib" (the .py files of Python's standard library without site-packages, identical ones
         once).
-    tokenizer: "bytes"; "bpe:N", N tokens trained on the training split, of more than 128 MB on as many, spread evenly;
+    tokenizer: "bytes"; "bpe:N", N tokens trained on the training split, of more than 64 MB on as many, spread evenly;
         or the path of a Hugging Face tokenizer.json or of its folder.
     eos: the end-of-document token of such a file (default: the usual one it has), or the name to give it in bpe:N.
     preparing: by how many processes, what shows how far they are, filters of documents, and whether duplicates stay.
@@ -112,7 +112,7 @@ def prepare(
 
 
 LEARNED = 1 << 15  # characters of a stretch: the library takes 256 of them together
-MOST_LEARNED = 1 << 27  # bytes of text: the counts of their different words take some 250 MB
+MOST_LEARNED = 1 << 26  # bytes of text: the counts of their different words take up to some 250 MB
 MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash, attention_library, attention_tiled
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
+from fzero.kernels.attention_call import expect_attention, widened
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
@@ -60,8 +61,8 @@ def reference(
 def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float | None, cap: float = 0.0) -> Tensor:
     """[B, G, R, T, S] in float32 or wider, -inf where `mask` [1 or B, T, S] is not."""
     q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
-    scores = torch.einsum("bgrtk,bsgk->bgrts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = cap_logits(scores.to(torch.promote_types(scores.dtype, torch.float32)), cap)
+    scores = torch.einsum("bgrtk,bsgk->bgrts", widened(q), widened(k))
+    scores = cap_logits(scores * (q.shape[-1] ** -0.5 if scale is None else scale), cap)
     return scores.masked_fill(~mask[:, None, None], float("-inf"))
 
 
@@ -287,6 +288,7 @@ attention = Op(
     flops=_flops,
     bytes=_bytes,
     order=attention_library.order,
+    expect=expect_attention,
 )
 attention_with_lse = Op(
     "attention_with_lse",
@@ -294,4 +296,5 @@ attention_with_lse = Op(
     Form("triton", flash_attention_with_lse, supports=_flash_serves, prefers=on_cuda),
     flops=_flops,
     bytes=lambda q, k, v, **options: _bytes(q, k, v) + 4 * q.numel() // q.shape[-1],
+    expect=expect_attention,
 )

@@ -22,6 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.kernels import attention_flash, attention_tiled
+from fzero.kernels.attention_call import widened
 from fzero.kernels.attention_flash import flash_forward_at
 from fzero.kernels.attention_flash_backward import flash_backward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
@@ -115,8 +116,8 @@ def reference(
 def _scores(q: Tensor, k: Tensor, where: Where, how: How) -> tuple[Tensor, Tensor]:
     """(scores [B, G, R, T, S] in float32 or wider, -inf of a pair that is not seen; whether a query sees any)."""
     q = rearrange(q, "b t (g r) k -> b g r t k", g=k.shape[2])
-    scores = torch.einsum("bgrtk,bsgk->bgrts", q, k)
-    scores = cap_logits(scores.to(torch.promote_types(scores.dtype, torch.float32)) * how.scale, how.cap)
+    scores = torch.einsum("bgrtk,bsgk->bgrts", widened(q), widened(k))
+    scores = cap_logits(scores * how.scale, how.cap)
     mask = where.mask(how.pattern)[:, None, None]
     return scores.masked_fill(~mask, float("-inf")), mask.any(-1, keepdim=True)
 

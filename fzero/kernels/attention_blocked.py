@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.core.autodiff import Function, run_backward
+from fzero.kernels.attention_call import widened
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
 from fzero.kernels.cross_entropy_rows import cap_logits
 
@@ -73,8 +74,8 @@ def _scores(
     cap: float,
 ) -> Tensor:
     """Masked scores [B G, R, queries, keys] of one block, in float32 or wider."""
-    s = torch.matmul(block.of(q), k[:, block.keys].transpose(1, 2))
-    s = s.to(torch.promote_types(s.dtype, torch.float32)).unflatten(1, (q.shape[1], -1)) * scale
+    s = torch.matmul(widened(block.of(q)), widened(k[:, block.keys]).transpose(1, 2))
+    s = s.unflatten(1, (q.shape[1], -1)) * scale
     s, keys = cap_logits(s, cap), torch.arange(block.keys.start, block.keys.stop, device=q.device)
     query = keys[block.queries.start + block.offset - block.keys.start :]  # the last of these keys
     mask = visible_mask(pattern, query, keys, documents)

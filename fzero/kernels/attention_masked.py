@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash
+from fzero.kernels.attention_call import expect_attention, widened
 from fzero.kernels.attention_masked_triton import masked_backward, masked_forward
 from fzero.kernels.attention_sinks import attend_by
 from fzero.kernels.block_mask import BlockMask
@@ -30,18 +31,26 @@ from fzero.kernels.registry import Form, Op
 MAX_SCORES = 1 << 20  # of a step of the blocked form, or those of one block of queries
 
 
-def wrong_call(q: Tensor, k: Tensor, mask: BlockMask, documents: Tensor | None = None) -> str:
-    """What is wrong with a call, for every form; "" if nothing is."""
+def expect_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, documents: Tensor | None = None, scale: float | None = None
+) -> None:
+    """Raise ValueError for a call that no form serves."""
+    expect_attention(q, k, v, scale=scale, documents=documents)
+    if not isinstance(mask, BlockMask):
+        raise ValueError(
+            f"attention: the mask is a {type(mask).__name__}; give a BlockMask, as sliding_blocks makes one"
+        )
     (b, t, heads), s = q.shape[:3], k.shape[1]
-    try:
-        mask.expect_sizes(t, s, heads)
-    except ValueError as error:
-        return str(error)
+    if v.shape != k.shape:
+        raise ValueError(f"attention: k is {list(k.shape)} and v {list(v.shape)}; they must be alike")
+    mask.expect_sizes(t, s, heads)
     if mask.device.type != q.device.type:
-        return f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once"
-    if documents is not None and (documents.shape != (b, t) or t != s):
-        return f"attention: documents are {list(documents.shape)} for {t} queries and {s} keys; they must be {[b, t]}"
-    return ""
+        raise ValueError(f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once")
+    if documents is not None and (documents.shape != (b, t) or t != s or documents.device != q.device):
+        raise ValueError(
+            f"attention: documents are {list(documents.shape)} on {documents.device} for {t} queries and {s} keys on "
+            f"{q.device}; they must be {[b, t]}, for as many keys"
+        )
 
 
 def reference(
@@ -55,17 +64,13 @@ def reference(
 ) -> Tensor:
     """The definition: compute all scores, mask them, and take the softmax in float32 or wider. Shapes as at the top of
     the file.
-
-    Raises ValueError for a mask of another length, number of heads or device.
     """
-    if wrong := wrong_call(q, k, mask, documents):
-        raise ValueError(wrong)
     groups, visible = k.shape[2], mask.visible(q.shape[1], k.shape[1]).to(q.device)
     seen = visible.expand(q.shape[2], -1, -1).unflatten(0, (groups, -1))[None]
     if documents is not None:
         seen = seen & (documents[:, :, None] == documents[:, None, :])[:, None, None]
-    scores = torch.einsum("btgrk,bsgk->bgrts", rearrange(q, "b t (g r) k -> b t g r k", g=groups), k)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * _scale(q, scale)
+    rows = rearrange(widened(q), "b t (g r) k -> b t g r k", g=groups)
+    scores = torch.einsum("btgrk,bsgk->bgrts", rows, widened(k)) * _scale(q, scale)
     some = seen.any(-1, keepdim=True)
     p = torch.softmax(torch.where(some, scores.masked_fill(~seen, float("-inf")), 0.0), -1)
     out = torch.einsum("bgrts,bsgk->btgrk", torch.where(some, p, 0.0).to(v.dtype), v)
@@ -146,8 +151,7 @@ def _in_order(parts: list[Tensor], steps: list[BlockRows], rows: int, like: Tens
 def _scores(q: Tensor, k: Tensor, step: BlockRows, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """(scores [B, R, block, c block] in float32 or wider, the rows of q, the chosen keys)."""
     rows, keys = q.index_select(1, step.rows), _chosen(k, step)
-    scores = torch.matmul(rows, keys.transpose(2, 3))
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    scores = torch.matmul(widened(rows), widened(keys).transpose(2, 3)) * scale
     return scores.masked_fill(~seen, float("-inf")), rows, keys
 
 
@@ -272,7 +276,7 @@ def _triton_serves(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> str:
-    if why := wrong_call(q, k, mask, documents) or attention_flash.serves(q, k, v, scale, 0.0):
+    if why := attention_flash.serves(q, k, v, scale, 0.0):
         return why
     if not mask.unit:
         return f"the mask's blocks are of {mask.block} tokens; it takes multiples of 16"
@@ -282,8 +286,6 @@ def _triton_serves(
 def _blocked_serves(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, documents: Tensor | None = None, **options: Any
 ) -> str:
-    if why := wrong_call(q, k, mask, documents):
-        return why
     if kind_of(q) != "cpu":  # whose sums over blocks have no order elsewhere
         return "a tensor is not on the CPU"
     return "" if q.numel() * k.numel() else f"the queries {list(q.shape)} or keys {list(k.shape)} are empty"
@@ -310,4 +312,5 @@ masked_attention = Op(
     Form("blocked", blocked_attention, supports=_blocked_serves),
     flops=_flops,
     bytes=_bytes,
+    expect=expect_call,
 )

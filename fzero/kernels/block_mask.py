@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fzero.core.arguments import checked, expect_count, expect_device, expect_kind
 from fzero.core.device import HOST, is_fake
 from fzero.kernels.attention_pattern import mix
 
 UNIT = 64  # rows of a kernel's tile, at most
 LEAST_UNIT = 16
+SEEDS = 1 << 32
 DRAWN = 40  # blocks of a mask's side up to which it is drawn
 Blocks = Sequence["int | tuple[int, int]"]
 
@@ -60,21 +62,32 @@ class BlockMask:
     _tensors: tuple[Tensor, ...] = field(init=False, default=(), repr=False)
 
     def __post_init__(self) -> None:
-        blocks = np.asarray(self.blocks)
+        try:
+            given = self.blocks.detach().cpu() if isinstance(self.blocks, Tensor) else self.blocks
+            blocks = np.asarray(given)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"block mask: blocks are no array ({error}); give [blocks of queries, blocks of keys]"
+            ) from None
         blocks = blocks[None] if blocks.ndim == 2 else blocks
-        if blocks.ndim != 3 or blocks.dtype.kind not in "bui" or not set(np.unique(blocks)) <= {0, 1}:
+        if (
+            blocks.ndim != 3
+            or not blocks.shape[0]
+            or blocks.dtype.kind not in "bui"
+            or not set(np.unique(blocks)) <= {0, 1}
+        ):
             raise ValueError(
                 f"block mask: blocks are {blocks.dtype} {list(blocks.shape)}; they must be bool [heads or 1, blocks of "
                 "queries, blocks of keys], or 0 and 1"
             )
-        if self.block < 1:
-            raise ValueError(f"block mask: block is {self.block}; it must be at least 1 token")
+        expect_count("block mask: block", self.block)
+        expect_kind("block mask: causal", self.causal, bool, "write causal=True")
         if self.causal and blocks.shape[1] != blocks.shape[2]:
             raise ValueError(f"block mask: blocks are {list(blocks.shape)}; a causal mask has as many of both sides")
         blocks = blocks.astype(bool)
         assign = object.__setattr__
         assign(self, "blocks", np.tril(blocks) if self.causal else blocks)
-        assign(self, "device", torch.device(self.device))
+        assign(self, "device", expect_device(self.device))
         unit = math.gcd(self.block, UNIT)
         if unit >= LEAST_UNIT:
             units = self.blocks.repeat(self.block // unit, 1).repeat(self.block // unit, 2)
@@ -94,6 +107,7 @@ class BlockMask:
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """The mask in which a query sees what it sees in either; raises ValueError if their blocks are not alike."""
+        expect_kind("block mask: what joins", other, BlockMask, "give another BlockMask")
         mine, theirs = ((x.block, x.causal, x.device, x.blocks.shape[1:]) for x in (self, other))
         heads = {len(self.blocks), len(other.blocks)} - {1}
         if mine != theirs or len(heads) > 1:
@@ -102,7 +116,7 @@ class BlockMask:
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask for tensors on another device."""
-        return BlockMask(self.blocks, self.block, self.causal, torch.device(device))
+        return BlockMask(self.blocks, self.block, self.causal, expect_device(device))
 
     def expect_sizes(self, queries: int, keys: int, heads: int) -> None:
         """Raise ValueError unless it is a mask for as many queries, keys and heads."""
@@ -156,8 +170,9 @@ def _listed(units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _count(t: int, block: int, **least: int) -> int:
     """The blocks of t tokens; raises ValueError for a number below its least."""
     for name, value in {"t": t, "block": block, **least}.items():
-        if value < (least_of := 0 if name in ("random", "seed") else 1):
-            raise ValueError(f"block mask: {name} is {value}; it must be at least {least_of}")
+        expect_count(f"block mask: {name}", value, 0 if name in ("random", "seed") else 1)
+    if least.get("seed", 0) >= SEEDS:
+        raise ValueError(f"block mask: seed is {least['seed']}; it must be below {SEEDS}")
     return -(-t // block)
 
 
@@ -165,19 +180,23 @@ def _globals(n: int, keep: Blocks) -> np.ndarray:
     """bool [n], whether a block is one of `keep`."""
     is_global = np.zeros(n, bool)
     for entry in keep:
-        first, end = entry if isinstance(entry, tuple) else (entry, entry + 1)
+        numbers = entry if isinstance(entry, tuple) else (entry, entry)
+        whole = len(numbers) == 2 and all(isinstance(i, int) and not isinstance(i, bool) for i in numbers)
+        first, end = (numbers[0], numbers[1] + (numbers is not entry)) if whole else (0, 0)
         if not 0 <= first < end:
             raise ValueError(f"block mask: keep has {entry}; give numbers of blocks, or (first, end) of several")
         is_global[first:end] = True
     return is_global
 
 
+@checked()
 def dense_blocks(t: int, block: int = 16, *, causal: bool = False) -> BlockMask:
     """The mask of t tokens in which every block sees every other ("dense")."""
     n = _count(t, block)
     return BlockMask(np.ones((1, n, n), bool), block, causal)
 
 
+@checked()
 def sliding_blocks(t: int, block: int = 16, *, window: int = 3, causal: bool = False) -> BlockMask:
     """The mask of t tokens in which a block sees itself and the window // 2 blocks on each side ("local sliding
     window"; Beltagy et al. 2020, arXiv:2004.05150, section 3.1).
@@ -186,6 +205,7 @@ def sliding_blocks(t: int, block: int = 16, *, window: int = 3, causal: bool = F
     return BlockMask(np.abs(n[:, None] - n)[None] <= window // 2, block, causal)
 
 
+@checked()
 def global_blocks(
     t: int, block: int = 16, *, keep: Blocks = (0,), horizontal: bool = True, causal: bool = False
 ) -> BlockMask:
@@ -198,6 +218,7 @@ def global_blocks(
     return BlockMask((seen | is_global[:, None] if horizontal else seen)[None], block, causal)
 
 
+@checked()
 def random_blocks(
     t: int, block: int = 16, *, random: int = 1, heads: int = 1, seed: int = 0, causal: bool = False
 ) -> BlockMask:
@@ -219,6 +240,7 @@ def random_blocks(
     return BlockMask(blocks, block, causal)
 
 
+@checked()
 def fixed_blocks(
     t: int,
     block: int = 16,
@@ -268,7 +290,7 @@ def fixed_blocks(
 
 
 def _windows(n: int, windows: Sequence[int], block: int, causal: bool) -> BlockMask:
-    if not windows or min(windows) < 1:
+    if not windows or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in windows):
         raise ValueError(f"block mask: windows are {list(windows)}; give the blocks of each, at least 1")
     number = np.repeat(np.arange(len(windows)), windows)[:n]
     more = np.arange(n - len(number)) // windows[-1] + len(windows)
@@ -276,6 +298,7 @@ def _windows(n: int, windows: Sequence[int], block: int, causal: bool) -> BlockM
     return BlockMask(number[:, None] == number, block, causal)
 
 
+@checked()
 def variable_blocks(
     t: int,
     block: int = 16,
@@ -298,6 +321,7 @@ def variable_blocks(
     return mask | random_blocks(t, block, random=random, seed=seed, causal=causal)
 
 
+@checked()
 def bigbird_blocks(
     t: int,
     block: int = 16,
@@ -318,6 +342,7 @@ def bigbird_blocks(
     return mask | random_blocks(t, block, random=random, heads=heads, seed=seed, causal=causal)
 
 
+@checked()
 def longformer_blocks(
     t: int, block: int = 16, *, window: int = 3, keep: Blocks = (0,), causal: bool = False
 ) -> BlockMask:

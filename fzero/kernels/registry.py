@@ -112,12 +112,16 @@ class Op:
         flops: Callable[..., int],
         bytes: Callable[..., int],
         order: Callable[..., Sequence[str]] = lambda *args, **options: (),
+        expect: Callable[..., None] | None = None,
     ):
+        self.expect = expect
         self.name, self.reference, self.flops, self.bytes, self.order = name, reference, flops, bytes, order
         self.forms = list(forms)
         OPS[name] = self
 
     def __call__(self, *args: Any, impl: str = "auto", **options: Any) -> Any:
+        if self.expect is not None:
+            self.expect(*args, **options)
         name, run = self.choose(impl, args, options)
         note(self.name, name)
         return run(*args, **options)

@@ -129,7 +129,7 @@ def _init(c: GPT2Config, make: MakeLeaf) -> Tree:
 def _feed_forward(c: GPT2Config, p: Tree, h: Tensor, ctx: Ctx) -> Tensor:
     h = enter(h, ctx, "blocks/mlp")
     if c.mlp_tiles > 1 or c.mlp_tokens:
-        expect_plain(ctx, c.mlp_tiles, c.mlp_tokens)
+        expect_plain(p, ctx, c.mlp_tiles, c.mlp_tokens)
         h = tiled_gelu_mlp(h, p["w_in"], p["w_out"], c.mlp_tiles, p["b_in"], tokens=c.mlp_tokens)
         return leave(h, ctx, "blocks/mlp") + p["b_out"].to(h.dtype)
     h = F.gelu(linear(h, p["w_in"], p["b_in"], ctx), approximate="tanh")

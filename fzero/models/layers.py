@@ -357,7 +357,7 @@ def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int
     """
     x, gate = enter(x, ctx, "blocks/mlp"), GATES[activation]
     if tiles > 1 or tokens:
-        expect_plain(ctx, tiles, tokens)
+        expect_plain(p, ctx, tiles, tokens)
         options = {"tokens": tokens, "gate": gate.name, "impl": ctx.kernels[gate.name]}
         h = tiled_mlp(x, p["w_gate"], p["w_up"], p["w_down"], tiles, **options)
         return leave(h, ctx, "blocks/mlp")
@@ -365,14 +365,21 @@ def gated_mlp(p: Tree, x: Tensor, ctx: Ctx, activation: str = "silu", tiles: int
     return leave_linear(h, p["w_down"], ctx, "blocks/mlp")
 
 
-def expect_plain(ctx: Ctx, tiles: int, tokens: int = 0) -> None:
-    """Raise ValueError if the MLP cannot be computed in parts because it multiplies in float8."""
+def expect_plain(p: Tree, ctx: Ctx, tiles: int, tokens: int = 0) -> None:
+    """Raise ValueError if the MLP of these weights cannot be computed in parts, as it multiplies in float8 or by
+    weights in parts of their own."""
+    name, value, whole = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
     if ctx.matmul:
-        name, value, whole = ("mlp_tiles", tiles, 1) if tiles > 1 else ("mlp_tokens", tokens, 0)
         raise ValueError(
             f"{name} is {value} and the policy multiplies through {ctx.matmul}: tiles have no float8 "
             f"form; use {name}={whole}"
         )
+    for weight, w in p.items():
+        if isinstance(w, WeightInParts):
+            raise ValueError(
+                f"{name} is {value}, and blocks/mlp/{weight} has factors or codes (LoRA, quantize), which are not "
+                f"tiled; use {name}={whole}, and layer_tokens for a long sequence"
+            )
 
 
 def embed_tokens(w: Tensor, batch: Batch, ctx: Ctx, words: int = 0) -> Tensor:
