@@ -318,7 +318,10 @@ def test_the_registry_says_which_form_and_why():
     assert explain("masked_attention", q.cpu(), k.cpu(), v.cpu(), mask.to("cpu")).chosen == "blocked"
     for wrong, message in (
         ({"mask": block_mask.dense_blocks(50, 10)}, "1 heads of 5 x 5 blocks of 10 tokens; 40 queries of 40 keys"),
-        ({"mask": block_mask.random_blocks(40, 10, heads=3)}, "in 1 or 2 heads; make it for this length"),
+        (
+            {"mask": block_mask.random_blocks(40, 10, heads=3)},
+            r"in 1 or 2 heads \(under tp a rank's\)",
+        ),
         ({"mask": mask.to("meta")}, r"the mask is on meta and q on .*use mask.to\(q.device\)"),
         (
             {"mask": mask, "documents": torch.zeros(2, 40, dtype=torch.int32, device=laws.DEVICE)},

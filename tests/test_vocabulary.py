@@ -1,6 +1,7 @@
 """Tokenizers and tables of other sizes: tokens that a chat template writes and a vocabulary lacks, tokens that are
 added (fzero/run/vocabulary.py), and rows for them (fzero/models/vocabulary.py)."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import replace
@@ -146,6 +147,7 @@ REFUSED = {
     "too few for the tokens": (
         {"model": {"vocab_size": 258}, "data": {"add_tokens": NEW}}, "258 and the tokenizer has 259 tokens"),
     "another size": ({"model": {"d_model": 64}}, "--init sets the model's sizes"),
+    "words at a time": ({"model": {"layer_tokens": "few"}}, "model.layer_tokens is 'few'; it must be a whole number"),
     "no number": ({"model": {"vocab_size": "many"}}, "model.vocab_size is 'many'; it must be a whole number"),
     "no texts": ({"data": {"add_tokens": "<|a|>"}}, "data.add_tokens is '<|a|>'; it must be a list of texts"),
     "empty": ({"data": {"add_tokens": ["<|a|>", ""]}}, "'' is no text of one"),
@@ -158,6 +160,14 @@ def test_sizes_that_cannot_be_are_refused_by_name(place, case):
     with pytest.raises(ValueError) as error:
         tuned_config(place / "base", table)
     assert message in str(error.value)
+
+
+def test_how_much_is_computed_at_a_time_is_no_size(place):
+    given = {"mlp_tokens": 8, "layer_tokens": 16}
+    plain, told = (tuned_config(place / "base", {"model": sizes}).model for sizes in ({}, given))
+    assert told == dataclasses.replace(plain, **given) != plain
+    lora = {"rank": 2, "alpha": 4.0, "targets": "attn", "dora": False, "vocabulary": False}
+    assert tuned_config(place / "base", {"model": given}, lora=lora).model.base == told
 
 
 # ---- runs ----

@@ -125,7 +125,8 @@ class BlockMask:
         if [n, m] != wanted or mask_heads not in (1, heads):
             raise ValueError(
                 f"attention: the mask has {mask_heads} heads of {n} x {m} blocks of {self.block} tokens; {queries} "
-                f"queries of {keys} keys take {wanted[0]} x {wanted[1]} in 1 or {heads} heads; make it for this length"
+                f"queries of {keys} keys take {wanted[0]} x {wanted[1]} in 1 or {heads} heads "
+                "(under tp a rank's); make it for these"
             )
         if self.causal and queries != keys:
             raise ValueError(f"attention: {queries} queries have {keys} keys; a causal mask takes equal numbers")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
@@ -21,6 +21,8 @@ from fzero.run.config import Data, RunConfig
 from fzero.run.start_tokenizer import start_chat, start_tokenizer
 
 TEMPLATE = "template"  # of data.add_tokens: the tokens that the chat template writes and the vocabulary lacks
+
+AT_A_TIME = ("mlp_tiles", "mlp_tokens", "layer_tokens")  # how much of a layer is computed at a time: no sizes
 
 
 class StartModel(NamedTuple):
@@ -39,12 +41,14 @@ def start_model(init: Path, table: Table) -> StartModel:
     as `load_start`, `start_tokenizer`, `add_tokens`.
     """
     table, sizes = dict(table), check_type("model", table.get("model", {}), dict)
-    if "preset" in table or set(sizes) - {"vocab_size"}:
+    if "preset" in table or set(sizes) - {"vocab_size", *AT_A_TIME}:
         raise ValueError(
-            "--init sets the model's sizes; leave out --model and model.* but for a larger model.vocab_size"
+            "--init sets the model's sizes; leave out --model and model.* but for a larger model.vocab_size, and "
+            f"{', '.join(AT_A_TIME)}"
         )
     table.pop("model", None)
     preset, model = weights.start_sizes(init)
+    model = computed_by(model, {name: value for name, value in sizes.items() if name in AT_A_TIME})
     data = check_type("data", table.get("data", {}), dict)
     asked = check_type("data.add_tokens", data.get("add_tokens", ()), tuple[str, ...])
     need = model.vocab_size
@@ -60,6 +64,19 @@ def start_model(init: Path, table: Table) -> StartModel:
     if asked and isinstance(larger, LoRAConfig):
         larger = replace(larger, vocabulary=True)
     return StartModel(preset, larger, table, bool(asked) or size > model.vocab_size)
+
+
+def computed_by(config: Any, values: Mapping[str, Any]) -> Any:
+    """The config of a model with these of AT_A_TIME; raises ValueError for one that it does not have."""
+    if not values:
+        return config
+    if hasattr(config, "base"):
+        return replace(config, base=computed_by(config.base, values))
+    for name, value in values.items():
+        if not hasattr(config, name):
+            raise ValueError(f"model.{name} is {value!r}, and the model of --init has no such value; leave it out")
+        check_type(f"model.{name}", value, int)
+    return replace(config, **values)
 
 
 def grown_tokenizer(init: Path, asked: Sequence[str], template: str) -> Tokenizer:
