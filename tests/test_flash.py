@@ -405,10 +405,14 @@ def test_which_form_serves():
 def test_what_it_refuses():
     q, k, v = inputs(1, 8, 4, 2, 8, dtype=torch.float32)
     documents = documents_of(1, 8)
+    for given, said in (
+        ((q.double(), k, v), r"k is torch.float32 \[1, 8, 2, 8\]; give tensors .* of one floating dtype"),
+        ((q, k, v[:, :7]), "as many tokens and heads as each other"),
+        ((q[..., :3, :], k, v), "q has 3 heads of 8 and k 2; give a multiple"),
+    ):
+        with pytest.raises(ValueError, match=f"attention: .*{said}"):
+            attention(*given, impl="triton")
     for given, options, said in (
-        ((q.double(), k, v), {}, "the dtypes are torch.float64, torch.float32 and torch.float32"),
-        ((q, k, v[:, :7]), {}, "the shapes are"),
-        ((q[..., :3, :], k, v), {}, "the shapes are"),
         ((*inputs(1, 2, 1, 1, 257, dtype=torch.float32),), {}, "head dims up to 256"),
         ((q, k[:, :7], v[:, :7]), {}, "queries begin at -1"),
         ((q, k, v), {"scale": 0.0}, "scale is 0.0; it must be above 0"),

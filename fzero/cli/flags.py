@@ -257,6 +257,11 @@ def table_of(
     if str(table.get("preset", "")).endswith("config.json"):
         table |= {"preset": "", "model": sizes_of_hf(Path(table["preset"])) | table.get("model", {})}
     names.check_names(table)
+    precision = table.get("precision", {})
+    asked = any(key.startswith("precision.loss_scale") for key in flag_of)
+    if flags.get("deepspeed") is not None and precision.get("policy") != "fp16" and not asked:
+        # A loss scale of the file is for its fp16.
+        table = {**table, "precision": {name: x for name, x in precision.items() if name != "loss_scale"}}
     if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
         from fzero.run.deepspeed import read_deepspeed, stretched_line, with_one_rate
 

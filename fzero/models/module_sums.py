@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.core import pytree
-from fzero.core.device import kind_of
+from fzero.core.device import HOST, fake_device_of, kind_of
 from fzero.kernels.embedding import look_up
 from fzero.kernels.norm import layer_norm
 
@@ -25,7 +25,9 @@ FEW = 16  # rows that are looked up: their sum has no error to speak of
 
 
 def _narrow(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dtype in NARROW and kind_of(x) == "cpu"
+    if not isinstance(x, Tensor) or x.dtype not in NARROW:
+        return False
+    return x.device == HOST or (fake_device_of(x) is not None and kind_of(x) == "cpu")  # of a plan for a CPU
 
 
 def _layer_norm(
