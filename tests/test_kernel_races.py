@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 from fzero.core import prng
 from fzero.kernels import (
     aot,
+    block_mask,
     cross_entropy_triton,
     float8,
     float8_gather,
@@ -36,6 +37,7 @@ from fzero.kernels import (
     tuning,
 )
 from fzero.kernels.attention import attention
+from fzero.kernels.attention_masked import masked_attention
 from fzero.kernels.dropout import dropout_add
 from fzero.kernels.optional_triton import tl, triton
 from fzero.kernels.quantize_codes import KINDS
@@ -67,6 +69,12 @@ def attend(pattern, t=45, heads=2, documents=True, dtype=F32):
     docs = torch.arange(t)[None] // 25 if documents else None
     f = lambda impl, *x: attention(*x, impl=impl, pattern=pattern, documents=docs)  # noqa: E731
     return passes(f, (1, t, heads, 16), (1, t, 1, 16), (1, t, 1, 16), dtype=dtype)
+
+
+def attend_by_blocks(**options):
+    mask = block_mask.bigbird_blocks(80, 16, heads=4, **options)
+    f = lambda impl, *x: masked_attention(*x, mask, impl=impl)  # noqa: E731
+    return passes(f, (2, 80, 4, 16), (2, 80, 2, 16), (2, 80, 2, 16))
 
 
 def attend_at(pattern, t, s, **options):
@@ -150,12 +158,14 @@ def coded(kind, shape=(3, 1000), **rounding):
     quantize.dequantize_sum_requantize(*stacked, kind, 64, size=shape[-1], impl="triton", **rounding)
 
 
+MASKED = ("_masked_forward", "_masked_dq", "_masked_dkv")
 FLASH = ("_flash_forward", "_flash_dq", "_flash_dkv")
 CODES, NORMS = ("_quantize", "_dequantize", "_sum_requantize"), ("_norm_forward", "_norm_backward")
 # The kernels of a case, each of which must have several programs along every axis, and a call.
 CASES = {
     "attention": ((*FLASH, "_document_bounds"), attend(PATTERNS[1], 33, 1)),
     "attention at": ((*FLASH, "_tile_spans"), lambda: attend_at(PATTERNS[0], 33, 33)),
+    "attention by blocks": (MASKED, lambda: attend_by_blocks()()),
     "cross entropy": (("_cross_entropy",), lambda: cross_entropy(37, TERMS["all"])),
     "scale": (("_scale",), scaled),
     "dropout": (
@@ -190,6 +200,7 @@ CASES = {
 
 MORE = {
     **{f"attention, {pattern}": (FLASH, attend(pattern, dtype=BF16)) for pattern in PATTERNS},
+    "attention by blocks, causal": (MASKED, lambda: attend_by_blocks(causal=True)()),
     "attention without documents": (FLASH, attend(PATTERNS[0], documents=False)),
     **{
         f"attention at, {pattern}": (FLASH, functools.partial(attend_at, pattern, 40, 70, documents=True))

@@ -150,10 +150,10 @@ def test_float8_and_compiled_blocks_have_the_same_bits(sizes, name, compiled):
 def test_the_command_takes_it_and_refuses_where_nothing_is_fetched(fz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = fz("pretrain", *TINY, *SHORT, "--resident", 1, "--out", "new")
-    assert code == 2 and "resident is 1, and no parameters are fetched" in err and err.count("\n") == 1
+    assert code == 2 and "resident is 1, and stage 0 gathers no parameters" in err and err.count("\n") == 1
     assert not (tmp_path / "new").exists()
     code, _, err = fz("plan", "--model", "llama-tiny", "--mesh", "dp=2", "--resident", 1)
-    assert code == 2 and "resident is 1, and no parameters are fetched" in err and err.count("\n") == 1
+    assert code == 2 and "resident is 1, and stage 0 gathers no parameters" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -161,13 +161,12 @@ def blocked_backward_at(
         total, owed = (rearrange(x[:, :, start:end], "b (g r) t -> b g r t 1", g=groups) for x in (lse, delta))
         p = torch.exp(scores - torch.where(total == float("-inf"), 0.0, total))
         mine, theirs = (rearrange(x[:, start:end], "b t (g r) k -> b g r t k", g=groups) for x in (q, g))
-        ds = p * (torch.einsum("bgrtk,bsgk->bgrts", theirs, v) - owed) * how.scale
+        ds = p * (torch.einsum("bgrtk,bsgk->bgrts", widened(theirs), widened(v)) - owed) * how.scale
         if how.cap:  # the derivative of the cap, 0 where nothing is seen
             ds = ds * torch.where(scores == float("-inf"), 0.0, 1.0 - (scores / how.cap).square())
-        ds = ds.to(q.dtype)
         dv += torch.einsum("bgrts,bgrtk->bsgk", p.to(g.dtype), theirs)
-        dk += torch.einsum("bgrts,bgrtk->bsgk", ds, mine)
-        dqs.append(rearrange(torch.einsum("bgrts,bsgk->bgrtk", ds, k), "b g r t k -> b t (g r) k"))
+        dk += torch.einsum("bgrts,bgrtk->bsgk", ds, widened(mine))
+        dqs.append(rearrange(torch.einsum("bgrts,bsgk->bgrtk", ds, widened(k)), "b g r t k -> b t (g r) k"))
     return _put_together(dqs, 1).to(lse.dtype), dk, dv
 
 

@@ -129,17 +129,17 @@ def _blocked_backward(pattern, scale, cap, has, q, k, v, lse, grad, *optional):
         s, keys = _scores(q, k, block, pattern, documents, scale, cap), block.keys
         p = torch.exp(s - lse[:, :, block.queries, None])
         g = block.of(grad)
-        dp = torch.matmul(g, v[:, keys].transpose(1, 2)).view(p.shape)
+        dp = torch.matmul(widened(g), widened(v[:, keys]).transpose(1, 2)).view(p.shape)
         # From dp itself, as rows are whole, and not from out: the gradient of a query with one key is then exactly 0.
         weighed = p * dp
         owed.append(weighed.sum(-1, keepdim=True))
         ds = torch.addcmul(weighed, p, owed[-1], value=-1.0) * scale
         if cap:  # the derivative of the cap, 0 where nothing is seen
             ds = ds * torch.where(s == float("-inf"), 0.0, 1.0 - (s / cap).square())
-        ds = ds.to(q.dtype).flatten(1, 2)
+        ds = ds.flatten(1, 2)
         dv[:, keys] += torch.matmul(p.to(g.dtype).flatten(1, 2).transpose(1, 2), g)
-        dk[:, keys] += torch.matmul(ds.transpose(1, 2), block.of(q))
-        dqs.append(torch.matmul(ds, k[:, keys]).unflatten(1, (q.shape[1], -1)))
+        dk[:, keys] += torch.matmul(ds.transpose(1, 2), widened(block.of(q)))
+        dqs.append(torch.matmul(ds, widened(k[:, keys])).to(q.dtype).unflatten(1, (q.shape[1], -1)))
     grads = torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
     if sinks is None:
         return grads

@@ -194,14 +194,13 @@ def _blocked_backward(
     for step in _steps(mask, b, heads, groups, q.device):
         scores, rows, keys = _scores(q, k, step, step.mask(t, s, mask.causal, documents), scale)
         p, grad = torch.exp(scores - lse.index_select(1, step.rows)), g.index_select(1, step.rows)
-        weighed = p * torch.matmul(grad, _chosen(v, step).transpose(2, 3))
+        weighed = p * torch.matmul(widened(grad), widened(_chosen(v, step)).transpose(2, 3))
         # From the products themselves, as rows are whole: the gradient of a query with one key is then exactly 0.
         ds = torch.addcmul(weighed, p, weighed.sum(-1, keepdim=True), value=-1.0) * scale
-        ds = ds.to(dtype)
-        for total, weights, x in ((dv, p.to(dtype), grad), (dk, ds, rows)):
+        for total, weights, x in ((dv, p.to(dtype), grad), (dk, ds, widened(rows))):
             part = torch.matmul(weights.transpose(2, 3), x).reshape(b, -1, *total.shape[2:])
             total.index_add_(1, step.keys, part.to(total.dtype))
-        dqs.append(torch.matmul(ds, keys))
+        dqs.append(torch.matmul(ds, widened(keys)).to(dtype))
         steps.append(step)
     dq = _by_position(_in_order(dqs, steps, q.shape[1], q, 0.0), t, heads)
     return dq, _by_position(dk, s, groups).to(dtype), _by_position(dv, s, groups).to(dtype)
