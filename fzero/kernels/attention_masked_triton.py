@@ -21,7 +21,7 @@ from fzero.kernels.aot import Build
 from fzero.kernels.attention_tiles import LN_2, LOG2_E, compact_rows, dot
 from fzero.kernels.flops import FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.kernels.op_function import INTERPRETED, operator
-from fzero.kernels.optional_triton import tl, triton
+from fzero.kernels.optional_triton import VERSION, tl, triton
 
 SIZES = ["t", "s", "heads", "share", "head_rows"]
 LOG2_E_ = tl.constexpr(LOG2_E)
@@ -315,5 +315,6 @@ def builds(gpu: str) -> Iterator[Build]:
             matrix = dtype != "fp32" and unit == 64
             # Two accumulators of K = 256 take half of the registers, as in `_flash_dkv`.
             spills = 64 * (kernel == "_masked_dkv" and dim > 128)
-            # Of the accesses those of the lists and of lse are narrow: more than half of them with Triton 3.6.
-            yield Build(label, kernel, types, constants, blocks, matrix, False, strides, spills)
+            # Triton 3.6 reads lists and lse by so many narrow accesses that they are more than half in two kernels.
+            wide = not masked and (VERSION != (3, 6) or kernel == "_masked_dq")
+            yield Build(label, kernel, types, constants, blocks, matrix, wide, strides, spills)
