@@ -380,44 +380,49 @@ def test_a_step_is_recorded_operator_by_operator():
     assert step.ops > 100 and 0 < step.ops_s < 10 * step.s
 
 
-def rates_of_attention(sizes):
-    """Record a step in both precisions: (the rates of its attention, the form that served it in each)."""
-    found, forms = steps.record(0.0, ladder=[sizes]), {}
-    for dtype in (torch.bfloat16, torch.float32):
-        q = torch.empty(sizes.batch, sizes.seq_len, 1, 64, dtype=dtype)
-        forms[str(dtype).removeprefix("torch.")] = registry.explain("attention", q, q, q).chosen
-    return found, forms
+def rates_of_attention(sizes, dtype):
+    """Record a step in this dtype: (the rates of its operators, the form that served its attention)."""
+    found = steps.record(0.0, ladder=[sizes], precisions=["bf16" if dtype == "bfloat16" else "fp32"])
+    q = torch.empty(sizes.batch, sizes.seq_len, 1, 64, dtype=getattr(torch, dtype))
+    return found, registry.explain("attention", q, q, q).chosen
 
 
-def test_attention_is_recorded_whichever_form_serves():
-    """The C++ one as an operator of its own, the one by blocks by its products and what lies between them."""
-    sizes = steps.Sizes("llama", 64, 1, 128, 1)
-    found, forms = rates_of_attention(sizes)
-    for dtype, form in forms.items():
-        own = {f"attention/{dtype}", f"fzero.tiled_forward/{dtype}", f"fzero.tiled_backward/{dtype}"}
-        if form == "tiled":
-            assert own <= set(found.kernels)
-        else:
-            scores = [shape for key, shapes in found.gemm.items() if key.partition("/")[0] == dtype for shape in shapes]
-            assert form == "blocked" and not own & set(found.kernels) and (1, 128, 128, 64) in scores
-            assert {"aten.exp/float32", "aten.masked_fill/float32", "aten.amax/float32"} <= set(found.kernels)
+@pytest.mark.parametrize("small_products", (True, False))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_attention_is_recorded_whichever_form_serves(dtype, small_products, monkeypatch):
+    """The C++ one as an operator of its own, the one by blocks by its products, of scores in float32 and of values in
+    the heads' dtype, and what lies between them."""
+    if not small_products:
+        monkeypatch.setattr(attention_tiled, "has_small_products", lambda dtype: False)
+    found, form = rates_of_attention(steps.Sizes("llama", 64, 1, 128, 1), dtype)
+    own = {f"attention/{dtype}", f"fzero.tiled_forward/{dtype}", f"fzero.tiled_backward/{dtype}"}
+    if form == "tiled":
+        assert small_products and own <= set(found.kernels)
+    else:
+        products = {
+            key: {shape for kind in ("", "/tn", "/nt") for shape in found.gemm.get(f"{key}{kind}", ())}
+            for key in ("float32", dtype)
+        }
+        assert form == "blocked" and not own & set(found.kernels)
+        assert (1, 128, 128, 64) in products["float32"] and (1, 128, 64, 128) in products[dtype]
+        assert {"aten.exp/float32", "aten.masked_fill/float32", "aten.amax/float32"} <= set(found.kernels)
 
 
-@pytest.mark.parametrize("quick", (False, True))
-def test_long_sequences_have_a_rate_of_attention_on_every_cpu(quick, monkeypatch):
+@pytest.mark.parametrize("small_products", (True, False))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_long_sequences_have_a_rate_of_attention_on_every_cpu(dtype, small_products, monkeypatch):
     """Also where torch has no small products in bfloat16 (AVX2 alone) or in neither dtype: its own attention takes over
     from the blocks."""
-    if not quick:
+    if not small_products:
         monkeypatch.setattr(attention_tiled, "has_small_products", lambda dtype: False)
     assert steps.LONG in steps.LADDER and steps.LONG in steps.QUICK
-    found, forms = rates_of_attention(steps.LONG)
+    found, form = rates_of_attention(steps.LONG, dtype)
     names = {"tiled": "fzero.tiled_{}", "fused": "aten._scaled_dot_product_flash_attention_for_cpu{}"}
-    for dtype, form in forms.items():
-        passes = ("forward", "backward") if form == "tiled" else ("", "_backward")
-        assert quick or form == "fused"
-        keys = [f"{names[form].format(each)}/{dtype}" for each in passes]
-        assert {f"attention/{dtype}", *keys} <= set(found.kernels)
-        assert all(s.s > 0 and flop > 1e8 for key in keys for flop, s in found.kernels[key].items())
+    passes = ("forward", "backward") if form == "tiled" else ("", "_backward")
+    assert small_products or form == "fused"
+    keys = [f"{names[form].format(each)}/{dtype}" for each in passes]
+    assert {f"attention/{dtype}", *keys} <= set(found.kernels)
+    assert all(s.s > 0 and flop > 1e8 for key in keys for flop, s in found.kernels[key].items())
 
 
 def test_what_the_host_takes_of_a_step():
