@@ -17,6 +17,7 @@ from fzero.core import pytree
 from fzero.core.precision import LossScale, init_scaler, update_scaler
 from fzero.core.tables import flat, put
 from fzero.kernels.attention_pattern import Pattern
+from fzero.models import presets
 from fzero.run import build_optim
 from fzero.run import deepspeed_keys as keys
 from fzero.run.curriculum import make_pieces
@@ -676,6 +677,23 @@ def test_a_sparse_attention_is_the_pattern_that_sees_the_same(sparse, pattern):
 def test_a_sparse_attention_that_no_decoder_has_is_refused_by_name(sparse, said):
     with pytest.raises(ValueError, match=said):
         fzero.config_from_deepspeed({"sparse_attention": sparse}, {"preset": "llama-tiny"})
+
+
+def test_a_sparse_attention_of_a_model_without_attention_is_refused_by_name():
+    """Of every family: the pattern is set, or the line names the family and not a key that the file lacks."""
+    for preset, make in presets.PRESETS.items():
+        model = make()
+        family = presets.family_of(model)
+        if hasattr(model, "pattern"):
+            assert (
+                fzero.config_from_deepspeed({"sparse_attention": UNI}, {"preset": preset}).model.pattern
+                == "fixed:64:16"
+            )
+        else:
+            with pytest.raises(
+                ValueError, match=f"sparse_attention: a model of the family {family} has no attention pat"
+            ):
+                fzero.config_from_deepspeed({"sparse_attention": UNI}, {"preset": preset})
 
 
 # ---- the command, and the page --------------------------------------------------------------------------------------

@@ -263,10 +263,11 @@ def table_of(
         # A loss scale of the file is for its fp16.
         table = {**table, "precision": {name: x for name, x in precision.items() if name != "loss_scale"}}
     if flags.get("deepspeed") is not None and flags.get("init") is None:  # whose recipe has one rate
-        from fzero.run.deepspeed import read_deepspeed, stretched_line, with_one_rate
+        from fzero.run.deepspeed import expect_pattern, read_deepspeed, stretched_line, with_one_rate
 
         found = read_deepspeed(flags["deepspeed"], ranks_of(sizes)).table
         table = with_one_rate(table, found)
+        expect_pattern(flags["deepspeed"], table, found)
         if (line := stretched_line(flags["deepspeed"], table, found)) and environment_number("RANK", 0) == 0:
             click.echo(line, err=True)
     return table

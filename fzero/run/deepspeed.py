@@ -15,6 +15,7 @@ from fzero.core.arguments import checked
 from fzero.core.foreign import nearest, parse_json, read_text_file, short
 from fzero.core.precision import LossScale
 from fzero.core.tables import Table, flat, put
+from fzero.models.presets import family_of
 from fzero.run import deepspeed_keys as keys
 from fzero.run.deepspeed_optim import put_optimizer, put_scheduler
 from fzero.run.deepspeed_sparse import put_pattern
@@ -60,6 +61,7 @@ def config_from_deepspeed(
     if line := ignored_line(source, found):
         warnings.warn(line, UserWarning, stacklevel=2)
     whole = with_one_rate(merged(found.table, table or {}), found.table)
+    expect_pattern(source, whole, found.table)
     if line := stretched_line(source, whole, found.table):
         warnings.warn(line, UserWarning, stacklevel=2)
     return from_table(whole)
@@ -80,6 +82,19 @@ def with_one_rate(table: Table, found: Table) -> Table:
     named = {"optim": {"name": optim["name"]}} if "name" in optim else {}
     kind = from_table({key: table[key] for key in ("preset", "model") if key in table} | named).optim.name
     return merged(table, {"optim": {"lr_rest": peak}}) if kind == "muon" else table
+
+
+def expect_pattern(source: str | Path | Mapping[str, Any], table: Table, found: Table) -> None:
+    """Raise ValueError if the config has an attention pattern and the run's model no attention."""
+    from fzero.run.config_table import from_table
+
+    if "pattern" not in found.get("model", {}) or "pattern" not in table["model"]:
+        return
+    sizes = {key: value for key, value in table["model"].items() if key != "pattern"}
+    model = from_table({key: table[key] for key in ("preset",) if key in table} | {"model": sizes}).model
+    if not hasattr(model, "pattern"):
+        why = f"a model of the family {family_of(model)} has no attention patterns; leave it out"
+        raise ValueError(f"{_name(source)}: sparse_attention: {why}")
 
 
 def stretched_line(source: str | Path | Mapping[str, Any], table: Table, found: Table) -> str:
