@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -437,6 +438,20 @@ finally:
     own = re.search("VmHWM:.* ([0-9]+) kB", open("/proc/self/status").read())[1]
     print(max(int(own), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
+
+
+@pytest.mark.slow
+def test_a_bpe_of_words_that_are_all_different_takes_no_more_memory(tmp_path):
+    """docs/data.md: at most 500 MB. The library's counts of all these words take some 500 MB beside the process."""
+    draw, alphabets = random.Random(0), ["0123456789", string.ascii_letters, "éèêëàâîïôùûç"]
+    with (tmp_path / "a.txt").open("w", encoding="utf-8") as file:
+        while file.tell() < 5e6:
+            words = ["".join(draw.choices(alphabet, k=9)) for alphabet in alphabets for _ in range(400)]
+            file.write(" ".join(words) + "\n")
+    args = ["data", "prepare", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", "bpe:300", "--workers", 1]
+    command = [sys.executable, "-c", COMMAND, *map(str, args)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout.split()[-1]) < 500_000  # KB
 
 
 @pytest.mark.exhaustive

@@ -6,9 +6,12 @@ killed goes on (work_folder.py). Both are the work of several processes, piece b
 follow from the sources alone, and so does the corpus.
 """
 
+import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +53,9 @@ def prepare(
         Face's datasets; "-" (standard input, plain or .gz, one text) and "-.jsonl" (the same, one
         document a line); "stdlib" (the .py files of Python's standard library without site-packages, identical ones
         once).
-    tokenizer: "bytes"; "bpe:N", N tokens trained on the training split, of more than 64 MB on as many, spread evenly;
-        or the path of a Hugging Face tokenizer.json or of its folder.
+    tokenizer: "bytes"; "bpe:N", N tokens trained on the training split, or on meta["source"]["learned"] of it, spread
+        evenly, where it has more than 64 MB or more different words than can be counted in some 180 MB; or the path of
+        a Hugging Face tokenizer.json or of its folder.
     eos: the end-of-document token of such a file (default: the usual one it has), or the name to give it in bpe:N.
     preparing: by how many processes, what shows how far they are, filters of documents, and whether duplicates stay.
 
@@ -94,6 +98,7 @@ def prepare(
         files = find_files(sources, work)
         found = Sources(cut(files), text_key, seed, work / "documents", preparing.filters)
         corpus = look(found, val_fraction, preparing)
+        learned = 1.0
         made = None if str(tokenizer).startswith("bpe:") else tokenizer_of_file(str(tokenizer), eos)
         made_of = {"pieces": len(found.pieces), "sources": corpus.sha256}
         if made is not None:
@@ -102,9 +107,10 @@ def prepare(
         if preparing.duplicates == "near":
             corpus = leave_out_near(corpus, work / "signatures", preparing)
         if made is None:
-            made = _train(str(tokenizer), eos, corpus, work)
+            made, learned = _train(str(tokenizer), eos, corpus, work)
         encode(corpus, made, work / "encoded", preparing)
         source = {"names": [str(source) for source in sources], "files": len(files)} | preparing.settings()
+        source |= {"learned": learned} if learned < 1.0 else {}
         meta = _write(work, corpus, made, source) | {"val_fraction": val_fraction, "seed": seed}
         write_text(work / "corpus", "meta.json", json_text(meta, f"{out}/meta.json", 2) + "\n")
         os.rename(work / "corpus", out)
@@ -112,7 +118,10 @@ def prepare(
 
 
 LEARNED = 1 << 15  # characters of a stretch: the library takes 256 of them together
-MOST_LEARNED = 1 << 26  # bytes of text: the counts of their different words take up to some 250 MB
+MOST_LEARNED = 1 << 26  # bytes of text
+# Bytes of memory in which the library counts pairs of bytes: some 100 for each byte of each different word, and 150.
+MOST_COUNTED, OF_A_BYTE, OF_A_WORD = 180_000_000, 100, 150
+WORDS = re.compile(r" ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+")  # nearly `words_of_bpe`, in a fifth of its time
 MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
 
 
@@ -130,8 +139,7 @@ def check_new(out: str | Path, val_fraction: float) -> Path:
 def describe(meta: dict[str, Any]) -> str:
     """The lines that tell a user what `prepare` made and left out."""
     source, splits = meta["source"], meta["splits"]
-    share = MOST_LEARNED / max(1, source["text_bytes"])
-    part = f", learned from {100 * share:.2g}% of the text" * (share < 1 and meta["tokenizer"].startswith("bpe:"))
+    part = f", learned from {100 * source['learned']:.2g}% of the text" if "learned" in source else ""
     lines = [
         f"{source['documents']:,} documents, {source['text_bytes'] / 1e6:.1f} MB from {', '.join(source['names'])}",
         f"tokenizer {meta['tokenizer']}: {meta['vocab_size']:,} tokens, stored as {meta['dtype']}{part}",
@@ -176,26 +184,55 @@ def _tokenizer_json(spec: str) -> Path:
     return Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
 
 
-def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> Tokenizer:
-    """The tokenizer that is trained on the training split; the one in the work folder if it is there."""
+def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Tokenizer, float]:
+    """The tokenizer that is trained on the training split, and the share of it; the one in the work folder if it is
+    there."""
     content = work_folder.kept_tokenizer(work)
     if content is None:
         # Apart where there is much text, as the counts of its words stay in the memory of the process.
         numbers = range(len(corpus.sources.pieces))
-        texts = evenly(
-            MOST_LEARNED / max(1, corpus.text_bytes),
-            (
-                stretch.text
-                for n in numbers
-                for split, blocks, document in parts_of(corpus, n)
-                if split == "train"
-                for stretch in stretches_of(blocks, words_of_bpe, lambda document=document: document.origin, 0, LEARNED)
-            ),
-        )
-        train = lambda: train_bpe(texts, int(spec.removeprefix("bpe:")), eos).json  # noqa: E731
+
+        def texts() -> Iterator[str]:
+            for n in numbers:
+                for split, blocks, document in parts_of(corpus, n):
+                    if split == "train":
+                        origin = lambda document=document: document.origin  # noqa: E731
+                        yield from (part.text for part in stretches_of(blocks, words_of_bpe, origin, 0, LEARNED))
+
+        share = min(1.0, MOST_LEARNED / max(1, corpus.text_bytes))
+        train = lambda: json.dumps(learn(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
         content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
         work_folder.keep_tokenizer(work, content)
-    return json_tokenizer(content, spec, USUAL_EOS[0] if eos is None else eos)
+    text, share = json.loads(content)
+    return json_tokenizer(text, spec, USUAL_EOS[0] if eos is None else eos), share
+
+
+class TooManyWords(Exception):
+    """Raised where the counts of different words would take more than MOST_COUNTED."""
+
+
+def learn(
+    texts: Callable[[], Iterable[str]], vocab_size: int, eos: str | None, share: float = 1.0
+) -> tuple[str, float]:
+    """The tokenizer.json of a BPE, and the share of the texts that it is learned from: `share`, or the largest half of
+    it, half of that, ... whose words can be counted in MOST_COUNTED bytes."""
+    while True:
+        with contextlib.suppress(TooManyWords):
+            return train_bpe(_counted(evenly(share, texts())), vocab_size, eos).json, share
+        share /= 2
+
+
+def _counted(texts: Iterable[str]) -> Iterator[str]:
+    """The texts; raises TooManyWords."""
+    words: set[str] = set()
+    size = 0
+    for text in texts:
+        new = set(WORDS.findall(text)) - words
+        words |= new
+        size += sum(len(word.encode()) for word in new) * OF_A_BYTE + len(new) * OF_A_WORD
+        if size > MOST_COUNTED:
+            raise TooManyWords
+        yield text
 
 
 def evenly(share: float, texts: Iterable[str]) -> Iterator[str]:
