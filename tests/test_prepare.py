@@ -157,6 +157,25 @@ def test_a_bpe_of_much_text_is_learned_from_a_part_spread_evenly(tmp_path, monke
     assert "learned from" not in preparation.describe(whole)
 
 
+def test_a_bpe_of_many_different_words_is_learned_from_what_can_be_counted(tmp_path, monkeypatch):
+    """Whatever the words are: the library takes memory for each byte of each different one."""
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [f"{'é' * (i % 3)}w{i} {i}_{i} the same words again" for i in range(400)]
+    )
+    whole = data.prepare(source, tmp_path / "whole", tokenizer="bpe:270", val_fraction=0.01)
+    assert "learned" not in whole["source"]
+    training = documents(tmp_path / "whole", "train")
+    words = {word for text in training for word in preparation.WORDS.findall(text)}
+    cost = sum(100 * len(word.encode()) + 150 for word in words)
+    monkeypatch.setattr(preparation, "MOST_COUNTED", cost)
+    assert preparation.learn(lambda: training, 270, None) == (train_bpe(training, 270).json, 1.0)
+    monkeypatch.setattr(preparation, "MOST_COUNTED", 0.3 * cost)
+    part = data.prepare(source, tmp_path / "part", tokenizer="bpe:270", val_fraction=0.01)
+    assert part["source"]["learned"] == 0.25 and "learned from 25% of the text" in preparation.describe(part)
+    content = (tmp_path / "part/tokenizer.json").read_text(encoding="utf-8")
+    assert content == train_bpe(list(preparation.evenly(0.25, training)), 270).json
+
+
 def test_bpe_is_trained_on_the_training_split_only(tmp_path):
     texts = [f"{chr(97 + i % 26) * 2}{chr(97 + i // 2)}q " * (30 + i) for i in range(26)]
     data.prepare(write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out", tokenizer="bpe:280", val_fraction=0.5)
@@ -294,11 +313,15 @@ def test_a_folder_that_datasets_saved(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("source", ["-", "-.jsonl"])
-def test_standard_input(tmp_path, monkeypatch, source, packed):
+def test_standard_input(tmp_path, monkeypatch, fz, source, packed):
     text = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     content = gzip.compress(text.encode()) if packed else text.encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-    data.prepare(source, tmp_path / "out", val_fraction=0.25)
+    if packed:
+        data.prepare(source, tmp_path / "out", val_fraction=0.25)
+    else:
+        code, _, err = fz("data", "prepare", source, "--val-fraction", 0.25, "--out", tmp_path / "out")
+        assert code == 0, err
     if source == "-":
         assert documents(tmp_path / "out", "train") == [text[: round(0.75 * len(text))]]
         assert documents(tmp_path / "out", "val") == [text[round(0.75 * len(text)) :]]
@@ -522,6 +545,14 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path, suffix):
     data.prepare([tmp_path / f"{i}{suffix}" for i in range(2)], tmp_path / "corpus", val_fraction=0.5)
     found = all_documents(tmp_path / "corpus")
     assert sorted(found) == sorted([*texts, *(["last"] * 2 if "jsonl" in suffix else [])])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_byte_order_mark_at_the_start_of_a_row_is_text(tmp_path, name):
+    texts = ["\ufeffone", "two", "\ufeff"]
+    write_form(tmp_path / name, texts)
+    data.prepare(tmp_path / name, tmp_path / "corpus", val_fraction=0.5)
+    assert sorted(all_documents(tmp_path / "corpus")) == sorted(texts)
 
 
 def test_a_file_of_a_byte_order_mark_alone_is_empty(tmp_path):

@@ -44,8 +44,18 @@ def with_keys(sources: tuple[str, ...]) -> bool:
 EOS = click.option("--eos", help="The end-of-document token of a tokenizer.json.")
 
 
-@data_group.command()
-@click.argument("sources", nargs=-1)
+LINES, QUOTED = "-.jsonl", "./-.jsonl/-"  # standard input; and what no file is called
+
+
+class Prepare(click.Command):
+    """A command whose arguments may be "-.jsonl", which click takes for an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [QUOTED if arg == LINES else arg for arg in args])
+
+
+@data_group.command(cls=Prepare)
+@click.argument("sources", nargs=-1, callback=lambda _, __, names: tuple(n.replace(QUOTED, LINES) for n in names))
 @OUT
 @click.option(
     "--tokenizer", default="bytes", show_default=True, help="The tokenizer. bytes, bpe:N, or a tokenizer.json."

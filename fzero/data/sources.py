@@ -244,14 +244,15 @@ def _blocks(file: SourceFile) -> Iterator[bytes]:
             yield block
 
 
-def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
-    """The text of UTF-8 in blocks, without a byte order mark; raises UnicodeDecodeError.
+def decoded(blocks: Iterable[bytes], encoding: str = "utf-8-sig") -> Iterator[str]:
+    """The text of UTF-8 in blocks, without the byte order mark of a file; raises UnicodeDecodeError. A row has none:
+    encoding "utf-8".
 
     >>> raw = "né".encode()
     >>> list(decoded([raw[:2], raw[2:]]))
     ['n', 'é']
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = codecs.getincrementaldecoder(encoding)()
     for block in blocks:
         if text := decoder.decode(block):
             yield text
@@ -330,7 +331,7 @@ def _line(file: SourceFile, number: int) -> str:
 def _rows(file: SourceFile, text_key: str) -> Iterator[Document]:
     rows = 0
     for row, value in tables.column_of(file.path, file.name, text_key, file.begin, file.end):
-        read = partial(decoded, value) if value else ().__iter__
+        read = partial(decoded, value, "utf-8") if value else ().__iter__
         document = Document(file, row, read, "" if value else "empty")
         for text in read():
             expect_text(text, document.origin, text_key)
