@@ -176,6 +176,7 @@ MET = {  # what has the keys of unused_keys.NEEDS do something, by their first k
     "train.batch_ramp": {"train": {"batch": 16}},
     "dpo": {"objective": "dpo"},
     "data.add_tokens": {"objective": "chat"},
+    "data.template": {"objective": "chat"},
     "data.too_long": {"objective": "chat"},
     "data.cache": {"data": {"path": "s3://bucket/corpus"}},
     "precision.loss_scale": {"precision": {"policy": "fp16"}},

@@ -122,6 +122,8 @@ def test_ids_outside_the_tokenizer_are_not_drawn_and_eos_ends():
         ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, "the prompt has no tokens"),
         ({"tokens": torch.tensor([[61]])}, "the prompt has the token 61"),
         ({"sampling": {"temperature": -1.0}}, "temperature is -1.0"),
+        ({"sampling": {"temperature": 0.0, "top_k": 5}}, "top_k is 5 and temperature 0, which takes the likeliest"),
+        ({"sampling": {"temperature": 0.0, "top_p": 0.5}}, "top_p is 0.5 and temperature 0, which takes the likeliest"),
         ({"sampling": {"top_k": -1}}, "top_k is -1"),
         ({"sampling": {"top_p": 0.0}}, "top_p is 0.0"),
     ],

@@ -28,7 +28,8 @@ class Sampling:
 
     temperature: the logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest (0: all).
     top_p: among the fewest whose probabilities add up to p (Holtzman et al. 2020, "The curious case of neural text
-    degeneration", section 3.1). Raises ValueError for numbers out of range.
+    degeneration", section 3.1). Raises ValueError for numbers out of range, and for top_k or top_p at a temperature
+    of 0.
     """
 
     temperature: float = 1.0
@@ -42,6 +43,12 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.temperature == 0.0 and (self.top_k or self.top_p < 1.0):
+            name = "top_k" if self.top_k else "top_p"
+            raise ValueError(
+                f"{name} is {getattr(self, name)} and temperature 0, which takes the likeliest token; leave {name} "
+                "out, or give a temperature above 0"
+            )
 
 
 @torch.no_grad()

@@ -65,6 +65,12 @@ NEEDS = (
         "prepare the text with a tokenizer.json that has them, and give --set model.vocab_size=N",
     ),
     Need(
+        ("data.template",),
+        lambda c: c.objective != "text",
+        lambda c: "objective=text, which renders no conversations",
+        "it is for conversations and pairs",
+    ),
+    Need(
         ("data.too_long",),
         lambda c: c.objective != "text",
         lambda c: "objective=text, whose documents are cut into rows",
