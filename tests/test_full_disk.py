@@ -2,6 +2,7 @@
 
 import ast
 import errno
+import json
 import os
 import re
 import resource
@@ -154,3 +155,17 @@ def test_every_place_that_writes_names_its_file():
         f"{sorted(found)}: write inside of `with naming(path)` of core/files.py, or by its `writing` and `replacing`"
     )
     assert unnamed(ast.parse("def f(path):\n    path.write_text('x')\n    open(path, 'wb')\n")) == [2, 3]
+
+
+def test_rows_go_on_in_a_new_file_where_theirs_is_moved(tmp_path, capsys):
+    with log.metrics_writer(tmp_path, 0, lambda row: None, [], {}) as record:
+        record({"step": 1})
+        (tmp_path / "metrics.jsonl").rename(tmp_path / "moved")
+        record({"step": 2})
+        record({"step": 3})
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [2, 3]
+    assert [json.loads(line)["step"] for line in (tmp_path / "moved").read_text().splitlines()] == [1]
+    assert capsys.readouterr().err == (
+        f"fzero: {tmp_path}/metrics.jsonl: was moved or removed while the run goes on; the rows from step 2 on are in "
+        "a new file\n"
+    )

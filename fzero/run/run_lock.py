@@ -59,6 +59,7 @@ class Held:
                 file=sys.stderr,
                 flush=True,
             )
+            _remove_empty([self.folder / "checkpoints", self.folder])  # of a save that began before
             os._exit(2)
 
     def lost(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
 import sys
 import time
@@ -228,10 +229,20 @@ def metrics_writer(
     with ExitStack() as stack:
         file = open(open_to_write(path, "append"), "a", encoding="utf-8")  # noqa: SIM115  (closed by the stack)
         cut_half_line(file.fileno())
-        stack.callback(close_flushed, file)
+        stack.callback(lambda: close_flushed(file))
         log = stack.enter_context(open_loggers(loggers, folder, first=first, config=config))
 
         def record(row: Mapping[str, Any]) -> None:
+            nonlocal file
+            if not is_open_at(file.fileno(), path):
+                print(
+                    f"fzero: {path}: was moved or removed while the run goes on; the rows from step {row['step']} on "
+                    "are in a new file",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                close_flushed(file)
+                file = open(open_to_write(path, "append"), "a", encoding="utf-8")  # noqa: SIM115
             with naming(path):
                 file.write(json_text(row, str(path)) + "\n")
                 file.flush()
@@ -239,6 +250,14 @@ def metrics_writer(
             show(row)
 
         yield record
+
+
+def is_open_at(fd: int, path: Path) -> bool:
+    """Whether a file that is open is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def close_flushed(file: IO[str]) -> None:
