@@ -101,6 +101,16 @@ class Line(NamedTuple):
     host_bytes: int
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_layers_have_few_chunks_however_long_the_sequence(kind):
+    """What is traced of a layer grows with the square of their number."""
+    config = config_for("llama-tiny", {})
+    for tokens in (1024, longest.START[kind], 64 * longest.LAYER_TOKENS[kind] + 128, 37_676_800):
+        chunk = longest.at_length(config, tokens, "", kind).model.layer_tokens
+        assert chunk >= longest.LAYER_TOKENS[kind] and tokens <= 64 * max(chunk, 1024)
+        assert chunk == longest.LAYER_TOKENS[kind] or (chunk % longest.UNIT == 0 and chunk * 60 < tokens)
+
+
 @pytest.mark.parametrize("capacity, host", ((10_000_000, None), (10_000_000, 5_000_000), (200_000, None), (3000, None)))
 def test_the_longest_of_functions_of_three_lines(capacity, host):
     """Found by few measurements, wherever the lines meet; nothing longer by a ROOM fits."""

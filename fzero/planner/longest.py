@@ -36,6 +36,7 @@ LADDER = (
 )
 TOKENS = {"cuda": 16384, "cpu": 1024}  # that the MLP is computed for at a time
 LAYER_TOKENS = {"cuda": 131072, "cpu": 2048}  # and a whole layer, where nothing is compiled
+MOST_CHUNKS = 64  # of a layer: each is traced with all before it
 # Of two chunks at least, as one chunk is a whole layer.
 START = {"cuda": 262144, "cpu": 16384}  # the shorter of the two lengths that are traced first
 UNIT = 128  # lengths are multiples of it
@@ -156,7 +157,8 @@ def at_length(config: RunConfig, tokens: int, offload: str, kind: str) -> RunCon
     if chunk == 0 and getattr(config.model, "mlp_tiles", 1) == 1 and not hasattr(config.model, "n_experts"):
         model["mlp_tokens"] = TOKENS[kind]
     if getattr(config.model, "layer_tokens", None) == 0 and not hasattr(config.model, "n_experts"):
-        model |= {"layer_tokens": LAYER_TOKENS[kind]} if config.train.compiled is not True else {}
+        chunk = max(LAYER_TOKENS[kind], -(-tokens // (MOST_CHUNKS * UNIT)) * UNIT)
+        model |= {"layer_tokens": chunk} if config.train.compiled is not True else {}
     train = {"batch": 1, "micro_batch": 1, "remat": "full", "measure_every": 0, "memory_check": False}
     changes = {"model": model, "data": {"seq_len": tokens}, "train": train, "offload": offload}
     return apply_table(config, changes)
