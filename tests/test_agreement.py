@@ -327,7 +327,7 @@ def after_refusals(mesh, places):
 
 SOME = ("rows of rank 1", "a later layer")
 CASES = [pytest.param({"dp": 2}, SOME, id="dp2 some")] + [
-    pytest.param(sizes, tuple(MET), id=str(sizes), marks=pytest.mark.slow)
+    pytest.param(sizes, tuple(MET), id=str(sizes), marks=pytest.mark.exhaustive)
     for sizes in ({"dp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "tp": 2})
 ]
 
