@@ -1,5 +1,6 @@
 """The roll call: ranks that run different programs, come late or end are named, on every rank, in one line."""
 
+import math
 import os
 import time
 
@@ -8,6 +9,8 @@ import ranks
 import torch
 from close import assert_same
 
+import fzero
+from fzero import models, optim
 from fzero.comm.collectives import RankError, all_gather, all_to_all, ppermute, psum, psum_scatter, pvary
 from fzero.core.tree_sum import tree_sum
 from fzero.sharding import make_mesh
@@ -243,3 +246,107 @@ def test_a_tensor_of_another_size_is_never_taken_for_the_right_one():
         assert f"rank {rank}: all_gather over dp (2 ranks): rank {1 - rank} " in text and (
             "did not answer" in text or "gone" in text
         )
+
+
+# ---- a refusal on several ranks -------------------------------------------------------------------------------------
+
+LLAMA = models.LlamaConfig(vocab_size=32, max_len=16, d_model=16, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=16)
+ROWS = torch.randint(0, 32, (8, 17), generator=torch.Generator().manual_seed(0))
+OTHER = models.build(models.MLPConfig(4, 8, 1, 2))
+GOOD = {"tokens": ROWS[:, :-1].contiguous(), "targets": ROWS[:, 1:].contiguous()}
+
+
+def step_on(mesh, model=None, batch=None, *, stage=3, given=None, again=1, policy="fp32", **options):
+    """The parameters after a step, and its loss; it is called as often as `again` says, and refused but for the last
+    time."""
+    model, tx = models.build(LLAMA) if model is None else model, optim.sgd(0.1)
+    plan = fzero.zero_plan(stage, model, mesh, policy=policy)
+    state = fzero.init_state(model if given is None else given, tx, plan, seed=0)
+    step = fzero.make_train_step(model, tx, plan, **{"micro_batches": 2, **options})
+    batch = fzero.local_batch(GOOD, mesh, 2) if batch is None else batch
+    for _ in range(again - 1):
+        with pytest.raises(ValueError):
+            step(state, batch)
+    state, metrics = step(state, batch)
+    return [x.clone() for x in fzero.pytree.leaves(fzero.full_params(state, plan))], float(metrics.loss)
+
+
+def on_rank(mesh, rank, **wrong):
+    """The rank's rows, of which one rank alone has others."""
+    batch = fzero.local_batch(GOOD, mesh, 2)
+    return {**batch, **{name: make(batch[name]) for name, make in wrong.items()}} if mesh.rank == rank else batch
+
+
+def refusing(at):
+    """A model whose layers refuse their input at the call of this number, while leaves of later layers are gathered."""
+    model, calls = models.build(LLAMA), []
+
+    def block(params, x, ctx):
+        calls.append(1)
+        if len(calls) == at:
+            raise ValueError("this layer takes no such input")
+        return model.block(params, x, ctx)
+
+    return model._replace(block=block)
+
+
+def out_of(tokens):
+    return tokens.index_fill(1, torch.tensor([3]), 40)
+
+
+LOW = fzero.LossScale(init=2.0**60, floor=2.0**60, hysteresis=1)
+MET = {  # by the place of the refusal: (what is refused on the ranks of a mesh, the error)
+    "plan": (lambda mesh: step_on(mesh, policy="fp12"), "fp12"),
+    "state": (lambda mesh: step_on(mesh, given=OTHER), "unlike the expected one|missing"),
+    "step": (lambda mesh: step_on(mesh, micro_batches=0), "micro_batches"),
+    "rows": (lambda mesh: step_on(mesh, batch={k: x[:3] for k, x in GOOD.items()}), "3 rows"),
+    "rows of rank 1": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 1, tokens=lambda x: x[:1])), "rows"),
+    "a token of rank 1": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 1, tokens=out_of)), r"is 40; a token"),
+    "a dtype of rank 0": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 0, tokens=torch.Tensor.float)), "tokens"),
+    "a list of rank 0": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 0, tokens=torch.Tensor.tolist)), "tokens"),
+    "the first layer": (lambda mesh: step_on(mesh, refusing(1)), "takes no such input"),
+    "a later layer": (lambda mesh: step_on(mesh, refusing(5)), "takes no such input"),
+    "the floor": (lambda mesh: step_on(mesh, policy=fzero.fp16(LOW)), "at its floor"),
+}
+
+
+def after_refusals(mesh, places):
+    """By the place of a refusal (whether a step after it is the one before it, how this rank's error reads)."""
+    expected, loss = step_on(mesh)
+    found = {}
+    for place in places:
+        refused, said = MET[place]
+        with pytest.raises((ValueError, TypeError, FloatingPointError), match=said) as error:
+            refused(mesh)
+        text = str(error.value)
+        del error  # whose frames hold what was begun
+        params, again = step_on(mesh)
+        found[place] = again == loss and all(map(torch.equal, params, expected)), text
+    return found
+
+
+SOME = ("rows of rank 1", "a later layer")
+CASES = [pytest.param({"dp": 2}, SOME, id="dp2 some")] + [
+    pytest.param(sizes, tuple(MET), id=str(sizes), marks=pytest.mark.exhaustive)
+    for sizes in ({"dp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "tp": 2})
+]
+
+
+@pytest.mark.parametrize("sizes, places", CASES)
+def test_after_a_refusal_on_all_ranks_or_one_all_go_on(sizes, places):
+    results = ranks.run(math.prod(sizes.values()), after_refusals, places, mesh=sizes, timeout_s=60.0)
+    for place in places:
+        assert all(found[place][0] for found in results), place
+        if " of rank " in place:
+            one = int(place[-1])
+            texts = [found[place][1].removeprefix(f"rank {one}: ") for found in results]
+            assert texts == [results[one][place][1]] * len(results)
+
+
+def refused_again(mesh):
+    step_on(mesh, batch=on_rank(mesh, 1, tokens=out_of), again=3)
+
+
+def test_a_refused_first_step_is_looked_at_again():
+    with pytest.raises(ValueError, match="is 40; a token"):
+        ranks.run(2, refused_again, timeout_s=30.0)

@@ -14,6 +14,7 @@ from fzero.comm.collectives import all_gather, all_gather_same
 from fzero.core.storage import Damaged
 
 Mesh = Any  # fzero.sharding.Mesh, which is above
+Refusal = ValueError | TypeError  # of what the caller gave
 BY_RANK = ("pp", "rp", "dp", "ep", "cp", "tp")  # the axes in the order in which ranks are numbered, the outermost first
 BY_DATA_RANK = ("rp", "dp", "ep")
 BY_TOKENS = (*BY_DATA_RANK, "cp")  # along which ranks have other tokens
@@ -94,14 +95,14 @@ def barrier(mesh: Mesh) -> None:
     float(token)  # a GPU's collective has come this far
 
 
-def raise_together(failure: ValueError | None, mesh: Mesh) -> None:
-    """Return when all ranks of the mesh have called this with None; else raise, on each of them, its own failure or
-    that of the first rank that has one.
+def raise_together(failure: Refusal | None, mesh: Mesh, phase: str = "commit") -> None:
+    """Return when all ranks of the mesh have called this with None; else raise, on each of them, its own failure or,
+    as a ValueError, that of the first rank that has one.
 
-    Communicates: one float32 over each axis, in the phase "commit", and if a rank failed its text.
+    Communicates: one float32 over each axis, in the phase, and if a rank failed its text.
     """
     kind = 0 if failure is None else 2 if isinstance(failure, Damaged) else 1
-    with mesh.ledger.phase("commit"):
+    with mesh.ledger.phase(phase):
         sound = torch.full((1,), float(not kind), device=device_of(mesh))
         for axis in mesh.axes:
             sound = all_gather(sound, axis, leaf="commit").amin(0, keepdim=True)
@@ -118,20 +119,20 @@ def raise_together(failure: ValueError | None, mesh: Mesh) -> None:
     raise Damaged(said) if sizes[rank][0] == 2 else ValueError(said)
 
 
-def raise_own(failure: ValueError | None) -> None:
+def raise_own(failure: Refusal | None) -> None:
     """`raise_together` of one rank."""
     if failure is not None:
         raise failure
 
 
 @contextlib.contextmanager
-def failing_together(agree: Callable[[ValueError | None], None]) -> Iterator[None]:
+def failing_together(agree: Callable[[Refusal | None], None]) -> Iterator[None]:
     """A context behind which the ranks agree: if it fails on one of them, it fails on all. agree: `raise_together` of
     their mesh."""
     failure = None
     try:
         yield
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         failure = error
     agree(failure)
 

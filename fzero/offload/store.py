@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import failing_together, raise_own
+from fzero.comm.tables import Refusal, failing_together, raise_own
 from fzero.core.gpu_copies import Copied
 from fzero.core.storage import Damaged, write_text
 from fzero.offload import store_owner
@@ -131,7 +131,7 @@ class VersionedStore:
         for error in filter(None, (pending.error for pending in writing)):
             raise self.chunks.failed(error) from error
 
-    def commit(self, step: int, values: dict[str, Any], agree: Callable[[ValueError | None], None] = raise_own) -> None:
+    def commit(self, step: int, values: dict[str, Any], agree: Callable[[Refusal | None], None] = raise_own) -> None:
         """Make the version written since `begin` the last complete step.
 
         Without a `begin`, that is the old leaves with new values.

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fzero.comm.tables import failing_together, raise_own
+from fzero.comm.tables import Refusal, failing_together, raise_own
 from fzero.core.files import make_folder, remove_entry
 from fzero.core.storage import Damaged, is_url, write_text
 from fzero.offload import store_owner
@@ -47,7 +47,7 @@ class StoreRanks(NamedTuple):
     rank: int = 0
     size: int = 1
     # returns when all ranks have called it with None, else raises on all of them: see `raise_together`
-    agree: Callable[[ValueError | None], None] = raise_own
+    agree: Callable[[Refusal | None], None] = raise_own
 
 
 def open_store(

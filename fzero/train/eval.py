@@ -18,6 +18,7 @@ from fzero.sharding import Plan
 from fzero.train.checks import check_values, expect_program
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_slack_for_all
+from fzero.train.first_step import refusing_together
 from fzero.train.loss import LossFn, context_of, make_loss, sum_losses
 from fzero.train.parts import parts_of
 from fzero.train.row import evaluate_row
@@ -66,12 +67,14 @@ def make_eval_step(
 
     @torch.no_grad()
     def eval_step(params: Tree, batch: Any) -> base.Loss:
-        if isinstance(params, TrainState):
-            raise TypeError("the parameters are a TrainState; write eval_step(state.params, batch)")
-        expect_alive(params)
-        if unseen and check_values(model, batch, unseen[0]):
-            unseen.clear()
+        with refusing_together(plan.mesh, bool(unseen)):
+            if isinstance(params, TrainState):
+                raise TypeError("the parameters are a TrainState; write eval_step(state.params, batch)")
+            expect_alive(params)
+            seen = bool(unseen) and check_values(model, batch, unseen[0])
+        if seen:
             check_user_split(program, plan, params, batch, ctx)
+            unseen.clear()
         with plan.mesh.ledger.phase("evaluate"):
             out, over = loss(params, batch), BY_TOKENS if reduce else ("cp",)
             return sum_losses([out], plan.mesh, over)

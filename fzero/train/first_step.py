@@ -5,17 +5,19 @@ That waits for the device, so later steps do not look.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.comm.tables import any_rank, gather_rows
+from fzero.comm.tables import Refusal, any_rank, failing_together, gather_rows, raise_together
 from fzero.core import pytree
+from fzero.core.autodiff import transforms
 from fzero.core.pytree import Tree
 from fzero.models import base
-from fzero.sharding import Plan
+from fzero.sharding import Mesh, Plan
 from fzero.train.checks import check_values
 from fzero.train.execution import Execution
 from fzero.train.loss import LossFn, context_of, make_loss
@@ -27,6 +29,18 @@ from fzero.train.user_split_check import check_user_split
 PAIR = "return (losses.sum(), losses.numel()), or the sum of weighted losses and that of their weights"
 
 
+def refusing_together(mesh: Mesh, first: bool) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a first step refuses what its caller gave on all ranks, if one of them does."""
+    if not first or mesh.store is None or transforms():
+        return contextlib.nullcontext()
+
+    def agree(failure: Refusal | None) -> None:
+        with mesh.checked():  # the first meeting of ranks that may run different programs
+            raise_together(failure, mesh, "check")
+
+    return failing_together(agree)
+
+
 class FirstStep:
     """The looks of a step at its first batch, and at what it found of it; later ones pass over both. Where values
     cannot be looked at, as in a trace, the next call is the first one."""
@@ -34,16 +48,17 @@ class FirstStep:
     def __init__(self, loss_fn: base.Model | LossFn, plan: Plan, how: Execution) -> None:
         self.loss_fn, self.plan, self.how, self.seen, self.looks = loss_fn, plan, how, False, False
 
-    def check(self, params: Tree, batch: Any, part: Any) -> None:
-        """Raise ValueError for values of the batch that are outside of a vocabulary, and a split that changes a layer
-        or a loss.
+    def look(self, batch: Any) -> None:
+        """Raise ValueError for values of the batch that are outside of a vocabulary."""
+        self.looks = not self.seen and check_values(self.loss_fn, batch, context_of(self.plan, self.how))
+
+    def check(self, params: Tree, part: Any) -> None:
+        """Raise ValueError, on all ranks, for a split that changes a layer or a loss.
 
         params: at rest. part: the first micro-batch.
         """
-        ctx = context_of(self.plan, self.how)
-        self.looks = not self.seen and check_values(self.loss_fn, batch, ctx)
         if self.looks:
-            self.seen = True
+            ctx = context_of(self.plan, self.how)
             check_split(self.loss_fn, self.plan, params, part, ctx)
             check_user_split(self.loss_fn, self.plan, params, part, ctx)
 
@@ -60,6 +75,7 @@ class FirstStep:
         if self.looks:
             loss = make_loss(self.loss_fn, self.plan, self.how)
             expect_loss(loss, self.plan, state.params, parts[0], drawn, metrics)
+            self.seen = True  # a refused step is no first one
 
 
 def expect_loss(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from fzero.train.capture import CapturedStep, why_not
 from fzero.train.checks import expect_arguments, expect_options, expect_plan
 from fzero.train.execution import Execution
 from fzero.train.expert_slack import with_expert_slack
-from fzero.train.first_step import FirstStep
+from fzero.train.first_step import FirstStep, refusing_together
 from fzero.train.gradient import Found, StepGradient
 from fzero.train.loss import LossFn, draws_of
 from fzero.train.masters import StateCheck
@@ -132,18 +132,18 @@ def make_train_step(
     finish = streamed.run if streamed is not None else partial(update_donated if donate else update_pure, tx, plan)
     gradient = StepGradient(model, with_expert_slack(plan, update), execution, nvme, ({}, streamed is not None))
     states = StateCheck(plan, pytree.names(tx.spec(plan.trained(plan.opt))), donate, nvme)
-    unchecked, first = [plan] if mesh.store is not None else [], FirstStep(model, plan, execution)  # no ranks in a plan
+    unchecked, first = unchecked_of(plan, micro_batches, execution), FirstStep(model, plan, execution)
     measured = partial(measure, plan, shards_of_sums(plan), skip, execution.norms)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        states.expect(state)
-        size, parts = split_batch(batch, micro_batches)
-        first.check(state.params, batch, parts[0])
+        with refusing_together(mesh, bool(unchecked)):
+            states.expect(state)
+            size, parts = split_batch(batch, micro_batches)
+            first.look(batch)
+        first.check(state.params, parts[0])
         seed = seed_of(plan.policy, state, parts[0])
         # A pure step may itself be differentiated: through the gradient, the update, and several steps.
-        with torch.no_grad() if donate else contextlib.nullcontext(), contextlib.ExitStack() as checked:
-            if unchecked:
-                check_ranks(checked, unchecked.pop(), batch, micro_batches, execution._dealt)
+        with torch.no_grad() if donate else contextlib.nullcontext(), checking_ranks(unchecked, batch):
             early = start_early(state) if start_early is not None else None
             known = None if early is None else lambda total: early.begin(seed.mean_factor(total))
             drawn, rows = draws_of(model, state), size * micro_batches
@@ -223,15 +223,32 @@ def early_start(
     return None
 
 
-def check_ranks(step: contextlib.ExitStack, plan: Plan, batch: Any, micro_batches: int, dealt: bool) -> None:
-    """Compare the first step with the other ranks': whose rows it has and its schedule now, each collective until
-    `step` is left."""
-    step.enter_context(plan.mesh.checked())
-    step.enter_context(noting_sums(plan.mesh))
-    if not transforms():
-        with plan.mesh.ledger.phase("check"):
-            expect_own_rows(batch, plan.mesh, micro_batches, dealt)
-            expect_one_schedule(plan, micro_batches)
+Unchecked = list[tuple[Plan, int, bool]]  # (plan, micro-batches, whether a run's loader dealt the batch)
+
+
+def unchecked_of(plan: Plan, micro_batches: int, execution: Execution) -> Unchecked:
+    """What `checking_ranks` compares; [] in a plan, which has no ranks."""
+    return [(plan, micro_batches, execution._dealt)] if plan.mesh.store is not None else []
+
+
+@contextlib.contextmanager
+def checking_ranks(unchecked: Unchecked, batch: Any) -> Iterator[None]:
+    """A context of a step that, until one was made, compares with the other ranks: first whose rows it has and its
+    schedule, then each collective.
+
+    unchecked: is emptied by the first step made.
+    """
+    if not unchecked:
+        yield
+        return
+    plan, micro_batches, dealt = unchecked[0]
+    with plan.mesh.checked(), noting_sums(plan.mesh):
+        if not transforms():
+            with plan.mesh.ledger.phase("check"):
+                expect_own_rows(batch, plan.mesh, micro_batches, dealt)
+                expect_one_schedule(plan, micro_batches)
+        yield
+    unchecked.clear()  # a refused step is no first one
 
 
 def metrics_of(total: base.Loss, loss: Tensor, grad_norm: Tensor, verdict: Verdict, scale: Tensor) -> Metrics:
