@@ -53,7 +53,6 @@ class VersionedStore:
         self.fixed: dict[str, list[int]] = {}  # checksums of leaves with one slot, which are written once
         self.writing: list[DiskRequest] = []
         self.closed = False
-        store_owner.take(self, self.folder, chunks.rank)
 
     @property
     def leaves(self) -> dict[str, LeafFiles]:
@@ -230,6 +229,7 @@ class VersionedStore:
         if not self.verify:
             return
         sums = read_sums(self.folder, slot, self.chunks.rank, {name: kept.layers for name, kept in self.leaves.items()})
+        step = self.record.step if self.record is not None else None
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
@@ -241,7 +241,7 @@ class VersionedStore:
                     raise Damaged(
                         f"{self.chunks.path(name, at, layer)}: is damaged: the checksum does not match for {name}"
                         f"{f', layer {layer},' if kept.stacked else ''} at step "
-                        f"{self._last().step}; resume from a checkpoint"
+                        f"{step}; resume from a checkpoint"
                     )
         self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
 

@@ -23,6 +23,7 @@ from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
 from fzero.offload.buffer_need import disk_of
+from fzero.offload.store_manifest import read_step_manifest
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
 from fzero.sharding import Plan
@@ -261,6 +262,14 @@ def reopen_state(
     >>> nvme.close()
     """
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
+    lost = missing_leaves(like, specs, plan)
+    there = read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
+    if there is not None:  # said before the store is opened, which the one that is open would not outlive
+        raise ValueError(
+            f"{nvme.folder}: holds step {there.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
+            "keeps in memory; "
+            "resume from a checkpoint"
+        )
     gpu.wake(torch.device(device))
     store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=True)
     record = store.record
@@ -269,13 +278,6 @@ def reopen_state(
     held: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     held |= {name: from_text(text) for name, text in record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
-    lost = missing_leaves(like, specs, plan)
-    if lost:
-        raise ValueError(
-            f"{nvme.folder}: holds step {record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
-            "keeps in memory; "
-            "resume from a checkpoint"
-        )
     derived = [name for name in shapes if name not in held and name not in store.leaves]
     for name in derived:
         of = owner[name]
