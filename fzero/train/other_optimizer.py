@@ -12,7 +12,7 @@ from fzero.core.arguments import checked, expect_kind, expect_regex
 from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.renamed import same_leaves
-from fzero.optim.sharded_leaves import bind, shards_of
+from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing
@@ -57,7 +57,7 @@ def with_optimizer(
             f"the state rests on a disk, in {on_disk.store.folder}; give with_optimizer a folder for the new one, "
             "nvme=fzero.Nvme(another folder)"
         )
-    bound = bind(tx, shards_of(plan))
+    bound = bind_to_plan(tx, plan)
     like = meta_state(plan, tx).opt_state if on_disk is not None else bound.init(updated(plan, state))
     old, new = pytree.named_leaves(state.opt_state), pytree.named_leaves(like)
     source = same_leaves(old, list(new), pytree.names(plan.trained(plan.like)))
