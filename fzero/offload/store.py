@@ -36,6 +36,7 @@ from fzero.offload.store_manifest import (
     step_manifest_text,
     sums_name,
 )
+from fzero.sharding.slices import MOST_ELEMENTS
 
 WORD = 1 << 64
 
@@ -120,6 +121,23 @@ class VersionedStore:
         )
         buffer.view.copy_(value.reshape(buffer.view.shape))
         self.write(name, layer, rows, buffer)
+
+    def write_layer(self, name: str, layer: int, value: Tensor) -> None:
+        """Start to write a copy of `value`, all of a layer of a leaf, into the next version."""
+        kept = self.leaves[name]
+        value = value.reshape(kept.chunk)
+        for begin, end in self.chunks.row_blocks(name, self.block_bytes(name)):
+            self.write_rows(name, layer, (begin, end), value[begin:end] if kept.chunk else value)
+
+    def write_leaf(self, name: str, value: Tensor) -> None:
+        """Start to write a copy of `value`, all layers of a leaf, into the next version."""
+        kept = self.leaves[name]
+        for layer in range(kept.layers):
+            self.write_layer(name, layer, value[layer] if kept.stacked else value)
+
+    def block_bytes(self, name: str) -> int:
+        """The bytes of a row block by which all of a leaf is read and written."""
+        return min(MOST_ELEMENTS * self.leaves[name].dtype.itemsize, self.buffers.size // 4)
 
     def flush(self) -> None:
         """Wait for all writes; raises ValueError if one failed."""
@@ -265,6 +283,7 @@ class DiskTensor:
     def __init__(self, store: VersionedStore, name: str) -> None:
         self.store, self.name, self.kept = store, name, store.leaves[name]
         self.shape, self.dtype, self.device = torch.Size(self.kept.shape), self.kept.dtype, torch.device("cpu")
+        self.depth = self.kept.layers if self.kept.stacked else None  # the number of layers, if it is stacked
 
     def dim(self) -> int:
         return len(self.shape)

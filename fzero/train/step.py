@@ -215,9 +215,11 @@ def early_start(
         raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     slots = nvme.slots if nvme is not None else 1
     if streamed is not None and update == "backward":
+        streamed.expect_layers(update)
         expect_early(streamed, plan, slots, skips)
         return partial(EarlyUpdate, streamed)
     if streamed is not None and update == "speculate":
+        streamed.expect_layers(update)
         expect_speculation(plan, slots)
         return Speculation(streamed).start
     return None
