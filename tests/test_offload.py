@@ -2,6 +2,7 @@
 rest."""
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -16,15 +17,20 @@ import ranks
 import torch
 
 import fzero
-from fzero import models, optim
+from fzero import checkpoint, models, optim
+from fzero.checkpoint.restore_state import restore_state
 from fzero.core import precision, pytree
 from fzero.models.lora import FROZEN
 from fzero.offload import DiskTensor, Nvme
 from fzero.offload.disk_io import serves_direct
 from fzero.optim import moment_storage
+from fzero.optim.sharded_leaves import WHOLE
 from fzero.sharding.context import Context
 from fzero.sharding.pipelines import Pipeline
+from fzero.sharding.slices import shard_dim
+from fzero.sharding.spec import Spec
 from fzero.train.batch import local_batch
+from fzero.train.state import meta_state
 from fzero.train.state_on_disk import reopen_state
 from fzero.train.update import in_memory, offloaded
 
@@ -65,6 +71,74 @@ OPTIMIZERS = {
     "accumulate": clipped(optim.accumulate(optim.adamw(1e-2), 3)),
     "value": optim.chain(optim.clip_by_value(1e-3), optim.adamw(1e-2, weight_decay=0.1)),
     "scheduled": clipped(optim.chain(optim.adam(optim.warmup_cosine(1e-2, 5, 20)), optim.clip_by_value(1e-2))),
+}
+
+
+def kept_dims(kind, name, dims):
+    """The dims of a parameter that a statistic of it has: its state is not of the parameter's shape."""
+    lead = shard_dim(name)
+    return {
+        "number": (),
+        "layers": tuple(range(lead)),
+        "rows": tuple(range(max(dims - 1, lead + 1)))[:dims],
+        "layers' columns": (*range(lead), *range(max(lead, dims - 1), dims)),
+        "columns": tuple(range(max(lead, dims - 1), dims)),  # without layers
+    }[kind]
+
+
+def squares(shards, kind, name, x):
+    kept = kept_dims(kind, name, x.dim())
+    if x.is_meta:
+        return x.new_empty([x.shape[dim] for dim in kept])
+    over = [dim for dim in range(x.dim()) if dim not in kept]
+    return shards.psum(name, x.square().sum(over) if over else x.square(), over) + 1
+
+
+def statistic(*kinds, unit="layer"):
+    """Updates divided by averages of squares over dims, and a momentum; each begins at the squares of the weights."""
+
+    def on(shards):
+        def made(kind, x):
+            return pytree.map_named(functools.partial(squares, shards, kind), x)
+
+        def move(name, m, *averages):
+            for kind, average in zip(kinds, averages):
+                kept = kept_dims(kind, name, m.dim())
+                m = m / average.reshape([n if dim in kept else 1 for dim, n in enumerate(m.shape)]).sqrt()
+            return -0.01 * m
+
+        def update(grads, state, params):
+            new = {kind: pytree.map(lambda old, now: 0.5 * old + now, state[kind], made(kind, grads)) for kind in kinds}
+            new["momentum"] = pytree.map(lambda g, m: 0.9 * m + g, grads, state["momentum"])
+            return pytree.map_named(move, new["momentum"], *(new[kind] for kind in kinds)), new
+
+        def cut(kind, name, spec):  # a Spec that says nothing of the memory
+            return Spec(tuple(spec.dims[dim] for dim in kept_dims(kind, name, len(spec.dims))))
+
+        return optim.GradientTransformation(
+            init=lambda params: {
+                **{kind: made(kind, params) for kind in kinds},
+                "momentum": pytree.map(torch.zeros_like, params),
+            },
+            update=update,
+            spec=lambda specs: {
+                **{kind: pytree.map_named(functools.partial(cut, kind), specs) for kind in kinds},
+                "momentum": specs,
+            },
+            needs="matrix" if shards is WHOLE else "elementwise",
+            unit=unit,
+            on=on,
+        )
+
+    return on(WHOLE)
+
+
+STATISTICS = {
+    "a number": statistic("number"),
+    "a number of each layer": clipped(statistic("layers")),
+    "rows by rows": statistic("rows", unit="row"),
+    "numbers by rows": statistic("number", "rows", unit="row"),
+    "columns": statistic("columns", "layers' columns"),
 }
 
 
@@ -140,7 +214,7 @@ def train(mesh, case, folder=None):
     plan = fzero.zero_plan(
         case.stage, given, mesh, offload=case.offload, reduce=case.reduce, frozen=case.frozen, sequence=case.sequence,
         policy=policy, pipeline=case.pipeline)  # fmt: skip
-    tx = OPTIMIZERS[case.optimizer]
+    tx = {**OPTIMIZERS, **STATISTICS}[case.optimizer]
     tx = optim.with_average(tx, 0.9) if case.ema else tx
     space = Nvme(folder, buffer_bytes=1 << 20, slots=case.slots) if case.offload else None
     state = fzero.init_state(given, tx, plan, seed=0, nvme=space)
@@ -367,6 +441,30 @@ def test_any_optimizer_has_the_same_bits(case, folder):
     check(case, folder)
 
 
+STATES = "params=nvme,grads=nvme,opt=nvme"
+numbers = few._replace(optimizer="a number", steps=3, ema=False)
+
+
+@each(
+    [
+        *(numbers._replace(optimizer=name, offload=STATES, remat="none", model="plain") for name in STATISTICS),
+        numbers._replace(offload=STATES, mesh=DP2, stage=3, policy="bf16"),
+        later(numbers._replace(offload="opt=host:0.5", mesh=DP2, stage=1)),
+        later(numbers._replace(offload="params=nvme,opt=host,grads=nvme", mesh=DP2, stage=2)),
+        later(numbers._replace(offload="opt=nvme", policy="fp16", steps=20, remat="none", slots=1)),
+        numbers._replace(offload="grads=host", model="plain", remat="none"),
+        later(numbers._replace(offload=STATES, model="plain", remat="none", policy="bf16")),
+        later(numbers._replace(optimizer="numbers by rows", offload="grads=nvme,opt=nvme", mesh=DP2, stage=3)),
+        later(numbers._replace(optimizer="columns", offload="grads=nvme,opt=nvme", mesh=DP2, stage=1)),
+        later(numbers._replace(offload=STATES, remat="none")),
+        later(numbers._replace(offload="grads=nvme", mesh=DP2, stage=3)),
+        later(numbers._replace(offload="params=nvme,opt=nvme", mesh=(("pp", 2),), micro=2)),
+    ]
+)
+def test_a_state_of_other_shapes_than_the_parameters_has_the_same_bits(case, folder):
+    check(case, folder)
+
+
 @each(
     [
         few._replace(frozen="^embed|w_q|norm_1", policy="bf16"),
@@ -459,3 +557,67 @@ def test_experts_of_other_ranks_have_the_same_bits(case, folder):
 )
 def test_the_one_pass_form_has_the_same_bits(case, folder):
     check(case, folder)
+
+
+def batch_of(step, mesh):
+    rows = torch.randint(0, 20, (4, 9), generator=torch.Generator().manual_seed(step))
+    return local_batch({"tokens": rows[:, :-1], "targets": rows[:, 1:]}, mesh)
+
+
+def continued(mesh, offload, kinds, folder, path=None):
+    """The leaves of a state after a step, made anew or restored from `path`; of one made anew, its checkpoint."""
+    (loss, given), tx = model_of("plain"), statistic(*kinds)
+    plan = fzero.zero_plan(3, given, mesh, offload=offload)
+    space = Nvme(os.path.join(folder, "state"), buffer_bytes=1 << 20)
+    restored = path is not None
+    if path is not None:
+        state = restore_state(path, meta_state(plan, tx), fzero.state_specs(plan, tx), plan, space)
+        leaves = checkpoint.restore_leaves(path, lambda name: True)
+        assert mesh.size > 1 or not differing(values(state), {name: leaves[name] for name in values(state)})
+    else:
+        state = fzero.init_state(given, tx, plan, seed=0, nvme=space)
+    step = fzero.make_train_step(loss, tx, plan, nvme=space)
+    state, _ = step(state, batch_of(int(state.step), mesh))
+    found = values(state)
+    if not restored:
+        path = checkpoint.save(folder, state, step=1, specs=fzero.state_specs(plan, tx), mesh=mesh)
+    space.close()
+    return found, str(path)
+
+
+def test_a_state_of_other_shapes_is_saved_and_restored_at_another_world_size(folder):
+    kinds = ("number", "columns", "rows")
+    (_, plain), _ = ranks.run(2, continued, "", kinds, f"{folder}a", mesh={"dp": 2})
+    (_, saved), _ = ranks.run(2, continued, STATES, kinds, f"{folder}b", mesh={"dp": 2})
+    assert not differing(*(checkpoint.restore_leaves(path, lambda name: True) for path in (saved, plain)))
+    one = fzero.one_process()
+    after = [continued(one, to, kinds, f"{folder}{i}", saved)[0] for i, to in enumerate(("", "opt=host", STATES))]
+    assert not differing(after[1], after[0]) and not differing(after[2], after[0])
+    again = [continued(one, to, kinds, f"{folder}c{i}")[1] for i, to in enumerate(("", STATES))]  # and at a larger one
+    shards = [ranks.run(2, continued, to, kinds, f"{folder}d{i}", again[1]) for i, to in enumerate(("", STATES))]
+    for (found, _), (expected, _) in zip(*shards):
+        assert not differing(found, expected)
+
+
+def test_another_optimizer_of_a_state_on_a_disk_begins_as_in_memory(folder):
+    loss, given = model_of("plain")
+    old, tx, found = optim.adamw(1e-2), statistic("number", "columns", "layers"), []
+    for offload in ("", STATES):
+        plan = fzero.zero_plan(0, given, fzero.one_process(), offload=offload)
+        spaces = [Nvme(f"{folder}{i}", buffer_bytes=1 << 20) if offload else None for i in range(2)]
+        state = fzero.init_state(given, old, plan, seed=0, nvme=spaces[0])
+        state = fzero.with_optimizer(state, tx, plan, drop="opt_state/.*", nvme=spaces[1])
+        state, _ = fzero.make_train_step(loss, tx, plan, nvme=spaces[1])(state, batch_of(0, plan.mesh))
+        found.append(values(state))
+        for space in filter(None, spaces):
+            space.close()
+    assert not differing(*found)
+
+
+@pytest.mark.parametrize("update", ["speculate", "backward"])
+def test_layers_of_a_state_without_layers_are_not_updated_in_the_backward_pass(update):
+    model, _ = model_of("llama")
+    plan = fzero.zero_plan(0, model, fzero.one_process(), offload="opt=host")
+    words = rf'update="{update}" updates layers .* state of blocks/\S+ has leaves without layers, .* use update="end"'
+    with pytest.raises(ValueError, match=words):
+        fzero.make_train_step(model, statistic("number"), plan, update=update)

@@ -35,6 +35,7 @@ from fzero.offload import (
     Nvme,
     ScratchFile,
     open_store,
+    store_owner,
 )
 from fzero.offload import chunk_files as chunks_module
 from fzero.offload import scratch as scratch_module
@@ -1141,6 +1142,60 @@ def test_a_step_takes_states_of_its_own_store_while_that_is_open(tmp_path):
     for use in (lambda: step(state, batch), lambda: pytree.leaves(state.params)[0].tensor()):
         said(use, folder, "this store was closed", "reopen_state")
     other_nvme.close()
+
+
+def test_a_refused_call_leaves_the_state_that_is_open(tmp_path):
+    model, tx, folder, one = (
+        models.llama(models.LlamaConfig(**SIZES)),
+        optim.adamw(1e-2),
+        tmp_path / "state",
+        fzero.one_process(),
+    )
+    tokens = torch.arange(16).reshape(2, 8) % 97
+    batch, plan = {"tokens": tokens, "targets": tokens}, fzero.zero_plan(0, model, one, offload="params=nvme,opt=nvme")
+    lacking = fzero.zero_plan(0, model, one, offload="opt=nvme")
+    nvme, state, step = state_on(folder)
+    _, free, free_step = state_on(tmp_path / "free")
+
+    def damaged():
+        slot = nvme.store.record.slot
+        name, path = nvme.store.chunks.path("params/head/w", slot, 0), "is damaged: the checksum does not match"
+        kept = name.read_bytes()
+        name.write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
+        try:
+            said(lambda: reopen_state(tx, plan, nvme), name, path)
+            said(lambda: reopen_state(tx, plan, Nvme(folder, buffer_bytes=1 << 22)), name, path)
+        finally:
+            name.write_bytes(kept)
+
+    refused = {
+        "a new state": lambda: fzero.init_state(model, tx, plan, seed=1, nvme=nvme),
+        "of another Nvme": lambda: fzero.init_state(model, tx, plan, seed=1, nvme=Nvme(folder)),
+        "another optimizer": lambda: reopen_state(optim.sgd(0.1, 0.9), plan, nvme),
+        "another plan": lambda: reopen_state(tx, lacking, nvme),
+        "another number of slots": lambda: reopen_state(tx, plan, Nvme(folder, slots=3)),
+        "changed to the same folder": lambda: fzero.with_optimizer(state, optim.adam(0.1), plan, nvme=nvme),
+        "options": lambda: fzero.make_train_step(model, tx, plan, nvme=nvme, update="backward", donate=False),
+        "the whole tree": lambda: fzero.make_train_step(
+            model, optim.chain(tx, optim.clip_by_global_norm(1.0)), plan, nvme=nvme
+        ),
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*O_DIRECT")
+        for call in refused.values():
+            with pytest.raises(ValueError, match=r"; "):
+                call()
+            state, metrics = step(state, batch)
+            free, expected = free_step(free, batch)
+            assert torch.equal(metrics.loss, expected.loss)
+        if nvme.store.chunks.direct:
+            damaged()
+            state, metrics = step(state, batch)
+    assert os.path.realpath(folder) in store_owner.LOCKS
+    nvme.close()
+    again, state, _ = state_on(folder, resume=True)
+    assert int(state.step) == len(refused) + again.store.chunks.direct
+    again.close()
 
 
 @pytest.mark.slow

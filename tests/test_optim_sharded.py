@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import ranks
 import torch
+from law_cases import FP64
 from optim_cases import F64, OPTIMIZERS, assert_same, clone, tree, with_rows
 
 import fzero
@@ -521,3 +522,81 @@ def test_every_optimizer_that_needs_more_than_its_shard_is_here():
         for name in NEEDY
         if re.search("clip|lamb|adafactor|muon|recipe", name) and make(name, 0.1).needs == "elementwise"
     ]
+
+
+def by_rows(needs="row"):
+    """Each row of a gradient with norm 1, which is of rows that are whole."""
+    return optim.GradientTransformation(
+        init=lambda params: (),
+        update=lambda grads, state, params: (
+            pytree.map(lambda g: -0.1 * g / g.norm(dim=-1, keepdim=True), grads),
+            state,
+        ),
+        spec=lambda specs: (),
+        needs=needs,
+    )
+
+
+def rows_of_params():
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=F64)  # noqa: E731
+    return {"w": draw(8, 4), "blocks": {"w": draw(3, 4, 6)}}
+
+
+def rows_after_steps(mesh, stage, batch):
+    params = rows_of_params()
+    plan = fzero.zero_plan(stage, params, mesh, policy=FP64)
+    state = fzero.init_state(params, by_rows(), plan, seed=0)
+
+    def loss(params, batch):
+        x = batch["x"] @ params["w"]
+        for w in params["blocks"]["w"]:
+            x = torch.tanh(x @ w) @ w.T
+        return x.square().sum(), batch["x"].shape[0]
+
+    step = fzero.make_train_step(loss, by_rows(), plan)
+    for _ in range(3):
+        state, _ = step(state, fzero.local_batch(batch, mesh))
+    return fzero.full_params(state.params, plan)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_steps_on_whole_rows_of_leaves_that_are_cut_between_them(stage):
+    batch = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(4), dtype=F64)}
+    whole = rows_after_steps(fzero.one_process(), 0, batch)
+    for cut in ranks.run(2, rows_after_steps, stage, batch):
+        assert_same(cut, whole, 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("needs", "spec", "cut"),
+    [
+        ("row", "[D/dp, F]", False),
+        ("row", "[D, F/dp]", True),
+        ("row", "[L, D/dp, F]", False),
+        ("row", "[L, D/dp]", True),  # a vector of each layer is a row
+        ("row", "[L/dp]", False),
+        ("row", "[D/dp]", True),
+        ("matrix", "[L/dp, D, F]", False),
+        ("matrix", "[L, D/dp, F]", True),
+        ("matrix", "[D/dp, F]", True),
+        ("tree", "[L/dp, D, F]", True),
+        ("tree", "[D, F]", False),
+    ],
+)
+def test_what_must_be_whole_is_refused_where_it_is_cut_by_whoever_has_the_plan(needs, spec, cut):
+    name, spec = "blocks/w" if "L" in spec else "w", Spec.parse(spec)
+    params, tx = pytree.nest({name: torch.ones([4] * len(spec.dims))}), by_rows(needs)
+    plan = fzero.zero_plan(0, params, fzero.sharding.fake_mesh({"dp": 2}))
+    plan = replace(plan, leaves={name: replace(plan.leaves[name], opt=spec)})
+    if not cut:
+        assert layouts.bind_to_plan(tx, plan) is tx
+        return
+    for call in (
+        lambda: fzero.init_state(params, tx, plan, seed=0),
+        lambda: fzero.state_specs(plan, tx),
+        lambda: fzero.make_train_step(lambda params, batch: (params, 1), tx, plan),
+    ):
+        what = "whole rows .* cuts those of" if needs == "row" else "whole leaves .* cuts"
+        with pytest.raises(ValueError, match=rf"^the optimizer needs {what} {name} and 0 more; give it an `on`"):
+            call()

@@ -219,7 +219,7 @@ class Chunks:
             raise Damaged(
                 f"{path}: is missing, a part of {name}; the store in {self.folder} is damaged: resume from a checkpoint"
             )
-        if create:
+        if create and not path.exists():  # those that are there may be in use, by the store that is open
             self.made.append(path)
         fd = open_direct(path, make=create, write=not self.read_only)
         assert fd is not None, f"{path} refuses direct transfers, and the store's folder does not"

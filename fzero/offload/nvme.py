@@ -107,14 +107,13 @@ class Nvme:
     def open(
         self, leaves: dict[str, LeafFiles], mesh: Mesh, *, owner: dict[str, Any] | None = None, resume: bool = False
     ) -> VersionedStore:
-        """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one."""
+        """Open the store of `leaves` in the folder: a new one, or with `resume` the existing one. It takes the place of
+        the one that is open, which stays as it is where this fails."""
         if self.folder is None:
             raise ValueError(
                 f"offload: {next(iter(leaves))} is offloaded to a disk and no folder is named; name one ({FOLDER})"
             )
-        if self.store is not None:
-            self.store.close()
-        self.store = open_store(
+        store = open_store(
             self.folder,
             leaves,
             streams=(self.buffers, self.disk),
@@ -124,7 +123,10 @@ class Nvme:
             owner=owner,
             resume=resume,
         )
-        return self.store
+        if self.store is not None:
+            self.store.close()
+        self.store = store
+        return store
 
     def moved(self) -> DiskTraffic:
         """The traffic of the disk so far."""

@@ -36,6 +36,7 @@ from fzero.offload.store_manifest import (
     step_manifest_text,
     sums_name,
 )
+from fzero.sharding.slices import MOST_ELEMENTS
 
 WORD = 1 << 64
 
@@ -53,7 +54,6 @@ class VersionedStore:
         self.fixed: dict[str, list[int]] = {}  # checksums of leaves with one slot, which are written once
         self.writing: list[DiskRequest] = []
         self.closed = False
-        store_owner.take(self, self.folder, chunks.rank)
 
     @property
     def leaves(self) -> dict[str, LeafFiles]:
@@ -121,6 +121,23 @@ class VersionedStore:
         )
         buffer.view.copy_(value.reshape(buffer.view.shape))
         self.write(name, layer, rows, buffer)
+
+    def write_layer(self, name: str, layer: int, value: Tensor) -> None:
+        """Start to write a copy of `value`, all of a layer of a leaf, into the next version."""
+        kept = self.leaves[name]
+        value = value.reshape(kept.chunk)
+        for begin, end in self.chunks.row_blocks(name, self.block_bytes(name)):
+            self.write_rows(name, layer, (begin, end), value[begin:end] if kept.chunk else value)
+
+    def write_leaf(self, name: str, value: Tensor) -> None:
+        """Start to write a copy of `value`, all layers of a leaf, into the next version."""
+        kept = self.leaves[name]
+        for layer in range(kept.layers):
+            self.write_layer(name, layer, value[layer] if kept.stacked else value)
+
+    def block_bytes(self, name: str) -> int:
+        """The bytes of a row block by which all of a leaf is read and written."""
+        return min(MOST_ELEMENTS * self.leaves[name].dtype.itemsize, self.buffers.size // 4)
 
     def flush(self) -> None:
         """Wait for all writes; raises ValueError if one failed."""
@@ -230,6 +247,7 @@ class VersionedStore:
         if not self.verify:
             return
         sums = read_sums(self.folder, slot, self.chunks.rank, {name: kept.layers for name, kept in self.leaves.items()})
+        step = self.record.step if self.record is not None else None
         for name, kept in self.leaves.items():
             for layer in range(kept.layers):
                 at, found = self.slot_of(name, slot), 0
@@ -241,7 +259,7 @@ class VersionedStore:
                     raise Damaged(
                         f"{self.chunks.path(name, at, layer)}: is damaged: the checksum does not match for {name}"
                         f"{f', layer {layer},' if kept.stacked else ''} at step "
-                        f"{self._last().step}; resume from a checkpoint"
+                        f"{step}; resume from a checkpoint"
                     )
         self.fixed = {name: sums[name] for name, kept in self.leaves.items() if kept.slots == 1}
 
@@ -265,6 +283,7 @@ class DiskTensor:
     def __init__(self, store: VersionedStore, name: str) -> None:
         self.store, self.name, self.kept = store, name, store.leaves[name]
         self.shape, self.dtype, self.device = torch.Size(self.kept.shape), self.kept.dtype, torch.device("cpu")
+        self.depth = self.kept.layers if self.kept.stacked else None  # the number of layers, if it is stacked
 
     def dim(self) -> int:
         return len(self.shape)

@@ -120,6 +120,7 @@ def _open(
     except BaseException:
         chunks.discard()
         raise
+    store_owner.take(store, folder, rank)  # not before: a store that is refused leaves the owner what it was
     return store
 
 

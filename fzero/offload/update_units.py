@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fzero.core.copy_buckets import start_fetch
 from fzero.core.future import Future
-from fzero.core.gpu import HOST
+from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import copy_in
 from fzero.offload.chunk_files import RowRead
 from fzero.offload.disk_io import LATER
@@ -26,7 +26,8 @@ OFF = (DiskTensor, ScratchTensor)
 
 
 class RowBlock(NamedTuple):
-    """Rows of one layer of a leaf. layer: None for a leaf without layers. rows: (first, end); None for all rows."""
+    """Rows of one layer of a leaf. layer: None for a leaf without layers, or all of them. rows: (first, end);
+    None for all rows."""
 
     name: str
     layer: int | None
@@ -61,8 +62,8 @@ def cut_units(
     """Cut leaves of these shapes into units, layer by layer, of about `most` elements at most and with each leaf at
     most once.
 
-    stacked: (name) -> whether its first dim counts layers. whole: (name) -> whether its layers may not be cut into
-    rows.
+    stacked: (name) -> whether its first dim counts layers, which are updated one by one. whole: (name) -> whether its
+    layers may not be cut into rows.
     """
     outside = [
         RowBlock(n, None, rows)
@@ -119,9 +120,10 @@ class BlockRead(NamedTuple):
         """Start to bring the rows to `where`."""
         if self.reading is None:
             if self.arrive is not None:
-                assert where == HOST, "rows that leave a GPU are updated on the host"
                 arrive, home = self.arrive, self.home
-                return Future(lambda: (arrive(), home)[1])
+                if where == HOST:
+                    return Future(lambda: (arrive(), home)[1])
+                return Future(lambda: (arrive(), copy_in(pinned(home, where), where).use())[1])
             return Future(copy_in(self.home, where).use)
         arriving, shape = self.reading.copy_to(where), self.home.shape
         return Future(lambda: arriving.wait().view(shape))
@@ -129,11 +131,32 @@ class BlockRead(NamedTuple):
 
 def read_block(leaf: Any, part: RowBlock, *, whole: bool = False) -> BlockRead:
     """Start to read a row block of a leaf. whole: all rows of its layer."""
+    if is_whole_stack(leaf, part):
+        home = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return BlockRead(None, home, lambda: read_layers(leaf, home))
     if isinstance(leaf, OFF):
         reading = leaf.read(part.layer or 0, None if whole else part.rows, priority=LATER)
         view = reading.buffer.view
         return BlockRead(reading, view if part.layer is None else view[None])
     return BlockRead(None, (part._replace(rows=None) if whole else part).of(leaf))
+
+
+def is_whole_stack(leaf: Any, part: RowBlock) -> bool:
+    """Whether a row block is all layers of a leaf on a disk: it passes the buffers a row block of a layer at a time."""
+    return isinstance(leaf, OFF) and part.layer is None and leaf.depth is not None
+
+
+def read_layers(leaf: Any, out: Tensor) -> None:
+    """Read all layers of a leaf on a disk into memory."""
+    for i, rows in layer_blocks(out):
+        part = out[i]
+        (part[rows[0] : rows[1]] if part.dim() else part).copy_(leaf.read(i, rows, priority=LATER).wait())
+
+
+def layer_blocks(stack: Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(layer, rows) of all row blocks of a stack of layers."""
+    blocks = row_blocks(tuple(stack.shape[1:]))
+    return ((i, rows) for i in range(stack.shape[0]) for rows in blocks)
 
 
 class BegunUnit(NamedTuple):

@@ -82,7 +82,8 @@ class GradientTransformation(NamedTuple):
 
     Only the first three are needed to write one. Where its state has the names of the parameters (as a tree of moments
     made by `pytree.map`), `update` is then called with one leaf, or a layer of it, at a time, and its result added in
-    place; an offloaded state is streamed through it.
+    place; an offloaded state is streamed through it. Those of its leaves that belong to a stack may have the layers as
+    their first dim; if one has not (a number for all of the stack), the stack is updated as a whole.
 
     >>> half = GradientTransformation(
     ...     init=lambda params: (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.core import pytree
 from fzero.core.pytree import Tree
-from fzero.sharding.slices import is_stacked
+from fzero.sharding.slices import is_stacked, shard_dim
 
 
 def columns_of(state: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str, str | None]]:
@@ -19,6 +19,24 @@ def columns_of(state: Tree, params: list[str]) -> tuple[dict[str, Any], dict[str
     # Names of the state's leaves have no path prefix if the state is itself a parameter tree.
     owner = pytree.owners([f"/{name}" for name in columns], params)
     return columns, {name.removeprefix("/"): of for name, of in owner.items()}
+
+
+def is_layered(name: str, shape: Sequence[int], column: Sequence[int]) -> bool:
+    """Whether a leaf of a state, of shape `column`, has layers as its parameter of this name and shape has."""
+    return is_stacked(name) and len(shape) > 0 and tuple(column[:1]) == tuple(shape[:1])
+
+
+def smallest_unit(name: str, shape: Sequence[int], columns: Iterable[Sequence[int]], unit: str) -> str:
+    """The smallest part of a parameter that is updated apart from the rest: "row", "layer" or "leaf".
+
+    columns: the shapes of its leaves of the state. Where one has no layers (a number for a whole stack), all of them
+    are updated at once; where one has other rows (a number for each layer, or each row, which lie otherwise in pages),
+    all rows of a layer. unit: of the transformation, see GradientTransformation.
+    """
+    lead, columns = shard_dim(name), [tuple(column) for column in columns]
+    if lead and not all(is_layered(name, shape, column) for column in columns):
+        return "leaf"
+    return "row" if unit == "row" and all(column[lead:] == tuple(shape[lead:]) for column in columns) else "layer"
 
 
 @torch.no_grad()
@@ -59,7 +77,7 @@ def add_in_units(
     for leaf, (like, held) in parts.items():
         own = [columns[name] for name in pytree.leaves(held) if owner[name] is not None]
         p, layers = leaves[leaf], 0
-        if is_stacked(leaf) and p.dim() and all(x.shape[:1] == p.shape[:1] for x in own):
+        if is_stacked(leaf) and p.dim() and smallest_unit(leaf, p.shape, [x.shape for x in own], "layer") == "layer":
             layers = p.shape[0]
         for layer in range(layers) if layers else [None]:
 

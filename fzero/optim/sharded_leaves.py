@@ -272,6 +272,29 @@ def bind(tx: GradientTransformation, shards: ShardedLeaves) -> GradientTransform
     return tx if tx.on is None else tx.on(shards)
 
 
+def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformation:
+    """`tx` on the shards of a plan; raises ValueError where the plan cuts what it must see whole."""
+    tx = bind(tx, shards_of(plan))
+    if tx.needs == "elementwise":
+        return tx
+    cut = [name for name, leaf in plan.leaves.items() if leaf.trained and cuts(plan, name, tx.needs)]
+    if cut:
+        what = "rows" if tx.needs == "row" else "leaves"
+        raise ValueError(
+            f"the optimizer needs whole {what} (needs={tx.needs!r}) and the plan cuts "
+            f"{'those of ' if tx.needs == 'row' else ''}{cut[0]} and {len(cut) - 1} more; "
+            "give it an `on`, which makes it one for shards (see fzero.optim.GradientTransformation), or use stage 0"
+        )
+    return tx
+
+
+def cuts(plan: Plan, name: str, needs: str) -> bool:
+    """Whether the optimizer's shards of a leaf are cut in a dim that `needs` (see GradientTransformation) has whole."""
+    dims = plan.leaves[name].opt.dims
+    whole = dims if needs == "tree" else dims[shard_dim(name) :][0 if needs == "matrix" else -1 :]
+    return any(plan.sizes[axis] > 1 for axes in whole for axis in axes)
+
+
 def layer_norm2(shards: ShardedLeaves, name: str, x: Tensor, lead: int) -> Tensor:
     """The 2-norm of each layer of a leaf of which `x` is the shard, over all dims but the first `lead`; those are kept
     with size 1."""

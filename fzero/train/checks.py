@@ -161,8 +161,7 @@ def plan_memories(plan: Plan) -> str:
 
 
 def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: Plan) -> None:
-    """Raise ValueError if the plan was made for another model, or the optimizer needs whole leaves that the plan
-    cuts."""
+    """Raise ValueError if the plan was made for another model, or its sums are not those of the optimizer."""
     if isinstance(loss_fn, base.Model):
         expect_shapes(plan, shapes_of(loss_fn))
         moving = [name for name, rule in loss_fn.after.items() if rule]
@@ -172,17 +171,6 @@ def expect_plan(loss_fn: base.Model | LossFn, tx: GradientTransformation, plan: 
                 'would see it move; use update="end"'
             )
     expect_sums(tx, plan)
-    cut = [
-        name
-        for name, leaf in plan.leaves.items()
-        if leaf.trained and any(plan.sizes[axis] > 1 for axis in leaf.opt.axes)
-    ]
-    if tx.needs != "elementwise" and cut:
-        raise ValueError(
-            f"the optimizer needs whole leaves (needs={tx.needs!r}) and the "
-            f"plan cuts {cut[0]} and {len(cut) - 1} more; "
-            "give it an `on`, which makes it one for shards (see fzero.optim.GradientTransformation), or use stage 0"
-        )
 
 
 def expect_sums(tx: GradientTransformation, plan: Plan) -> None:

@@ -12,7 +12,7 @@ from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
-from fzero.optim.sharded_leaves import bind, shards_of
+from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
 from fzero.sharding.error_feedback import first_errors
 from fzero.sharding.shapes import shapes_of
@@ -66,7 +66,7 @@ def init_state(
             raise ValueError(f"leaf {name!r} of the parameters is on the meta device and has no values; give it some")
     if not drawn:  # a module's parameters have a graph of their own
         model = pytree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.nn.Parameter) else leaf, model)
-    tx, policy = bind(tx, shards_of(plan)), plan.policy
+    tx, policy = bind_to_plan(tx, plan), plan.policy
     if on_disk(plan):
         return init_on_disk(model, tx, plan, key, device, nvme)
     masters = {}

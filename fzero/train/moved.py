@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fzero.core.pytree import Tree
-from fzero.optim import GradientTransformation, apply_updates, bind
-from fzero.optim.sharded_leaves import shards_of
+from fzero.optim import GradientTransformation, apply_updates
+from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
 from fzero.train.state import TrainState
 from fzero.train.update.in_memory import at_rest, own, spread
@@ -45,7 +45,7 @@ def sum_moved(tx: GradientTransformation, plan: Plan, state: TrainState) -> Trai
     """
     if tx.meet is None:
         return state
-    bound = bind(tx, shards_of(plan))
+    bound = bind_to_plan(tx, plan)
     assert bound.meet is not None  # as that of the whole
     before = updated(plan, state)
     found = bound.meet(state.opt_state, before)

@@ -12,13 +12,13 @@ from fzero.core.arguments import checked, expect_kind, expect_regex
 from fzero.offload import DiskTensor, Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.renamed import same_leaves
-from fzero.optim.sharded_leaves import bind, shards_of
+from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan
 from fzero.sharding.slices import row_blocks, shard_dim
 from fzero.train.masters import narrowing
 from fzero.train.moved import updated
 from fzero.train.state import TrainState, expect_alive, meta_state, put_in_memory, state_specs
-from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in
+from fzero.train.state_on_disk import FirstState, assemble_state, commit, leaves_on_disk, open_in, updated_shape
 from fzero.train.to_module import read
 
 PART = "opt_state/"
@@ -57,7 +57,7 @@ def with_optimizer(
             f"the state rests on a disk, in {on_disk.store.folder}; give with_optimizer a folder for the new one, "
             "nvme=fzero.Nvme(another folder)"
         )
-    bound = bind(tx, shards_of(plan))
+    bound = bind_to_plan(tx, plan)
     like = meta_state(plan, tx).opt_state if on_disk is not None else bound.init(updated(plan, state))
     old, new = pytree.named_leaves(state.opt_state), pytree.named_leaves(like)
     source = same_leaves(old, list(new), pytree.names(plan.trained(plan.like)))
@@ -127,9 +127,14 @@ def begin_states(first: FirstState, state: TrainState, name: str) -> None:
         if name in masters
         else narrowing(leaf.shape, (leaf.params, leaf.opt), first.plan.mesh)
     )
+    if first.units[name] == "leaf":
+        layers = [take(read(weight, i), i) for i in range(weight.shape[0])]
+        value = torch.stack(layers) if layers else torch.empty(updated_shape(first.plan, name))
+        first.states(name, None, None, value.to(first.plan.policy.state))
+        return
     for i in range(weight.shape[0]) if lead else (None,):
         value = take(read(weight, i), i).to(first.plan.policy.state)
-        blocks = row_blocks(tuple(value.shape)) if first.tx.unit == "row" and value.dim() else [None]
+        blocks = row_blocks(tuple(value.shape)) if first.units[name] == "row" and value.dim() else [None]
         for rows in blocks:
             block = value if rows is None else value[rows[0] : rows[1]]
             first.states(name, i or 0, rows, block[None] if lead else block)

@@ -17,7 +17,8 @@ from fzero.core.precision import ScalerState, init_scaler
 from fzero.core.pytree import Tree
 from fzero.core.torch_private import disable_current_modes
 from fzero.optim import GradientTransformation
-from fzero.optim.sharded_leaves import bind, shards_of
+from fzero.optim.in_units import columns_of
+from fzero.optim.sharded_leaves import bind_to_plan
 from fzero.sharding import Plan, Spec
 from fzero.sharding.error_feedback import error_specs, first_errors
 from fzero.sharding.slices import local_shape
@@ -74,12 +75,21 @@ def state_specs(plan: Plan, tx: GradientTransformation) -> TrainState:
         step=whole,
         params=params,
         master=trained if policy.has_master else (),
-        opt_state=bind(tx, shards_of(plan)).spec(trained),
+        opt_state=beside_params(bind_to_plan(tx, plan).spec(trained), plan),
         scaler=pytree.map(lambda _: Spec(), scaler),
         key=whole,
         data_cursor=whole,
         extra={LOSS: pytree.map(lambda _: Spec(), init_stats()), **with_previous(plan, params), **error_specs(plan)},
     )
+
+
+def beside_params(specs: Tree, plan: Plan) -> Tree:
+    """The specs of an optimizer's state in which what is of a parameter rests where the plan puts that one's state,
+    whatever memory a `spec` names that made new Specs."""
+    columns, owner = columns_of(specs, list(plan.leaves))
+    home = {name: plan.leaves[of].opt.memory for name, of in owner.items() if of is not None}
+    changed = {name: replace(spec, memory=home[name]) for name, spec in columns.items() if name in home}
+    return pytree.map_named(lambda name, spec: changed.get(name, spec), specs)
 
 
 def expect_shapes(plan: Plan, given: Tree, *, shards: bool = False) -> None:
@@ -117,7 +127,7 @@ def meta_state(plan: Plan, tx: GradientTransformation) -> TrainState:
         step=torch.empty((), dtype=torch.int64, device="meta"),
         params=params,
         master=opt if policy.has_master else (),
-        opt_state=bind(tx, shards_of(plan)).init(opt),
+        opt_state=bind_to_plan(tx, plan).init(opt),
         scaler=pytree.map(lambda x: x.to("meta"), init_scaler(policy.loss_scale)) if policy.loss_scale else (),
         key=torch.empty(2, dtype=torch.int64, device="meta"),
         data_cursor=torch.empty((), dtype=torch.int64, device="meta"),

@@ -23,13 +23,17 @@ from fzero.core.pytree import Tree
 from fzero.models import base
 from fzero.offload import DiskTensor, LeafFiles, Nvme, VersionedStore
 from fzero.offload.buffer_need import disk_of
+from fzero.offload.store_manifest import read_step_manifest
 from fzero.offload.update_units import RowBlock
 from fzero.optim import GradientTransformation
+from fzero.optim.in_units import columns_of, is_layered, smallest_unit
 from fzero.sharding import Plan
 from fzero.sharding.draw import Box, draw_leaf
-from fzero.sharding.slices import local_windows, narrow_box, row_blocks, shard_dim
+from fzero.sharding.slices import local_shape, local_windows, narrow_box, row_blocks, shard_dim
 from fzero.train.spike import LOSS, init_stats
 from fzero.train.state import TrainState, meta_state, put_in_memory, put_on, state_specs
+
+OF_OPTIMIZER = "opt_state/"  # begins the names of an optimizer's leaves in a state
 
 
 def on_disk(plan: Plan) -> bool:
@@ -43,17 +47,37 @@ def owner_of(state: TrainState, plan: Plan) -> dict[str, str | None]:
 
 
 def leaves_on_disk(like: TrainState, specs: TrainState, plan: Plan) -> dict[str, LeafFiles]:
-    """The leaves of a state that rest on a disk, by name; leaves of stacked parameters are stacked."""
+    """The leaves of a state that rest on a disk, by name; those that have the layers of their parameter are stacked."""
     named, owner = pytree.named_leaves(specs), owner_of(like, plan)
     frozen = {f"params/{name}" for name in plan.frozen}
     cut = {name: spec if spec.rows or spec.parts else None for name, spec in named.items()}
+    shards = {name: updated_shape(plan, name) for name in plan.leaves}
     return {
         name: LeafFiles(
-            tuple(leaf.shape), leaf.dtype, shard_dim(of) == 1, slots=1 if name in frozen else 2, cut=cut[name]
+            tuple(leaf.shape),
+            leaf.dtype,
+            is_layered(of, shards[of], leaf.shape) if name.startswith(OF_OPTIMIZER) else shard_dim(of) == 1,
+            slots=1 if name in frozen else 2,
+            cut=cut[name],
         )
         for name, leaf in pytree.named_leaves(like).items()
         if named[name].memory == "nvme" and (of := owner[name]) is not None
     }
+
+
+def updated_shape(plan: Plan, name: str) -> tuple[int, ...]:
+    """The shape of this rank's part of a leaf that the optimizer updates."""
+    return local_shape(plan.leaves[name].shape, plan.leaves[name].opt, plan.mesh)
+
+
+def smallest_units(plan: Plan, opt_state: Tree, unit: str) -> dict[str, str]:
+    """{trained leaf: the smallest part of it that is updated apart from the rest}, see `smallest_unit`."""
+    names = pytree.names(plan.trained(plan.like))
+    columns, owner = columns_of(opt_state, names)
+    own: dict[str | None, list[Any]] = {}
+    for column, of in owner.items():
+        own.setdefault(of, []).append(columns[column].shape)
+    return {name: smallest_unit(name, updated_shape(plan, name), own.get(name, ()), unit) for name in names}
 
 
 def init_on_disk(
@@ -98,7 +122,8 @@ def init_on_disk(
 
 class FirstState:
     """The leaves of parameters in a state before its first step: parameters, masters, and what the optimizer's `init`
-    makes of them, a row block at a time, or a layer where the optimizer needs one, as an offloaded update has them."""
+    makes of them, a row block at a time, or a layer or all of a leaf where the optimizer needs that, as an offloaded
+    update has them."""
 
     def __init__(
         self,
@@ -115,10 +140,11 @@ class FirstState:
             pytree.named_leaves(specs),
             owner_of(like, plan),
         )
+        self.units = smallest_units(plan, like.opt_state, tx.unit)
         self.out: dict[str, Any] = {}  # the leaves that are in memory
         self.shared: dict[str, Tensor] = {}  # the leaves of the optimizer's state that belong to no parameter
         trained = plan.trained(like.master if plan.policy.has_master else like.params)
-        empty = lambda leaf: leaf.new_empty((0, *leaf.shape[1:]) if leaf.dim() else (0,), device="cpu")  # noqa: E731
+        empty = lambda leaf: leaf.new_zeros((0, *leaf.shape[1:]) if leaf.dim() else (), device="cpu")  # noqa: E731
         self.empty = pytree.map(lambda leaf: empty(leaf).to(plan.policy.state), trained)
 
     def leaf(self, name: str, shape: tuple[int, ...], values: Callable[[Box], Tensor]) -> None:
@@ -134,7 +160,7 @@ class FirstState:
         updated = [] if name in self.plan.frozen else local_windows(shape, self.plan.leaves[name].opt, self.plan.mesh)
         for window in [*windows, *(window for window in updated if window not in windows)]:
             (start, size, first), targets = window, windows.get(window, [])
-            whole = window in updated and self.tx.unit != "row"
+            whole = window in updated and self.units[name] != "row"
             for i in range(size[0] if lead else 1):
                 for rows in [(0, math.prod(size[lead : lead + 1]))] if whole else row_blocks(size[lead:]):
                     at, extent = list(start), list(size)
@@ -145,10 +171,14 @@ class FirstState:
                     value = values((shape, tuple(at), tuple(extent)))
                     for target in targets:
                         self.put(target, first + i, rows, value)
-                    if window in updated:
+                    if window in updated and self.units[name] != "leaf":
                         self.states(name, first + i, None if whole else rows, value.to(self.plan.policy.state))
+        if self.units.get(name) == "leaf":
+            parts = [values((shape, start, size)) for start, size, _ in updated]
+            value = torch.cat(parts) if parts else torch.empty(updated_shape(self.plan, name))
+            self.states(name, None, None, value.to(self.plan.policy.state))
 
-    def states(self, name: str, layer: int, rows: tuple[int, int] | None, value: Tensor) -> None:
+    def states(self, name: str, layer: int | None, rows: tuple[int, int] | None, value: Tensor) -> None:
         """Put what the optimizer's `init` makes of rows of a layer of a parameter; None: of all of them."""
         named = pytree.named_leaves(self.empty) | {name: value}
         for column, leaf in pytree.named_leaves(self.tx.init(pytree.from_named(named, self.empty))).items():
@@ -164,7 +194,7 @@ class FirstState:
                     "parameters, which are put on a disk one after another; use opt=host"
                 )
 
-    def put(self, name: str, layer: int, rows: tuple[int, int] | None, value: Tensor) -> None:
+    def put(self, name: str, layer: int | None, rows: tuple[int, int] | None, value: Tensor) -> None:
         """Put rows of a layer of a leaf where it rests; None: all of them."""
         of, kept = self.owner[name], self.store.leaves.get(name)
         assert of is not None  # rows are those of a parameter, or of its state
@@ -173,11 +203,11 @@ class FirstState:
             RowBlock(name, layer if stacked else None, rows).of(self.out[name]).copy_(value)
             return
         if rows is not None:
-            self.store.write_rows(name, layer, rows, value)
-            return
-        value = value.reshape(kept.chunk)
-        for begin, end in row_blocks(kept.chunk):
-            self.store.write_rows(name, layer, (begin, end), value[begin:end] if kept.chunk else value)
+            self.store.write_rows(name, layer or 0, rows, value)
+        elif layer is None:
+            self.store.write_leaf(name, value)
+        else:
+            self.store.write_layer(name, layer, value)
 
 
 def first_values(
@@ -261,6 +291,14 @@ def reopen_state(
     >>> nvme.close()
     """
     like, specs = meta_state(plan, tx), state_specs(plan, tx)
+    lost = missing_leaves(like, specs, plan)
+    there = read_step_manifest(nvme.folder) if lost and nvme.folder is not None else None
+    if there is not None:  # said before the store is opened, which the one that is open would not outlive
+        raise ValueError(
+            f"{nvme.folder}: holds step {there.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
+            "keeps in memory; "
+            "resume from a checkpoint"
+        )
     gpu.wake(torch.device(device))
     store = open_in(nvme, leaves_on_disk(like, specs, plan), plan, resume=True)
     record = store.record
@@ -269,13 +307,6 @@ def reopen_state(
     held: dict[str, Any] = pytree.named_leaves({"extra": {LOSS: init_stats()}})
     held |= {name: from_text(text) for name, text in record.values.items()}
     shapes, owner = pytree.named_leaves(like), owner_of(like, plan)
-    lost = missing_leaves(like, specs, plan)
-    if lost:
-        raise ValueError(
-            f"{nvme.folder}: holds step {record.step} but for {lost[0]} and {len(lost) - 1} more, which the plan "
-            "keeps in memory; "
-            "resume from a checkpoint"
-        )
     derived = [name for name in shapes if name not in held and name not in store.leaves]
     for name in derived:
         of = owner[name]

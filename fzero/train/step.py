@@ -24,7 +24,7 @@ from fzero.models import base
 from fzero.offload import Nvme
 from fzero.optim import GradientTransformation
 from fzero.optim.norm import Squared, summed_by_kernel
-from fzero.optim.sharded_leaves import ShardedLeaves, bind, shards_of, shards_of_sums
+from fzero.optim.sharded_leaves import ShardedLeaves, bind_to_plan, shards_of_sums
 from fzero.optim.sharded_leaves import squares as layer_squares
 from fzero.sharding import Mesh, Plan
 from fzero.sharding.error_feedback import ERRORS, ErrorFeedback
@@ -123,7 +123,7 @@ def make_train_step(
     >>> step = fzero.make_train_step(model, tx, plan)
     """
     expect_arguments(model, tx, plan, micro_batches, execution, skip)
-    mesh, tx = plan.mesh, bind(tx, shards_of(plan))
+    mesh, tx = plan.mesh, bind_to_plan(tx, plan)
     expect_plan(model, tx, plan)
     streamed = StreamedUpdate(tx, plan, nvme) if is_offloaded(plan) else None
     expect_options(plan, execution, donate, update, streamed is not None, isinstance(model, base.Model))
@@ -215,9 +215,11 @@ def early_start(
         raise ValueError("the plan puts a part of the state on a disk; give nvme=, the one given to init_state")
     slots = nvme.slots if nvme is not None else 1
     if streamed is not None and update == "backward":
+        streamed.expect_layers(update)
         expect_early(streamed, plan, slots, skips)
         return partial(EarlyUpdate, streamed)
     if streamed is not None and update == "speculate":
+        streamed.expect_layers(update)
         expect_speculation(plan, slots)
         return Speculation(streamed).start
     return None

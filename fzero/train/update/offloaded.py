@@ -32,6 +32,8 @@ from fzero.offload.update_units import (
     begin_ahead,
     begin_unit,
     cut_units,
+    is_whole_stack,
+    layer_blocks,
     read_block,
 )
 from fzero.optim import GradientTransformation, apply_in_place
@@ -41,7 +43,7 @@ from fzero.optim.in_units import columns_of, part_of_state
 from fzero.sharding import Plan
 from fzero.sharding.slices import MOST_ELEMENTS, local_shape, narrow_part, shard_dim
 from fzero.train.state import meta_state, state_specs
-from fzero.train.state_on_disk import leaves_on_disk, on_disk, owner_of
+from fzero.train.state_on_disk import leaves_on_disk, on_disk, owner_of, smallest_units
 from fzero.train.update.in_memory import Gradients, on_host, split_names
 from fzero.train.update.old_values import OldValues
 
@@ -72,10 +74,22 @@ class StreamedUpdate:
             n: local_shape(tuple(x.shape), opt[n], plan.mesh)
             for n, x in pytree.named_leaves(plan.trained(plan.like)).items()
         }
-        self.whole = {n for n in self.shards if self.parts.body.unit != "row" or n in self.split}
+        # A state by which a leaf cannot be updated a row or a layer at a time has it updated by larger parts.
+        units = smallest_units(plan, self.parts.state(meta_state(plan, tx).opt_state), self.parts.body.unit)
+        self.whole = {n for n in self.shards if units[n] != "row" or n in self.split}
+        self.stacks = {n for n in self.shards if units[n] == "leaf"}  # those of which all layers are updated at once
         self.on_host = on_host(self.parts.body, sum(math.prod(shape) for shape in self.shards.values()))
         self.pruned: dict[frozenset[str], tuple[Tree, Tree]] = {}
         self.nvme.need((AHEAD + 2) * self.largest_layer(tx) if self.whole and on_disk(plan) else 0, plan.mesh.size)
+
+    def expect_layers(self, update: str) -> None:
+        """Raise ValueError if a leaf cannot be updated layer by layer, in the backward pass."""
+        if self.stacks:
+            raise ValueError(
+                f'update="{update}" updates layers in the backward pass, and the optimizer\'s state of '
+                f"{min(self.stacks)} has leaves without layers, for which all of them are updated at once; use "
+                'update="end"'
+            )
 
     def largest_layer(self, tx: GradientTransformation) -> int:
         """The most bytes on a disk of a layer that is updated as a whole."""
@@ -95,7 +109,8 @@ class StreamedUpdate:
     def units(self, width: int) -> list[UpdateUnit]:
         """The units, with `width` bytes of buffers per parameter."""
         most = max(1, self.nvme.buffers.size // (SHARE * width)) if width else MOST_ELEMENTS
-        return cut_units(self.shards, lambda n: shard_dim(n) == 1, lambda n: n in self.whole, most)
+        by_layer = lambda n: shard_dim(n) == 1 and n not in self.stacks  # noqa: E731
+        return cut_units(self.shards, by_layer, lambda n: n in self.whole, most)
 
     @torch.no_grad()
     def run(self, grads: Gradients, state: Tree, skipped: Tensor | None) -> Tree:
@@ -310,16 +325,23 @@ class Update:
         )
         return emit(new[0], copies), new[1]
 
-    def room(self, part: RowBlock) -> tuple[Buffer | None, Tensor]:
-        """The target of parameters that are copies of master weights: (a buffer if they are on a disk; the rows)."""
+    def room(self, part: RowBlock) -> tuple[Buffer | Tensor | None, Tensor]:
+        """The target of parameters that are copies of master weights: (a buffer if they are on a disk, or memory for
+        all of their layers; the rows)."""
         rest = self.params[part.name]
         if not isinstance(rest, DiskTensor):
             return None, part.of(rest)
+        if is_whole_stack(rest, part):
+            stack = torch.empty(rest.shape, dtype=rest.dtype)
+            return stack, stack
         shape = tuple(rest.shape if part.layer is None else rest.shape[1:])
         if part.rows is not None:
             shape = (part.rows[1] - part.rows[0], *shape[1:])
-        buffer = self.how.nvme.buffers.take(shape, rest.dtype, self.how.nvme.disk.busy)
+        buffer = self.buffer(shape, rest.dtype)
         return buffer, buffer.view if part.layer is None else buffer.view[None]
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        return self.how.nvme.buffers.take(shape, dtype, self.how.nvme.disk.busy)
 
     def beside(self, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Where the update writes what goes to each of `views`: the view itself, or memory from which a copy to it does
@@ -337,7 +359,7 @@ class Update:
                 out[name] = torch.empty(view.shape, dtype=view.dtype, device=self.where, pin_memory=pin)
         return out
 
-    def send(self, value: Tensor, home: Tensor, buffer: Buffer | None = None) -> Copied | None:
+    def send(self, value: Tensor, home: Tensor, buffer: Buffer | Tensor | None = None) -> Copied | None:
         """Copy updated rows to where they rest, on a GPU without a wait; returns the copy into a disk's `buffer`.
 
         Those that go to a GPU wait for `send_back`.
@@ -382,7 +404,7 @@ class Update:
         found: dict[str, BlockRead],
         values: dict[str, Tensor],
         target: Tensor,
-        emitted: tuple[Buffer, Copied | None] | None,
+        emitted: tuple[Buffer | Tensor, Copied | None] | None,
     ) -> None:
         """Bring updated rows back to where they rest, and start to write those of a disk.
 
@@ -393,11 +415,13 @@ class Update:
         for column, one in found.items():
             if column == "grad" or (column == "target" and whole):
                 continue
-            buffer = None if one.reading is None else one.reading.buffer
+            leaf = self.columns[column] if column != "target" else self.master[name] if self.master else rest
+            buffer = (
+                one.reading.buffer if one.reading is not None else one.home if isinstance(leaf, DiskTensor) else None
+            )
             away = one.home.device != self.where
             copied = self.send(values[column], one.home, buffer) if away else None
             if buffer is not None:
-                leaf = self.columns[column] if column != "target" else self.master[name] if self.master else rest
                 self.write(leaf, part, buffer, copied)
         if name in self.how.split:
             axis, dim = self.how.plan.link(name), shard_dim(name)
@@ -409,9 +433,19 @@ class Update:
         if emitted is not None:
             self.write(rest, part, *emitted)
 
-    def write(self, leaf: DiskTensor, part: RowBlock, buffer: Buffer, after: Copied | None) -> None:
+    def write(self, leaf: DiskTensor, part: RowBlock, value: Buffer | Tensor, after: Copied | None) -> None:
+        """Start to write rows from a buffer, or all layers of a leaf from memory; after: the copy that fills it."""
         assert self.store is not None  # the one of its leaves
-        self.store.write(leaf.name, part.layer or 0, part.rows, buffer, after=after)
+        if isinstance(value, Buffer):
+            self.store.write(leaf.name, part.layer or 0, part.rows, value, after=after)
+            return
+        if after is not None:
+            after.finish()
+        for layer, rows in layer_blocks(value):
+            block = value[layer][rows[0] : rows[1]] if value.dim() > 1 else value[layer]
+            buffer = self.buffer(tuple(block.shape), leaf.dtype)
+            buffer.view.copy_(block)
+            self.store.write(leaf.name, layer, rows, buffer)
 
     def settle(self) -> None:
         """Make the current stream wait for the rows on their way to the GPU, and the host for those that leave it."""
