@@ -331,10 +331,10 @@ def test_the_registry_says_which_form_and_why():
         ({"mask": mask.to("meta")}, r"the mask is on meta and q on .*use mask.to\(q.device\)"),
         (
             {"mask": mask, "documents": torch.zeros(2, 40, dtype=torch.int32, device=laws.DEVICE)},
-            r"documents are \[2, 40\]",
+            r"documents are torch.int32 \[2, 40\]",
         ),
         ({"mask": mask, "documents": torch.zeros(1, 40).to(q)}, "give a tensor of whole numbers"),
-        ({"mask": mask, "documents": torch.zeros_like(q[0, :2, 0], dtype=torch.int32)}, r"are \[2, 8\] on"),
+        ({"mask": mask, "documents": torch.zeros_like(q[0, :2, 0], dtype=torch.int32)}, r"are torch.int32 \[2, 8\]"),
         ({"mask": mask.blocks}, "the mask is a ndarray; give a BlockMask"),
         ({"mask": mask, "scale": torch.tensor(0.5)}, "multiply q by one that is learned"),
         ({"mask": mask, "scale": math.nan}, "give a finite number"),
