@@ -2,6 +2,8 @@
 and what the whole sequence's attention gives."""
 
 import functools
+import math
+import random
 
 import kernel_laws as laws
 import pytest
@@ -9,10 +11,11 @@ import torch
 from close import assert_close
 
 from fzero.core.compile import have_compiler
-from fzero.kernels import attention, attention_flash, attention_flash_backward
+from fzero.kernels import attention, attention_flash, attention_flash_backward, registry
 from fzero.kernels.attention_at import PARTS, How, Where, attention_at, blocked_forward_at, reference
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_ring import join
+from fzero.kernels.block_mask import BlockMask
 
 # ring's parts and `attention_at` alike; triton in its interpreter, in float32
 FORMS = [
@@ -169,3 +172,118 @@ def test_gradients_of_parts_add_to_those_of_the_whole(form):
         a, b, c = PARTS[form].backward(q, k[:, start:end], v[:, start:end], some, out, lse, g, how)
         dq, dk, dv = dq + a, [*dk, b], [*dv, c]
     assert_close([dq, torch.cat(dk, 1), torch.cat(dv, 1)], list(want), rtol=1e-10, atol=1e-12)
+
+
+# ---- what a call must have ------------------------------------------------------------------------------------------
+
+
+def drawn(name, seed, dtype=torch.float64):
+    """(the arguments, the options) of a call of an operation, drawn."""
+    pick = random.Random(seed)
+    b, g, s = pick.randint(1, 2), pick.randint(1, 3), pick.randint(2, 40)
+    h, t = g * pick.randint(1, 2), s if name == "masked_attention" else pick.randint(1, s)
+    tensors = draw(b, t, s, h, g, 2 * pick.randint(1, 3), dtype, seed)
+    documents = torch.randint(3, (b, s), generator=torch.Generator().manual_seed(seed)).sort(-1).values
+    options = {"scale": pick.choice((None, 0.5))}
+    if name == "masked_attention":
+        n = -(-s // 4)
+        seen = torch.rand(pick.choice((1, h)), n, n, generator=torch.Generator().manual_seed(seed)) < 0.6
+        return (*tensors, BlockMask(seen, 4)), options | {"documents": documents}
+    options["pattern"] = pick.choice(PATTERNS)
+    if name != "attention_with_lse":
+        sinks = torch.linspace(-1, 1, h, dtype=dtype)
+        options |= {"cap": pick.choice((0.0, 3.0)), "sinks": pick.choice((None, sinks))}
+    if name != "attention_at":
+        return tensors, options | {"documents": documents}
+    options |= {"query_documents": documents[:, s - t :], "key_documents": documents}
+    return (*tensors, torch.arange(s - t, s), torch.arange(s)), options
+
+
+def put(place, change):
+    """The change of a call's argument, by place, or option, by name: to change(it, heads), of what it was."""
+
+    def of(args, options):
+        args = list(args)
+        into = args if isinstance(place, int) else options
+        into[place] = change(into[place], args[0].shape[2]) if callable(change) else change
+        return args, options
+
+    return of
+
+
+OPTIONS = {"attention": "pattern documents cap sinks scale", "attention_with_lse": "pattern documents scale"}
+OPTIONS |= {"attention_at": "pattern query_documents key_documents cap sinks scale"}
+OPTIONS |= {"masked_attention": "documents scale"}
+WRONG_OPTIONS = {
+    "sinks": [
+        *(lambda _, h: torch.zeros(h + 1), lambda _, h: torch.zeros(2 * h), lambda _, h: torch.zeros(1, h)),
+        *(lambda _, h: torch.zeros(h, dtype=torch.int64), lambda _, h: torch.zeros(h, device="meta"), 0.5),
+    ],
+    "documents": [
+        *(lambda x, _: x.double(), lambda x, _: x[:, 1:], lambda x, _: x.repeat(2, 1), lambda x, _: x[0]),
+        *(lambda x, _: x.tolist(), lambda x, _: x.to("meta")),
+    ],
+    "cap": [math.nan, math.inf, -1.0, True, "3", lambda *_: torch.tensor(3.0)],
+    "scale": [math.nan, math.inf, True, "1", lambda *_: torch.tensor(0.5)],
+    "pattern": ["full", None],
+}
+WRONG_OPTIONS["query_documents"] = WRONG_OPTIONS["key_documents"] = [*WRONG_OPTIONS["documents"][1:3], None]
+WRONG_TENSORS = [
+    *(put(i, lambda x, _: x[0]) for i in range(3)),
+    *(put(i, lambda x, _: x.half()) for i in range(3)),
+    *(put(i, lambda x, _: x.long()) for i in range(3)),
+    *(put(i, lambda x, _: x.to("meta")) for i in range(3)),
+    *(put(i, lambda x, _: x.repeat(3, 1, 1, 1)) for i in range(3)),
+    *(put(i, lambda x, _: x[..., 1:]) for i in range(2)),
+    *(put(i, lambda x, _: x.tolist()) for i in range(3)),
+    *(put(i, lambda x, _: x[:, 1:]) for i in range(1, 3)),
+    put(1, lambda x, h: x[:, :, :1].expand(-1, -1, h + 1, -1)),
+    put(2, lambda x, h: x[:, :, :1].expand(-1, -1, h + 1, -1)),
+]
+WRONG = {name: [put(o, c) for o in options.split() for c in WRONG_OPTIONS[o]] for name, options in OPTIONS.items()}
+WRONG["attention"] += [put(0, lambda x, _: x.repeat(1, 41, 1, 1))]  # more queries than keys
+WRONG["attention_with_lse"] += [
+    put(0, lambda x, _: x.repeat(1, 41, 1, 1)),
+    lambda args, options: (args, options | {"query_start": 0.5}),
+    lambda args, options: (args, options | {"key_start": None}),
+    lambda args, options: (args, options | {"query_documents": options["documents"].repeat(1, 2)}),
+    lambda args, options: (args, options | {"query_documents": options["documents"], "documents": None}),
+]
+WRONG["attention_at"] += [
+    put(place, change)
+    for place in (3, 4)
+    for change in (
+        lambda x, _: x.int(),
+        lambda x, _: x.double(),
+        lambda x, _: torch.cat((x, x)),
+        lambda x, _: x.expand(5, -1),
+        None,
+    )
+]
+WRONG["masked_attention"] += [
+    put(3, lambda x, _: x.blocks),
+    put(3, lambda x, _: x.to("meta")),
+    put(3, lambda x, h: BlockMask(x.blocks[:1].repeat(h + 1, 0), 4)),
+    put(3, lambda x, _: BlockMask(x.blocks.repeat(2, 1), 4)),
+]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_drawn_call_is_that_of_float64_or_refused_in_one_line_by_every_form(name):
+    op = registry.op(name)
+    for number, change in enumerate(WRONG_TENSORS + WRONG[name]):
+        said = set()
+        for impl in ("auto", "reference", *(form.name for form in op.forms)):
+            args, options = change(*drawn(name, number))
+            with pytest.raises(ValueError, match=r"^attention: .") as caught:
+                op(*args, impl=impl, **options)
+            said.add(str(caught.value))
+        assert len(said) == 1 and "\n" not in said.pop(), (number, said)
+    for seed in range(12):
+        args, options = drawn(name, seed)
+        exact = laws.tuple_of(op(*args, impl="reference", **options))
+        args, options = drawn(name, seed, torch.float32)
+        for form in op.forms:
+            if form.name != "triton" and not form.reason_against(args, options):
+                found = laws.tuple_of(op(*args, impl=form.name, **options))
+                assert_close(found, tuple(x.float() for x in exact), rtol=1e-4, atol=1e-5)

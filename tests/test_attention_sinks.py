@@ -12,6 +12,7 @@ from close import assert_close
 from test_attention_at import FORMS, on_device, places, small_tiles  # noqa: F401  (a fixture)
 from test_ring import CHOICES, H, by_rank, documents_of, placed, tensors_of
 
+import fzero
 from fzero.kernels import attention as attn
 from fzero.kernels.attention_at import attention_at
 from fzero.kernels.attention_at import reference as reference_at
@@ -106,6 +107,21 @@ def test_the_ends():
     none = attn.attention(q, k, v, sinks=torch.full((4,), -math.inf, dtype=F64))
     assert_close(none, attn.attention(q, k, v), rtol=1e-12, atol=1e-14)
     assert not attn.attention(q, k, v, sinks=torch.full((4,), 1e4, dtype=F64)).any()
+
+
+def test_a_ring_refuses_what_does_not_fit():
+    q, k, v, sinks = given(6)
+    run = functools.partial(ring_attention, q, k, v, fzero.one_process()["cp"], torch.arange(6)[None])
+    assert_close(run(sinks=sinks), attn.reference(q, k, v, sinks=sinks), rtol=1e-12, atol=1e-14)
+    for options, said in (
+        ({"sinks": sinks[:3]}, r"sinks are torch.float64 \[3\]; give one of each head of q, floating \[4\]"),
+        ({"sinks": sinks.repeat(2)}, r"sinks are torch.float64 \[8\]"),
+        ({"documents": torch.zeros(2, 5)}, r"documents are torch.float32 \[2, 5\]; give .* whole numbers, \[2, 6\]"),
+        ({"cap": -1.0}, "cap is -1.0"),
+        ({"pattern": "full"}, "pattern is 'full'"),
+    ):
+        with pytest.raises(ValueError, match=f"^attention: {said}"):
+            run(**options)
 
 
 def test_every_transform():

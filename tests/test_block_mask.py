@@ -121,7 +121,13 @@ def test_a_mask_is_printed_counted_and_joined():
         (lambda: BlockMask([[2, 1]], 2), "or 0 and 1"),
         (lambda: BlockMask([[1]], 0), "block is 0; it must be a whole number of at least 1"),
         (lambda: BlockMask([[1, 1]], 2, causal=True), "a causal mask has as many of both sides"),
-        (lambda: block_mask.dense_blocks(8, 4) | block_mask.dense_blocks(9, 4), "do not join"),
+        (lambda: BlockMask(np.ones((1, 0, 0), bool), 2), r"blocks are bool \[1, 0, 0\]; .*, at least 1 of each"),
+        (lambda: BlockMask(np.ones((2, 0), bool), 2), r"blocks are bool \[1, 2, 0\]; .*, at least 1 of each"),
+        (
+            lambda: block_mask.dense_blocks(8, 4) | block_mask.dense_blocks(9, 4, causal=True),
+            r"^block masks do not join: one has 1 x 2 x 2 blocks of 4, on cpu, the other 1 x 3 x 3 blocks of 4, "
+            r"causal, on cpu; give masks alike in these, but for 1 head beside several$",
+        ),
         (lambda: block_mask.dense_blocks(0), "block mask: t is 0; it must be a whole number of at least 1"),
         (lambda: block_mask.random_blocks(32, random=3), "random is 3; there are 2 blocks of 16 tokens"),
         (lambda: block_mask.global_blocks(32, keep=[(2, 1)]), r"keep has \(2, 1\)"),
@@ -325,10 +331,10 @@ def test_the_registry_says_which_form_and_why():
         ({"mask": mask.to("meta")}, r"the mask is on meta and q on .*use mask.to\(q.device\)"),
         (
             {"mask": mask, "documents": torch.zeros(2, 40, dtype=torch.int32, device=laws.DEVICE)},
-            r"documents are \[2, 40\]",
+            r"documents are torch.int32 \[2, 40\]",
         ),
         ({"mask": mask, "documents": torch.zeros(1, 40).to(q)}, "give a tensor of whole numbers"),
-        ({"mask": mask, "documents": torch.zeros_like(q[0, :2, 0], dtype=torch.int32)}, r"are \[2, 8\] on"),
+        ({"mask": mask, "documents": torch.zeros_like(q[0, :2, 0], dtype=torch.int32)}, r"are torch.int32 \[2, 8\]"),
         ({"mask": mask.blocks}, "the mask is a ndarray; give a BlockMask"),
         ({"mask": mask, "scale": torch.tensor(0.5)}, "multiply q by one that is learned"),
         ({"mask": mask, "scale": math.nan}, "give a finite number"),

@@ -391,7 +391,7 @@ def test_which_form_serves():
     assert registry.explain("attention", q[:, :1], k[:, :1], v[:, :1]).chosen == "reference"
     with pytest.raises(ValueError, match="there are 20 queries of 40 positions"):
         attention(q[:, 20:], k, v, impl="fused")
-    with pytest.raises(ValueError, match="there are 40 queries of 20 positions; it takes at most as many"):
+    with pytest.raises(ValueError, match=r"there are 40 queries of 20 keys; .* at most as many"):
         attention(q, k[:, 20:], v[:, 20:], impl="blocked")
     assert registry.explain("attention", q[:, 20:], k, v).chosen == "blocked"
     with pytest.raises(ValueError, match="neither patterns nor documents"):
@@ -409,14 +409,17 @@ def test_what_it_refuses():
         ((q.double(), k, v), r"k is torch.float32 \[1, 8, 2, 8\]; give tensors .* of one floating dtype"),
         ((q, k, v[:, :7]), "as many tokens and heads as each other"),
         ((q[..., :3, :], k, v), "q has 3 heads of 8 and k 2; give a multiple"),
+        ((q, k[:, :7], v[:, :7]), "there are 8 queries of 7 keys"),
     ):
         with pytest.raises(ValueError, match=f"attention: .*{said}"):
             attention(*given, impl="triton")
+    with pytest.raises(ValueError, match=r"documents are torch.int64 \[1, 7\]; give .*, \[1, 8\]"):
+        attention(q, k, v, documents=documents[:, :7], impl="triton")
+    with pytest.raises(ValueError, match="queries begin at -1"):
+        attention_with_lse(q, k[:, :7], v[:, :7], query_start=-1, impl="triton")
     for given, options, said in (
         ((*inputs(1, 2, 1, 1, 257, dtype=torch.float32),), {}, "head dims up to 256"),
-        ((q, k[:, :7], v[:, :7]), {}, "queries begin at -1"),
         ((q, k, v), {"scale": 0.0}, "scale is 0.0; it must be above 0"),
-        ((q, k, v), {"documents": documents[:, :7]}, r"documents are \[\[1, 7\]\]; they must be \[\[1, 8\]\]"),
     ):
         with pytest.raises(ValueError, match=f"attention: impl='triton' does not serve this call: .*{said}"):
             attention(*given, impl="triton", **options)

@@ -17,6 +17,7 @@ from fzero.kernels import embedding, norm
 from fzero.kernels import linear_cross_entropy as lce
 from fzero.kernels.attention_sinks import gradient, with_sinks
 from fzero.models.layers import linear
+from fzero.models.module_sums import WideSums
 from fzero.models.weights import LowRankSum
 
 N, D = 1 << 15, 8
@@ -129,6 +130,7 @@ class Net(nn.Module):
         self.table = nn.Embedding(4, D, padding_idx=1)
         self.bag = nn.EmbeddingBag(4, D)
         self.places, self.steps = nn.Parameter(torch.rand(2, D)), nn.Parameter(torch.rand(2 * D))
+        self.edge = nn.Parameter(torch.rand(D, 2))
         self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D)) for _ in range(2))
         self.last = nn.LayerNorm(D, bias=False)
 
@@ -136,6 +138,8 @@ class Net(nn.Module):
         x = self.table(tokens) + self.bag(tokens.reshape(-1, 16)).repeat_interleave(16, 0).view(*tokens.shape, D)
         at = torch.arange(tokens.shape[1], device=tokens.device) % 2
         x = x + self.places[at] + self.steps.take(at[:, None] * D + torch.arange(D, device=tokens.device))
+        x = x + F.pad(self.edge[None], (tokens.shape[1] - 2, 0), mode="replicate").mT
+        x = x + F.avg_pool1d(F.pad(self.edge[None], (2046, 0)), 1024, 1).mT[:, 1:] + self.edge.index_select(1, at).mT
         for layer in self.layers:
             x = layer(x)
         return self.last(x)
@@ -169,6 +173,54 @@ def test_norms_and_tables_of_a_module(dtype, whole):
     for (name, got), want in zip(of(dtype).items(), of(torch.float64).values()):
         assert float((got.double() - want).norm() / want.norm()) < 0.015, name
         assert "table" not in name or not got[1].any()
+
+
+def places(n, of):
+    return torch.arange(n, device=laws.DEVICE) % of
+
+
+# Functions that read an element thousands of times: (the function, the shapes of its parameters).
+READERS = {
+    "pad 1d": (lambda p: F.pad(p[None], (N, 2), mode="replicate"), (2, 4)),
+    "pad 2d": (lambda p: F.pad(p[None], (N // 4, 0, 0, 3), mode="replicate"), (1, 2, 2)),
+    "pad 3d": (lambda p: nn.ReplicationPad3d((N // 4, 0, 0, 0, 0, 1))(p[None]), (1, 2, 2, 2)),
+    "interpolate area": (lambda p: F.interpolate(p[None], size=N, mode="area"), (1, 2)),
+    "unfold": (lambda p: F.unfold(p[None], kernel_size=32), (1, 64, 64)),
+    "windows": (lambda p: p.unfold(0, 1024, step=1), (3 * 1024,)),
+    "avg_pool1d": (lambda p: F.avg_pool1d(p[None], 1024, stride=1), (1, 3 * 1024)),
+    "avg_pool2d": (lambda p: F.avg_pool2d(p[None], (1, 1024), 1), (1, 1, 3 * 1024)),
+    "lp_pool1d": (lambda p: F.lp_pool1d(p[None], 1, 1024, 1), (1, 3 * 1024)),
+    "max_pool1d": (lambda p: F.max_pool1d(p[None], 1024, 1), (1, 3 * 1024)),
+    "max_pool1d with indices": (lambda p: F.max_pool1d(p[None], 1024, 1, return_indices=True), (1, 3 * 1024)),
+    "adaptive_avg_pool1d": (lambda p: F.adaptive_avg_pool1d(p[None], N), (1, 2)),
+    "adaptive_avg_pool2d": (lambda p: F.adaptive_avg_pool2d(p[None], (128, None)), (1, 2, 128)),
+    "adaptive_avg_pool3d": (lambda p: nn.AdaptiveAvgPool3d((64, 16, 32))(p[None]), (1, 2, 2, 2)),
+    "adaptive_max_pool1d": (lambda p: F.adaptive_max_pool1d(p[None], N), (1, 2)),
+    "index_select": (lambda p: torch.index_select(input=p, dim=0, index=places(N, 2)), (2,)),
+    "index_select 3d": (lambda p: p.index_select(1, places(N, 2)), (2, 2, 2)),
+    "layer_norm 2d": (
+        lambda w, b: F.layer_norm(draw(N, 2, 2).to(w.dtype), normalized_shape=(2, 2), weight=w, bias=b),
+        *((2, 2), (2, 2)),
+    ),
+    "layer_norm, bias alone": (
+        lambda b: F.layer_norm(input=draw(N, D).to(b.dtype), normalized_shape=(D,), bias=b),
+        (D,),
+    ),
+    "embedding": (lambda p: F.embedding(input=places(N, 2), weight=p), (2, D)),
+    "embedding_bag": (lambda p: F.embedding_bag(input=places(N, 2)[:, None], weight=p), (2, D)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_read_many_times_by_functions_of_torch(name):
+    function, *shapes = READERS[name]
+
+    def form(*params):
+        with WideSums():
+            return function(*params)
+
+    for dtype in (torch.bfloat16, torch.float16):
+        check(form, [draw(*shape, seed=i) for i, shape in enumerate(shapes)], range(len(shapes)), dtype, function)
 
 
 def plain_loss(params, batch):

@@ -24,7 +24,7 @@ from torch import Tensor
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash, attention_library, attention_tiled
 from fzero.kernels.attention_blocked import MAX_BLOCKS, MIN_BLOCK, blocked_attention
-from fzero.kernels.attention_call import expect_attention, widened
+from fzero.kernels.attention_call import expect_attention, expect_with_lse, widened
 from fzero.kernels.attention_flash import flash_forward
 from fzero.kernels.attention_flash_backward import flash_backward
 from fzero.kernels.attention_pattern import FULL, Pattern, visible_mask
@@ -296,5 +296,5 @@ attention_with_lse = Op(
     Form("triton", flash_attention_with_lse, supports=_flash_serves, prefers=on_cuda),
     flops=_flops,
     bytes=lambda q, k, v, **options: _bytes(q, k, v) + 4 * q.numel() // q.shape[-1],
-    expect=expect_attention,
+    expect=expect_with_lse,
 )

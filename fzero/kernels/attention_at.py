@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.kernels import attention_flash, attention_tiled
-from fzero.kernels.attention_call import widened
+from fzero.kernels.attention_call import expect_at, widened
 from fzero.kernels.attention_flash import flash_forward_at
 from fzero.kernels.attention_flash_backward import flash_backward_at
 from fzero.kernels.attention_pattern import FULL, Pattern
@@ -278,4 +278,5 @@ attention_at = Op(
     Form("blocked", _by("blocked")),
     flops=_flops,
     bytes=_bytes,
+    expect=expect_at,
 )

@@ -1,4 +1,7 @@
-"""What a call of attention must have, whichever form serves it."""
+"""What a call of attention must have, whichever form serves it: each operation's `expect`.
+
+Every message is one line: the argument, what it is, and what it may be.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.kernels.attention_pattern import FULL, Pattern
 
-def expect_attention(q: Any, k: Any, v: Any, *_: Any, scale: Any = None, documents: Any = None, **options: Any) -> None:
+
+def expect_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    pattern: Any = FULL,
+    documents: Any = None,
+    scale: Any = None,
+    cap: Any = 0.0,
+    sinks: Any = None,
+) -> None:
+    """Raise ValueError for a call of `attention` that no form serves."""
+    expect_heads(q, k, v, scale)
+    expect_scores(q, pattern, cap, sinks)
+    t, s = q.shape[1], k.shape[1]
+    if t > s:
+        raise ValueError(
+            f"attention: there are {t} queries of {s} keys; the queries are the last of the keys' positions, at most "
+            "as many"
+        )
+    expect_places("documents", documents, q, [q.shape[0], s])
+
+
+def expect_with_lse(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    pattern: Any = FULL,
+    documents: Any = None,
+    query_documents: Any = None,
+    scale: Any = None,
+    query_start: Any = None,
+    key_start: Any = 0,
+) -> None:
+    """Raise ValueError for a call of `attention_with_lse` that no form serves."""
+    expect_heads(q, k, v, scale)
+    expect_scores(q, pattern)
+    (b, t), s = q.shape[:2], k.shape[1]
+    for name, start in (("query_start", query_start), ("key_start", key_start)):
+        missing = start is None and name == "query_start"
+        if not missing and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
+            raise ValueError(f"attention: {name} is {_shown(start)}; give a whole number")
+    if query_start is None and t > s:
+        raise ValueError(
+            f"attention: there are {t} queries of {s} keys and no query_start, without which they are the last of the "
+            "keys' positions; give it"
+        )
+    expect_places("documents", documents, q, [b, s])
+    expect_places("query_documents", query_documents, q, [b, t])
+    if documents is None and query_documents is not None:
+        raise ValueError("attention: query_documents are given and documents are not; give both, or the keys' alone")
+
+
+def expect_at(
+    q: Any,
+    k: Any,
+    v: Any,
+    query: Any,
+    key: Any,
+    *,
+    pattern: Any = FULL,
+    query_documents: Any = None,
+    key_documents: Any = None,
+    scale: Any = None,
+    cap: Any = 0.0,
+    sinks: Any = None,
+) -> None:
+    """Raise ValueError for a call of `attention_at` that no form serves."""
+    expect_heads(q, k, v, scale)
+    expect_scores(q, pattern, cap, sinks)
+    (b, t), s = q.shape[:2], k.shape[1]
+    for name, places, n in (("query", query, t), ("key", key, s)):
+        if not isinstance(places, Tensor) or places.dtype != torch.int64:
+            raise ValueError(f"attention: {name} is {_shown(places)}; give positions, int64 {[n]} or {[b, n]}")
+        expect_places(name, places, q, [n], [b, n])
+    expect_places("query_documents", query_documents, q, [t], [b, t])
+    expect_places("key_documents", key_documents, q, [s], [b, s])
+    if (query_documents is None) != (key_documents is None):
+        missing = "query_documents" if query_documents is None else "key_documents"
+        raise ValueError(f"attention: {missing} are not given, and those of the other side are; give both or neither")
+
+
+def expect_heads(q: Any, k: Any, v: Any, scale: Any = None) -> None:
     """Raise ValueError unless q [B, T, H, K], k [B, S, G, K] and v [B, S, G, V] fit together, H being a multiple of G.
 
-    scale: a number; one that is learned multiplies q. documents: a tensor of whole numbers.
+    scale: a number; one that is learned multiplies q.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4 or not x.dtype.is_floating_point or x.dtype != q.dtype:
-            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"attention: {name} is {got}; give tensors [B, T, heads, K] of one floating dtype")
+            raise ValueError(f"attention: {name} is {_shown(x)}; give tensors [B, T, heads, K] of one floating dtype")
+        _expect_device(name, x, q)
     (b, _t, heads, size), (groups,) = q.shape, k.shape[2:3]
     if k.shape[0] != b or k.shape[3] != size or k.shape[:3] != v.shape[:3]:
         raise ValueError(
@@ -29,15 +117,54 @@ def expect_attention(q: Any, k: Any, v: Any, *_: Any, scale: Any = None, documen
             f"attention: q has {heads} heads of {size} and k {groups}; give a multiple of k's heads, of 1 element or "
             "more"
         )
-    if isinstance(scale, Tensor) or not (scale is None or (isinstance(scale, int | float) and math.isfinite(scale))):
-        raise ValueError(f"attention: scale is {scale!r}; give a finite number, and multiply q by one that is learned")
-    if documents is not None and not (
-        isinstance(documents, Tensor) and documents.dim() == 2 and not documents.dtype.is_floating_point
-    ):
-        got = (
-            f"{documents.dtype} {list(documents.shape)}" if isinstance(documents, Tensor) else type(documents).__name__
+    if scale is not None and not _is_number(scale):
+        raise ValueError(
+            f"attention: scale is {_shown(scale)}; give a finite number, and multiply q by one that is learned"
         )
-        raise ValueError(f"attention: documents are {got}; give a tensor of whole numbers, [B, T]")
+
+
+def expect_scores(q: Tensor, pattern: Any, cap: Any = 0.0, sinks: Any = None) -> None:
+    """Raise ValueError unless these are a pattern, a cap of scores, 0 for none, and a sink for each head of q."""
+    if not isinstance(pattern, Pattern):
+        raise ValueError(f"attention: pattern is {_shown(pattern)}; give a Pattern, as Pattern.parse('full') makes one")
+    if not _is_number(cap) or cap < 0:
+        raise ValueError(f"attention: cap is {_shown(cap)}; give a finite number above 0, or 0 for none")
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor) or not sinks.dtype.is_floating_point or list(sinks.shape) != [q.shape[2]]:
+        raise ValueError(f"attention: sinks are {_shown(sinks)}; give one of each head of q, floating {[q.shape[2]]}")
+    _expect_device("sinks", sinks, q)
+
+
+def expect_places(name: str, x: Any, q: Tensor, *shapes: list[int]) -> None:
+    """Raise ValueError unless x is None, or whole numbers of one of these shapes where q is."""
+    if x is None:
+        return
+    whole = isinstance(x, Tensor) and not (x.dtype.is_floating_point or x.dtype.is_complex)
+    if not whole or list(x.shape) not in shapes:
+        allowed = " or ".join(map(str, shapes))
+        raise ValueError(f"attention: {_is(name)} {_shown(x)}; give a tensor of whole numbers, {allowed}")
+    _expect_device(name, x, q)
+
+
+def _expect_device(name: str, x: Tensor, q: Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(f"attention: {_is(name)} on {x.device} and q on {q.device}; bring them to one device")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | torch.SymFloat) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is(name: str) -> str:
+    return f"{name} are" if name.endswith("s") else f"{name} is"
+
+
+def _shown(x: Any) -> str:
+    """A tensor by its dtype and shape, a number or a short text as it is, and else the type."""
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)}"
+    return repr(x) if isinstance(x, int | float | str) and len(repr(x)) < 40 else type(x).__name__
 
 
 def widened(x: Tensor) -> Tensor:

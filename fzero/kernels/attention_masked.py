@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fzero.core.device import kind_of
 from fzero.kernels import attention_flash
-from fzero.kernels.attention_call import expect_attention, widened
+from fzero.kernels.attention_call import expect_heads, expect_places, widened
 from fzero.kernels.attention_masked_triton import masked_backward, masked_forward
 from fzero.kernels.attention_sinks import attend_by
 from fzero.kernels.block_mask import BlockMask
@@ -35,7 +35,7 @@ def expect_call(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, *, documents: Tensor | None = None, scale: float | None = None
 ) -> None:
     """Raise ValueError for a call that no form serves."""
-    expect_attention(q, k, v, scale=scale, documents=documents)
+    expect_heads(q, k, v, scale)
     if not isinstance(mask, BlockMask):
         raise ValueError(
             f"attention: the mask is a {type(mask).__name__}; give a BlockMask, as sliding_blocks makes one"
@@ -46,11 +46,9 @@ def expect_call(
     mask.expect_sizes(t, s, heads)
     if mask.device.type != q.device.type:
         raise ValueError(f"attention: the mask is on {mask.device} and q on {q.device}; use mask.to(q.device), once")
-    if documents is not None and (documents.shape != (b, t) or t != s or documents.device != q.device):
-        raise ValueError(
-            f"attention: documents are {list(documents.shape)} on {documents.device} for {t} queries and {s} keys on "
-            f"{q.device}; they must be {[b, t]}, for as many keys"
-        )
+    if documents is not None and t != s:
+        raise ValueError(f"attention: documents are given, and {t} queries have {s} keys; they are of as many of both")
+    expect_places("documents", documents, q, [b, t])
 
 
 def reference(

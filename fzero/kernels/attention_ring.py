@@ -42,6 +42,7 @@ from fzero.core.product_flops import add_formula
 from fzero.core.torch_private import FakeTensor
 from fzero.kernels import flops
 from fzero.kernels.attention_at import PARTS, How, Parts, Where, attention_at, parts_of
+from fzero.kernels.attention_call import expect_heads, expect_places, expect_scores
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.attention_sinks import attend_by
 from fzero.kernels.op_function import OPENED
@@ -224,7 +225,10 @@ def ring_attention(
     differentiate more than once or batch (vmap, jvp): form "gather" of context parallelism serves them.
     """
     given = {"pattern": pattern, "scale": scale, "cap": cap}
+    expect_heads(q, k, v, scale)
+    expect_scores(q, pattern, cap, sinks)
     _expect_fit(q, k, axis, positions, inner)
+    expect_places("documents", documents, q, [q.shape[0], positions.numel()])
     if axis.size == 1:
         mine = {} if documents is None else {"query_documents": documents[:, positions[0]]}
         mine |= {} if documents is None else {"key_documents": documents[:, positions[0]]}

@@ -72,13 +72,13 @@ class BlockMask:
         blocks = blocks[None] if blocks.ndim == 2 else blocks
         if (
             blocks.ndim != 3
-            or not blocks.shape[0]
+            or not blocks.size
             or blocks.dtype.kind not in "bui"
             or not set(np.unique(blocks)) <= {0, 1}
         ):
             raise ValueError(
-                f"block mask: blocks are {blocks.dtype} {list(blocks.shape)}; they must be bool [heads or 1, blocks of "
-                "queries, blocks of keys], or 0 and 1"
+                f"block mask: blocks are {blocks.dtype} {list(blocks.shape)}; they must be bool, or 0 and 1, "
+                "[heads or 1, blocks of queries, blocks of keys], at least 1 of each"
             )
         expect_count("block mask: block", self.block)
         expect_kind("block mask: causal", self.causal, bool, "write causal=True")
@@ -97,13 +97,16 @@ class BlockMask:
 
     def __str__(self) -> str:
         """Its size, and of each head a drawing, where it is small."""
-        heads, n, m = self.blocks.shape
-        causal = ", causal" * self.causal
-        lines = [f"{heads} x {n} x {m} blocks of {self.block}{causal}, {self.blocks.sum()} of {self.blocks.size} seen"]
-        if max(n, m) <= DRAWN:
+        lines = [f"{self._sizes}, {self.blocks.sum()} of {self.blocks.size} seen"]
+        if max(self.blocks.shape[1:]) <= DRAWN:
             for head in self.blocks:
                 lines += ["", *(" ".join(".x"[seen] for seen in row.astype(int)) for row in head)]
         return "\n".join(lines).replace("\n\n", "\n", 1)
+
+    @property
+    def _sizes(self) -> str:
+        heads, n, m = self.blocks.shape
+        return f"{heads} x {n} x {m} blocks of {self.block}{', causal' * self.causal}"
 
     def __or__(self, other: BlockMask) -> BlockMask:
         """The mask in which a query sees what it sees in either; raises ValueError if their blocks are not alike."""
@@ -111,7 +114,11 @@ class BlockMask:
         mine, theirs = ((x.block, x.causal, x.device, x.blocks.shape[1:]) for x in (self, other))
         heads = {len(self.blocks), len(other.blocks)} - {1}
         if mine != theirs or len(heads) > 1:
-            raise ValueError(f"block masks {self!s:.40} and {other!s:.40} do not join: sizes, heads or causal differ")
+            mine, theirs = (f"{x._sizes}, on {x.device}" for x in (self, other))
+            raise ValueError(
+                f"block masks do not join: one has {mine}, the other {theirs}; give masks alike in these, but for 1 "
+                "head beside several"
+            )
         return BlockMask(self.blocks | other.blocks, self.block, self.causal, self.device)
 
     def to(self, device: torch.device | str) -> BlockMask:

@@ -373,7 +373,7 @@ def _put_curriculum(out: Table, said: Values) -> None:
     course.choice("schedule_type", ("fixed_linear",), "", {"fixed_root": even, "fixed_discrete": even})
     names = ("min_difficulty", "max_difficulty", "schedule_config.total_curriculum_step")
     found = [course.whole(name) for name in names]
-    step, batch = course.whole("schedule_config.difficulty_step", 8), out.get("train", {}).get("batch")
+    step, batch = course.whole("schedule_config.difficulty_step"), out.get("train", {}).get("batch")
     for name, value in (*zip(names, found), ("schedule_config.difficulty_step", step)):
         if value is None or value < 1:
             raise ValueError(f"curriculum_learning.{name} is {short(value)}; it must be a whole number of at least 1")

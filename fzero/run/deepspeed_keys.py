@@ -114,7 +114,8 @@ KEYS: tuple[Key, ...] = (
         train_batch_size="`train.batch`: micro-batch x accumulation x data ranks",
         train_micro_batch_size_per_gpu="`train.micro_batch`",
         gradient_accumulation_steps="`train.batch`",
-        gradient_clipping="`optim.clip`; without it 0, as there. DeepSpeed adds 1e-6 to the norm",
+        gradient_clipping="`optim.clip`; without it 0, as in DeepSpeed up to 0.19.2; later versions clip at 1: write "
+        "it. DeepSpeed adds 1e-6 to the norm",
         steps_per_print="`train.log_every`",
         zero_optimization__stage="`zero`",
         zero_optimization__offload_optimizer__device="`offload`: cpu is `opt=host`, nvme `opt=nvme`",

@@ -40,7 +40,7 @@ def put_optimizer(out: Table, said: Values) -> None:
     if kind == "sgd":
         found |= {"momentum": float(params.number("momentum", 0.0)), "nesterov": params.flag("nesterov")}
     else:
-        betas = params.read("betas", (list, tuple), [0.9, 0.99 if kind == "lion" else 0.999])
+        betas = params.read("betas", (list, tuple), [0.9, 0.999])
         if len(betas) != 2 or not all(type(beta) in (int, float) for beta in betas):
             raise ValueError(f"optimizer.params.betas is {short(betas)}; it must be two numbers")
         found |= {"beta1": float(betas[0]), "beta2": float(betas[1])}

@@ -20,7 +20,7 @@ MASK = "give a model of your own fzero.run.deepspeed_sparse.block_mask_of(table,
 
 
 class Sparse(NamedTuple):
-    """A `sparse_attention` table, with DeepSpeed's defaults; counts are of blocks."""
+    """A `sparse_attention` table, with the defaults of DeepSpeed's reader of it; counts are of blocks."""
 
     mode: str
     block: int
@@ -66,7 +66,7 @@ def read_sparse(said: Values) -> Sparse:
         ends=_ends(said),
         horizontal=said.flag("horizontal_global_attention"),
         patterns=_whole(said, "num_different_global_patterns", 1),
-        random=_whole(said, "num_random_blocks", 1 if mode == "bigbird" else 0, 0),
+        random=_whole(said, "num_random_blocks", 0, 0),
     )
     if sparse.horizontal and sparse.causal:
         raise ValueError(

@@ -27,7 +27,7 @@ class Values(NamedTuple):
 
     def whole(self, name: str, default: Any = None) -> Any:
         """The value, a whole number (JSON's 1e3 is one)."""
-        value = self.number(name, default)
+        value = self.of.get(name, default)
         if isinstance(value, float) and value.is_integer():
             return int(value)
         return self.read(name, (int,), default)
