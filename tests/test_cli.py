@@ -404,9 +404,10 @@ def test_sample_writes_the_same_text_for_the_same_seed(fz):
         ok(fz("sample", "run", "--prompt", "line", "--max-new-tokens", "30", "--seed", seed)) for seed in (0, 0, 1)
     ]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("line")
-    assert ok(
-        fz("sample", "run", "--prompt", "line", "--ema", "--temperature", "0", "--top-k", "3", "--top-p", "0.9")
-    ).startswith("line")
+    for flags in (["--ema", "--temperature", "0"], ["--top-k", "3", "--top-p", "0.9"]):
+        assert ok(fz("sample", "run", "--prompt", "line", "--max-new-tokens", "30", *flags)).startswith("line")
+    code, _, err = fz("sample", "run", "--prompt", "line", "--temperature", "0", "--top-k", "3")
+    assert code == 2 and err.startswith("fzero: error: top_k is 3 and temperature 0") and err.count("\n") == 1
     code, _, err = fz("sample", "run", "--prompt", "x" * 2000)
     assert code == 2 and "2000 tokens of prompt and 200 more do not fit max_len=1024" in err
 
