@@ -8,7 +8,6 @@ follow from the sources alone, and so does the corpus.
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -200,11 +199,11 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Toke
                         yield from (part.text for part in stretches_of(blocks, words_of_bpe, origin, 0, LEARNED))
 
         share = min(1.0, MOST_LEARNED / max(1, corpus.text_bytes))
-        train = lambda: json.dumps(learn(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
+        train = lambda: "{1!r}\n{0}".format(*learn(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
         content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
         work_folder.keep_tokenizer(work, content)
-    text, share = json.loads(content)
-    return json_tokenizer(text, spec, USUAL_EOS[0] if eos is None else eos), share
+    learned, _, text = content.partition("\n")
+    return json_tokenizer(text, spec, USUAL_EOS[0] if eos is None else eos), float(learned)
 
 
 class TooManyWords(Exception):
