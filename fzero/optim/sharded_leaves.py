@@ -290,7 +290,8 @@ def bind_to_plan(tx: GradientTransformation, plan: Plan) -> GradientTransformati
 
 def cuts(plan: Plan, name: str, needs: str) -> bool:
     """Whether the optimizer's shards of a leaf are cut in a dim that `needs` (see GradientTransformation) has whole."""
-    dims = plan.leaves[name].opt.dims
+    leaf = plan.leaves[name]
+    dims = [*leaf.opt.dims, *[()] * (len(leaf.shape) - len(leaf.opt.dims))]  # a Spec may leave out trailing ones
     whole = dims if needs == "tree" else dims[shard_dim(name) :][0 if needs == "matrix" else -1 :]
     return any(plan.sizes[axis] > 1 for axes in whole for axis in axes)
 
