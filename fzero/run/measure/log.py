@@ -22,7 +22,7 @@ from fzero.core.gpu import HOST, memory_of, reset_peak
 from fzero.core.gpu_copies import Copied, copy_out
 from fzero.core.storage import naming
 from fzero.optim.lr_scale import LR_SCALE
-from fzero.run import run_folder
+from fzero.run import run_folder, run_lock
 from fzero.run.build import Job
 from fzero.run.measure import experts, norms
 from fzero.run.measure.by_source import losses_by_source
@@ -235,6 +235,7 @@ def metrics_writer(
         def record(row: Mapping[str, Any]) -> None:
             nonlocal file
             if not is_open_at(file.fileno(), path):
+                run_lock.expect_owned(folder)  # of a folder that is moved or removed the run ends
                 print(
                     f"fzero: {path}: was moved or removed while the run goes on; the rows from step {row['step']} on "
                     "are in a new file",
