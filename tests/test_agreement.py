@@ -271,6 +271,13 @@ def step_on(mesh, model=None, batch=None, *, stage=3, given=None, again=1, polic
     return [x.clone() for x in fzero.pytree.leaves(fzero.full_params(state, plan))], float(metrics.loss)
 
 
+def evaluation_on(mesh, batch):
+    model = models.build(LLAMA)
+    plan = fzero.zero_plan(3, model, mesh)
+    state = fzero.init_state(model, optim.sgd(0.1), plan, seed=0)
+    return fzero.make_eval_step(model, plan)(state.params, batch)
+
+
 def on_rank(mesh, rank, **wrong):
     """The rank's rows, of which one rank alone has others."""
     batch = fzero.local_batch(GOOD, mesh, 2)
@@ -303,6 +310,7 @@ MET = {  # by the place of the refusal: (what is refused on the ranks of a mesh,
     "rows of rank 1": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 1, tokens=lambda x: x[:1])), "rows"),
     "a token of rank 1": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 1, tokens=out_of)), r"is 40; a token"),
     "a dtype of rank 0": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 0, tokens=torch.Tensor.float)), "tokens"),
+    "an evaluation of rank 1": (lambda mesh: evaluation_on(mesh, on_rank(mesh, 1, tokens=out_of)), r"is 40; a token"),
     "a list of rank 0": (lambda mesh: step_on(mesh, batch=on_rank(mesh, 0, tokens=torch.Tensor.tolist)), "tokens"),
     "the first layer": (lambda mesh: step_on(mesh, refusing(1)), "takes no such input"),
     "a later layer": (lambda mesh: step_on(mesh, refusing(5)), "takes no such input"),
@@ -325,7 +333,7 @@ def after_refusals(mesh, places):
     return found
 
 
-SOME = ("rows of rank 1", "a later layer")
+SOME = ("rows of rank 1", "an evaluation of rank 1", "a later layer")
 CASES = [pytest.param({"dp": 2}, SOME, id="dp2 some")] + [
     pytest.param(sizes, tuple(MET), id=str(sizes), marks=pytest.mark.exhaustive)
     for sizes in ({"dp": 2}, {"tp": 2, "cp": 2}, {"dp": 2, "tp": 2})
