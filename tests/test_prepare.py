@@ -167,9 +167,9 @@ def test_a_bpe_of_many_different_words_is_learned_from_what_can_be_counted(tmp_p
     training = documents(tmp_path / "whole", "train")
     words = {word for text in training for word in preparation.WORDS.findall(text)}
     cost = sum(100 * len(word.encode()) + 150 for word in words)
-    monkeypatch.setattr(preparation, "MOST_COUNTED", cost)
-    assert preparation.learn(lambda: training, 270, None) == (train_bpe(training, 270).json, 1.0)
-    monkeypatch.setattr(preparation, "MOST_COUNTED", 0.3 * cost)
+    monkeypatch.setattr(preparation, "COUNT_BYTES", cost)
+    assert preparation.learn_bpe(lambda: training, 270, None) == (train_bpe(training, 270).json, 1.0)
+    monkeypatch.setattr(preparation, "COUNT_BYTES", 0.3 * cost)
     part = data.prepare(source, tmp_path / "part", tokenizer="bpe:270", val_fraction=0.01)
     assert part["source"]["learned"] == 0.25 and "learned from 25% of the text" in preparation.describe(part)
     content = (tmp_path / "part/tokenizer.json").read_text(encoding="utf-8")

@@ -51,15 +51,15 @@ class Connection(NamedTuple):
         return self.backend.send([x], self.other, 0) if sends else self.backend.recv([x], self.other, 0)
 
 
-class UnderWay:
+class InFlight:
     """The messages of a call that have not been waited for, with their buffers.
 
     gloo reads no further on a connection on which a message comes for memory that is gone, and all later messages of
     those two ranks hang. So what nobody will wait for, as an error came between, goes to `dropped` when it would go.
     """
 
-    def __init__(self, call: Call, transport: str, held: list[Message], dropped: deque[UnderWay]) -> None:
-        self.call, self.transport, self.held, self.dropped = call, transport, held, dropped
+    def __init__(self, call: Call, transport: str, messages: list[Message], dropped: deque[InFlight]) -> None:
+        self.call, self.transport, self.messages, self.dropped = call, transport, messages, dropped
         self.work: list[tuple[dist.Work, int]] = []  # with the rank of the axis that each goes to or comes from
 
     def __del__(self) -> None:
@@ -85,8 +85,8 @@ class Messages:
     ) -> None:
         self.ranks, self.rank, self.transport, self.group = tuple(ranks), rank, transport, group
         self.agreement, self.ledger = agreement, ledger
-        self.dropped: deque[UnderWay] = deque()  # begun, and left by an error before they were waited for
-        self.failed: list[UnderWay] = []  # of which another rank is gone or late: nobody waits for the others' again
+        self.dropped: deque[InFlight] = deque()  # begun, and left by an error before they were waited for
+        self.failed: list[InFlight] = []  # of which another rank is gone or late: nobody waits for the others' again
         self.connections: dict[str, Connection] = {}  # of NCCL's messages, by the first word of their labels
 
     def transport_of(self, x: Tensor) -> str:
@@ -114,7 +114,7 @@ class Messages:
                 return result()
 
             return Future(arrive)
-        self.settle()
+        self.drain()
         # The tag keeps messages of different collectives apart. half: the round of messages within a collective.
         said = f"{call.number} {call.collective} {call.leaf} {call.dtype} {call.shape} {half}"
         tag = zlib.crc32(said.encode()) & 0x3FFFFFFF
@@ -125,23 +125,23 @@ class Messages:
         arriving: list[tuple[Tensor, Tensor]] = []
         if transport == "gloo" and messages and messages[0][1].is_cuda:
             messages, arriving = through_host(messages)
-        under_way = UnderWay(call, transport, messages, self.dropped)
+        in_flight = InFlight(call, transport, messages, self.dropped)
         if transport == "nccl":
             ops = [dist.P2POp(op, t, group=self.group, group_peer=j) for op, t, j in messages]
-            under_way.work += [(w, self.rank) for w in (dist.batch_isend_irecv(ops) if ops else ())]
+            in_flight.work += [(w, self.rank) for w in (dist.batch_isend_irecv(ops) if ops else ())]
         else:
             for op, t, j in messages:
                 peer = {"group_src" if op is dist.irecv else "group_dst": j}
                 try:
-                    under_way.work.append((op(t, group=self.group, tag=tag, **peer), j))
+                    in_flight.work.append((op(t, group=self.group, tag=tag, **peer), j))
                 except RuntimeError as error:
-                    self.failed.append(under_way)
+                    self.failed.append(in_flight)
                     raise self.lost(call, j, error) from None
 
         def finish() -> T:
             with self.waiting(call):
-                self.arrive(under_way)
-            under_way.held.clear()
+                self.wait_for(in_flight)
+            in_flight.messages.clear()
             while arriving:
                 room, t = arriving.pop()
                 copy_in(room, t.device, out=t).use()
@@ -149,22 +149,22 @@ class Messages:
 
         return Future(finish)
 
-    def arrive(self, under_way: UnderWay) -> None:
+    def wait_for(self, in_flight: InFlight) -> None:
         """Wait for messages; raises RankError if the rank at the other end is gone or late."""
         most_s = datetime.timedelta(seconds=self.agreement.timeout_s)
-        while under_way.work:
-            started, j = under_way.work[0]
+        while in_flight.work:
+            started, j = in_flight.work[0]
             try:
-                started.wait(*([] if under_way.transport == "nccl" else [most_s]))
+                started.wait(*([] if in_flight.transport == "nccl" else [most_s]))
             except RuntimeError as error:
-                self.failed.append(under_way)
-                raise self.lost(under_way.call, j, error) from None
-            under_way.work.pop(0)
+                self.failed.append(in_flight)
+                raise self.lost(in_flight.call, j, error) from None
+            in_flight.work.pop(0)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what an error left under way: the other ranks began it too."""
         while self.dropped:
-            self.arrive(self.dropped.popleft())
+            self.wait_for(self.dropped.popleft())
 
     def native(self, call: Call, x: Tensor, start: Callable[[], dist.Work | None], out: Tensor) -> Future[Tensor]:
         """Start one of NCCL's own collectives of `x`, whose result is in `out`."""

@@ -119,7 +119,7 @@ def prepare(
 LEARNED = 1 << 15  # characters of a stretch: the library takes 256 of them together
 MOST_LEARNED = 1 << 26  # bytes of text
 # Bytes of memory in which the library counts pairs of bytes: some 100 for each byte of each different word, and 150.
-MOST_COUNTED, OF_A_BYTE, OF_A_WORD = 180_000_000, 100, 150
+COUNT_BYTES, BYTES_A_BYTE, BYTES_A_WORD = 180_000_000, 100, 150
 WORDS = re.compile(r" ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+")  # nearly `words_of_bpe`, in a fifth of its time
 MOST_TOKENS = 10_000_000  # of a tokenizer that is trained here: its library takes memory for as many at once
 
@@ -199,7 +199,7 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Toke
                         yield from (part.text for part in stretches_of(blocks, words_of_bpe, origin, 0, LEARNED))
 
         share = min(1.0, MOST_LEARNED / max(1, corpus.text_bytes))
-        train = lambda: "{1!r}\n{0}".format(*learn(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
+        train = lambda: "{1!r}\n{0}".format(*learn_bpe(texts, int(spec.removeprefix("bpe:")), eos, share))  # noqa: E731
         content = train() if len(numbers) == 1 and sum(corpus.sources.sizes()) < SMALLEST else apart(train)
         work_folder.keep_tokenizer(work, content)
     learned, _, text = content.partition("\n")
@@ -207,29 +207,29 @@ def _train(spec: str, eos: str | None, corpus: Corpus, work: Path) -> tuple[Toke
 
 
 class TooManyWords(Exception):
-    """Raised where the counts of different words would take more than MOST_COUNTED."""
+    """Raised where the counts of different words would take more than COUNT_BYTES."""
 
 
-def learn(
+def learn_bpe(
     texts: Callable[[], Iterable[str]], vocab_size: int, eos: str | None, share: float = 1.0
 ) -> tuple[str, float]:
     """The tokenizer.json of a BPE, and the share of the texts that it is learned from: `share`, or the largest half of
-    it, half of that, ... whose words can be counted in MOST_COUNTED bytes."""
+    it, half of that, ... whose words can be counted in COUNT_BYTES bytes."""
     while True:
         with contextlib.suppress(TooManyWords):
-            return train_bpe(_counted(evenly(share, texts())), vocab_size, eos).json, share
+            return train_bpe(_bounded(evenly(share, texts())), vocab_size, eos).json, share
         share /= 2
 
 
-def _counted(texts: Iterable[str]) -> Iterator[str]:
+def _bounded(texts: Iterable[str]) -> Iterator[str]:
     """The texts; raises TooManyWords."""
     words: set[str] = set()
     size = 0
     for text in texts:
         new = set(WORDS.findall(text)) - words
         words |= new
-        size += sum(len(word.encode()) for word in new) * OF_A_BYTE + len(new) * OF_A_WORD
-        if size > MOST_COUNTED:
+        size += sum(len(word.encode()) for word in new) * BYTES_A_BYTE + len(new) * BYTES_A_WORD
+        if size > COUNT_BYTES:
             raise TooManyWords
         yield text
 
