@@ -102,7 +102,7 @@ def test_hopper_sustains_what_is_published():
 
 
 def test_with_the_scores_of_attention_the_memory_of_zero_bubble_is_as_published(published):
-    """What a plan has less than was measured, by 32 to 54%, is what a fused kernel does not keep: the page's table."""
+    """What a plan has less than was measured, by 32 to 54%, is what a fused kernel does not keep: as the page says."""
     from published_runs import scores_bytes
 
     rows = json.loads(RESULTS.with_name("plan-published-pipelines.json").read_text())["runs"]
@@ -110,12 +110,13 @@ def test_with_the_scores_of_attention_the_memory_of_zero_bubble_is_as_published(
     page = (ROOT / "docs" / "plan.md").read_text()
     runs = [run for run in published.pipelines() if run.name.startswith("zb-")]
     assert len(runs) == 4
+    errors = list[float]()
     for run in runs:
         planned, scores = said[run.name], scores_bytes(run) / 2**30
         error = (planned + scores) / run.memory_gib - 1
         assert abs(error) < 0.06 and planned / run.memory_gib < 0.7
-        row = f"| {planned:.1f} | {scores:.1f} | {planned + scores:.1f} | {run.memory_gib:.1f} | {error:+.0%} |"
-        assert row in page, (run.name, row)
+        errors.append(abs(error))
+    assert f"their planned memory is within {max(errors):.0%} of what was published" in page
 
 
 @pytest.mark.exhaustive
