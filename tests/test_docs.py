@@ -1,6 +1,7 @@
 """Every example in README.md and docs/ runs: python blocks of a page in one namespace, bash blocks with this
 environment's commands."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -232,3 +233,13 @@ def test_results_of_benchmarks_name_no_folder_of_a_machine():
     commands = {file.name: re.search(r'"command": "(.*)"', file.read_text()) for file in files}
     named = {name: found[1] for name, found in commands.items() if found and re.search(r"(?<![\w.-])/\w", found[1])}
     assert files and not named, f"a path of one machine; write it as docs do, such as peers-env/bin/python: {named}"
+
+
+def test_the_page_of_the_benchmarks_is_that_of_their_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    summary = importlib.import_module("summary")
+    assert summary.PAGE.read_text() == summary.page(), "run: python benchmarks/summary.py"
+    for script in ("single", "plan_published"):
+        assert f"## {script}\n" in summary.page()
+    with pytest.raises(ValueError, match="no line in FIGURES"):
+        summary.figures_of("no_such_script")
