@@ -30,7 +30,7 @@ WEIGHT_KINDS = ("nf4", "int4", "int8")
 
 @dataclass(frozen=True)
 class QuantizedConfig(ConfigOver):
-    """The config of a model with frozen weights in codes; attributes that it lacks are read from `base`, the config of
+    """The config of a model with frozen weights in codes; attributes that it lacks are read from its base, the config of
     the model without.
 
     >>> from fzero import models
