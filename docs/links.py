@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 def pages() -> list[Path]:
     """The pages of this repository."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "examples/README.md"]
+    folders = (".", "docs", "examples", "benchmarks/results", "reports")
+    return [page for folder in folders for page in sorted((ROOT / folder).glob("*.md"))]
 
 
 def prose(page: Path) -> str:
