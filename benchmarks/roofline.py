@@ -1,4 +1,4 @@
-"""What bounds each part of a training step on H200s, by `fzero plan`, for four sizes: the table of docs/speed.md.
+"""What bounds each part of a training step on H200s, by `fzero plan`, for four sizes.
 
     python benchmarks/roofline.py --out benchmarks/results/roofline.json
     python benchmarks/roofline.py --precision bf16_float8 --out benchmarks/results/roofline-float8.json
@@ -80,12 +80,13 @@ def markdown(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write; its table goes beside it as .md")
     parser.add_argument("--precision", default="bf16", help="the policy of the products (default: bf16)")
     args = parser.parse_args()
     found = {name: measure(name, args.precision) for name in CASES}
     table = {"command": shlex.join(["python", *sys.argv]), "device": "h200, data sheet", "cases": found}
     args.out.write_text(json.dumps(table, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(markdown(found) + "\n")
     print(markdown(found))
 
 

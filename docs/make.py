@@ -1,4 +1,5 @@
-"""Makes the API reference from the docstrings, a page for each public module:
+"""Makes the API reference from the docstrings, a page for each public module, and refuses links that lead nowhere, in
+it and in the pages of this repository:
 
 python docs/make.py site
 """
@@ -8,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pdoc
+from links import broken, broken_in_site, pages
 
 import fzero
 
@@ -33,4 +35,8 @@ def make(folder: Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python docs/make.py FOLDER")
-    make(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    make(folder)
+    dead = [*(line for page in pages() for line in broken(page)), *broken_in_site(folder)]
+    if dead:
+        sys.exit("links that lead nowhere:\n" + "\n".join(dead))

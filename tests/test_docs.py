@@ -1,6 +1,7 @@
 """Every example in README.md and docs/ runs: python blocks of a page in one namespace, bash blocks with this
 environment's commands."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -15,6 +16,9 @@ import pytest
 from fzero import models
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+import links  # noqa: E402
+
 PAGES = [*ROOT.glob("README.md"), *sorted(ROOT.glob("docs/*.md"))]
 # Their examples train, start processes or make many plans: more than five seconds each.
 SLOW = (
@@ -167,44 +171,36 @@ def test_every_page_runs_something():
         assert any(block.kind in ("python", "bash") for block in blocks_of(page)), f"{page.name} has no example"
 
 
-def prose(page: Path) -> str:
-    """The text of a page without its fenced blocks."""
-    return re.sub(r"^\s*```.*?^\s*```\s*$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    heads = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
-
-
-def broken(page: Path) -> list[str]:
-    """The links of a page that lead to no file, or to no heading of one."""
-    found = []
-    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page)):
-        target = page.parent / path if path else page
-        if not path.startswith("http") and (not target.exists() or (anchor and anchor not in anchors(target))):
-            found.append(f"{page.name}: {path}#{anchor}")
-    return found
-
-
 def test_every_link_leads_somewhere(tmp_path):
-    assert not [line for page in (*PAGES, ROOT / "CONTRIBUTING.md") for line in broken(page)]
+    assert {*PAGES, ROOT / "CONTRIBUTING.md"} <= {*links.pages()}
+    assert not [line for page in links.pages() for line in links.broken(page)]
     (tmp_path / "a.md").write_text("# One two\n[x](a.md#one-two) [y](a.md#three) [z](b.md) [w](#one)\n")
-    assert broken(tmp_path / "a.md") == ["a.md: a.md#three", "a.md: b.md#", "a.md: #one"]
+    assert links.broken(tmp_path / "a.md") == ["a.md: a.md#three", "a.md: b.md#", "a.md: #one"]
 
 
-def test_the_readme_lists_every_page_in_its_index():
-    listed = re.findall(r"^\| \[[^]]*\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in PAGES[1:]) and listed[0] == "docs/start.md"
+def test_a_dead_link_of_the_reference_is_found(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/b.html").write_text('<p id="here"><a href="../a.html#top">up</a><a href="#gone">x</a></p>')
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top"><a href="sub/b.html#here">b</a><a href="sub/b.html#not">c</a><img src="no.svg"/></h1>'
+        '<a href="https://example.org/#x">out</a><a href="data:image/png,x">in</a>'
+    )
+    assert links.broken_in_site(tmp_path) == ["a.html: sub/b.html#not", "a.html: no.svg", "sub/b.html: #gone"]
 
 
-def test_only_the_readme_says_how_many_minutes_a_command_takes():
-    table = (ROOT / "README.md").read_text().partition("## How long things take")[2].partition("\n## ")[0]
+def test_the_first_page_lists_every_page():
+    index = (ROOT / "docs/start.md").read_text().partition("## All pages\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"\[[^]]*\]\((\w+\.md)\)", index)
+    assert sorted([*listed, "start.md"]) == sorted(page.name for page in PAGES[1:])
+    assert "](docs/start.md)" in (ROOT / "README.md").read_text()
+
+
+def test_only_the_first_page_says_how_many_minutes_a_command_takes():
+    table = (ROOT / "docs/start.md").read_text().partition("## How long things take")[2].partition("\n## ")[0]
     assert len(re.findall(r"minutes", table)) > 5
     named = re.compile("fifteen minutes|ten.minutes.on.one", re.IGNORECASE)  # the second is a heading
-    outside = {page: named.sub("", prose(page)) for page in (*PAGES, ROOT / "CONTRIBUTING.md")}
-    outside[ROOT / "README.md"] = outside[ROOT / "README.md"].replace(table, "").replace("a few minutes", "")
+    outside = {page: named.sub("", links.prose(page)) for page in (*PAGES, ROOT / "CONTRIBUTING.md")}
+    outside[ROOT / "docs/start.md"] = outside[ROOT / "docs/start.md"].replace(table, "")
     assert not [page.name for page, text in outside.items() if re.search(r"\bminutes?\b", text)]
 
 
@@ -232,3 +228,13 @@ def test_results_of_benchmarks_name_no_folder_of_a_machine():
     commands = {file.name: re.search(r'"command": "(.*)"', file.read_text()) for file in files}
     named = {name: found[1] for name, found in commands.items() if found and re.search(r"(?<![\w.-])/\w", found[1])}
     assert files and not named, f"a path of one machine; write it as docs do, such as peers-env/bin/python: {named}"
+
+
+def test_the_page_of_the_benchmarks_is_that_of_their_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    summary = importlib.import_module("summary")
+    assert summary.PAGE.read_text() == summary.page(), "run: python benchmarks/summary.py"
+    for script in ("single", "plan_published"):
+        assert f"## {script}\n" in summary.page()
+    with pytest.raises(ValueError, match="no line in FIGURES"):
+        summary.figures_of("no_such_script")

@@ -1,4 +1,4 @@
-"""The programs of examples/ run as they are, and the list in the README is the folder's."""
+"""The programs of examples/ run as they are, and the list in their README is the folder's."""
 
 import ast
 import functools
@@ -100,7 +100,7 @@ def within_print(node, name):
     return any(name in ast.walk(one) for one in shows)
 
 
-def test_the_readme_lists_them_all():
-    assert set(re.findall(r"\(examples/(\w+)\.py\)", (ROOT / "README.md").read_text())) == {
+def test_their_page_lists_them_all():
+    assert set(re.findall(r"\((\w+)\.py\)", (ROOT / "examples/README.md").read_text())) == {
         path.stem for path in EXAMPLES
     }

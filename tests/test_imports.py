@@ -3,6 +3,7 @@ Python's own, and the sizes of functions."""
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,15 @@ def wrong_imports(path):
 def test_imports_point_one_way():
     wrong = [line for path in FILES for line in wrong_imports(path)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_folder_map_of_the_contributors_is_this_order():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `fzero/(\w+)/` \|", text, re.MULTILINE)
+    floors = [(str(i), name) for i, names in enumerate(FLOORS, 1) for name in names if (ROOT / name).is_dir()]
+    assert rows == floors
+    named = re.findall(r"`((?:fzero|tests|docs|benchmarks|examples|\.ci)/[\w./]*)`", text)
+    assert len(named) > 30 and not [name for name in named if not (ROOT.parent / name).exists() and "NAME" not in name]
 
 
 def test_no_import_cycles():

@@ -67,8 +67,10 @@ def test_the_command_prints_it_and_refuses_what_has_many_plans():
     assert isinstance(refused.exception, ValueError) and "time.parts" in str(refused.exception)
 
 
-def test_the_table_of_the_docs_is_that_of_the_results(monkeypatch):
-    root = Path(fzero.__file__).parents[1]
-    monkeypatch.syspath_prepend(str(root / "benchmarks"))
-    found = json.loads((root / "benchmarks" / "results" / "roofline.json").read_text())["cases"]
-    assert importlib.import_module("roofline").markdown(found) in (root / "docs" / "speed.md").read_text()
+@pytest.mark.parametrize("name", ["roofline", "roofline-float8"])
+def test_the_table_is_that_of_the_results(name, monkeypatch):
+    root = Path(fzero.__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(str(root))
+    found = json.loads((root / f"results/{name}.json").read_text())["cases"]
+    table = importlib.import_module("roofline").markdown(found)
+    assert (root / f"results/{name}.md").read_text() == table + "\n"

@@ -36,7 +36,7 @@ FROZEN_BLOCKS = r"^(?!.*_lora_[abm]$|head/score$|embed/tokens$|head/w$)"  # wher
 
 @dataclass(frozen=True)
 class LoRAConfig(ConfigOver):
-    """The config of a model with LoRA; attributes that it lacks are read from `base`, the config of the model without
+    """The config of a model with LoRA; attributes that it lacks are read from its base, the config of the model without
     LoRA.
 
     >>> from fzero import models

@@ -30,8 +30,8 @@ WEIGHT_KINDS = ("nf4", "int4", "int8")
 
 @dataclass(frozen=True)
 class QuantizedConfig(ConfigOver):
-    """The config of a model with frozen weights in codes; attributes that it lacks are read from `base`, the config of
-    the model without.
+    """The config of a model with frozen weights in codes; attributes that it lacks are read from its base, the config
+    of the model without.
 
     >>> from fzero import models
     >>> QuantizedConfig(models.MLPConfig(), kind="nf4", block=64, targets="/w_").d_model

@@ -44,7 +44,7 @@ SCORE = "head/score"  # the leaf, [C, D]
 
 @dataclass(frozen=True)
 class ScoreConfig(ConfigOver):
-    """The config of a model with a head of scores; attributes that it lacks are read from `base`, the config of the
+    """The config of a model with a head of scores; attributes that it lacks are read from its base, the config of the
     model without.
 
     Raises ValueError for a single class, and for two of one name.
