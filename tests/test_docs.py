@@ -204,23 +204,10 @@ def test_only_the_first_page_says_how_many_minutes_a_command_takes():
     assert not [page.name for page, text in outside.items() if re.search(r"\bminutes?\b", text)]
 
 
-def test_the_table_of_presets_says_what_the_models_are():
-    rows = re.findall(r"^\| `([\w.-]+)` \|(.*)\|$", (ROOT / "docs" / "models.md").read_text(), re.MULTILINE)
-    table = {
-        name: [cell.strip().replace(",", "") for cell in cells.split("|")]
-        for name, cells in rows
-        if name in models.PRESETS
-    }
-    assert list(table) == list(models.PRESETS)
-    for name, (count, layers, width, heads, d_ff, vocab, max_len) in table.items():
-        config = models.preset(name)
-        sizes = (config.n_layers, config.d_model, config.vocab_size, config.max_len)
-        assert int(count) == models.num_params(models.build(config)), name
-        assert tuple(int(cell) for cell in (layers, width, vocab, max_len)) == sizes, name
-        assert int(d_ff.split(" x ")[-1]) == config.d_ff, name
-        if heads != "-":
-            q, *kv = (int(cell) for cell in heads.split(" / "))
-            assert (q, *kv) == ((config.n_heads, config.n_kv_heads) if kv else (config.n_heads,)), name
+def test_the_table_of_presets_names_them_all():
+    section = (ROOT / "docs" / "models.md").read_text().partition("\n## Presets\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| .* \| (`.*`) \|$", section, re.MULTILINE)
+    assert re.findall(r"`([\w.-]+)`", " ".join(cells)) == list(models.PRESETS)
 
 
 def test_results_of_benchmarks_name_no_folder_of_a_machine():

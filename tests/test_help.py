@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import pytest
 
+from fzero import models
 from fzero.cli import main
-from fzero.models.presets import PRESETS
 
 
 def test_every_command_is_in_one_section():
@@ -105,8 +105,67 @@ def test_the_documents_give_a_command_only_flags_that_it_has():
     assert not found, "\n".join(found)
 
 
-def test_models_lists_every_preset_with_its_parameters(fz):
+# Parameters, layers, width, vocabulary, longest sequence, d_ff, and heads (of queries / of keys and values).
+SIZES = """
+gpt2-tiny 3487232 4 256 256 1024 1024 4
+gpt2-124m 124439808 12 768 50257 1024 3072 12
+gpt2-355m 354823168 24 1024 50257 1024 4096 16
+gpt2-774m 774030080 36 1280 50257 1024 5120 20
+gpt2-1.5b 1557611200 48 1600 50257 1024 6400 25
+gpt-7.5b 7467786240 36 4096 51200 2048 16384 32
+gpt-18b 18449756160 40 6144 51200 2048 24576 48
+gpt-39b 39096041472 48 8192 51200 2048 32768 64
+gpt-76b 76050739200 60 10240 51200 2048 40960 80
+gpt-145b 145622261760 80 12288 51200 2048 49152 96
+gpt-310b 310130540544 96 16384 51200 2048 65536 128
+gpt-530b 529600819200 105 20480 51200 2048 81920 128
+gpt-1t 1008038758400 128 25600 51200 2048 102400 160
+llama-tiny 3082496 4 256 256 1024 704 4/2
+llama-small 23863808 8 512 256 1024 1408 8/4
+llama-1b 1235814400 16 2048 128256 131072 8192 32/8
+llama-3b 3212749824 28 3072 128256 131072 8192 24/8
+llama-8b 8030261248 32 4096 128256 131072 14336 32/8
+llama-70b 70553706496 80 8192 128256 131072 28672 64/8
+llama-405b 405853388800 126 16384 128256 131072 53248 128/8
+llama2-7b 6738415616 32 4096 32000 4096 11008 32
+llama2-13b 13015864320 40 5120 32000 4096 13824 40
+llama2-70b 68976648192 80 8192 32000 4096 28672 64/8
+qwen2.5-7b 7615616512 28 3584 152064 131072 18944 28/4
+qwen2.5-72b 72706203648 80 8192 152064 131072 29568 64/8
+qwen3-8b 8190735360 36 4096 151936 40960 12288 32/8
+qwen3-32b 32762123264 64 5120 151936 40960 25600 64/8
+mistral-7b 7241732096 32 4096 32000 32768 14336 32/8
+mistral-7b-v0.3 7248023552 32 4096 32768 32768 14336 32/8
+olmo2-7b 7298617344 32 4096 100352 4096 11008 32
+olmo2-13b 13716198400 40 5120 100352 4096 13824 40
+phi3-mini 3821079552 32 3072 32064 4096 8192 32
+smollm3-3b 3075098624 36 2048 128256 65536 11008 16/4
+gemma2-2b 2614341888 26 2304 256000 8192 9216 8/4
+gemma2-9b 9241705984 42 3584 256000 8192 14336 16/8
+gemma2-27b 27227128320 46 4608 256000 8192 36864 32/16
+gemma3-1b 999885952 26 1152 262144 32768 6912 4/1
+gemma3-4b 3880263168 34 2560 262208 131072 10240 8/4
+gemma3-12b 11766034176 48 3840 262208 131072 15360 16/8
+gemma3-27b 27009346304 62 5376 262208 131072 21504 32/16
+mixtral-tiny 4084416 4 192 256 1024 384 4/2
+mixtral-8x7b 46702792704 32 4096 32000 32768 14336 32/8
+gpt-oss-tiny 2326496 4 192 256 1024 192 4/2
+gpt-oss-20b 20914757184 24 2880 201088 131072 2880 64/8
+gpt-oss-120b 116829156672 36 2880 201088 131072 2880 64/8
+deepseek-tiny 2763608 4 192 256 1024 512 4
+deepseek-v3 671026419200 61 7168 129280 4096 18432 128
+mlp-tiny 24640 2 32 256 1024 64 -
+"""
+
+
+def test_models_lists_every_preset_with_its_sizes(fz):
     code, out, _ = fz("models")
-    rows = [line.split() for line in out.splitlines()[1:]]
-    assert code == 0 and [row[0] for row in rows] == [*PRESETS]
-    assert next(row[:4] for row in rows if row[0] == "gpt2-124m") == ["gpt2-124m", "124,439,808", "12", "768"]
+    rows, known = ([line.split() for line in text.strip().splitlines()] for text in (out, SIZES))
+    assert code == 0 and [[cell.replace(",", "") for cell in row] for row in rows[1:]] == [row[:6] for row in known]
+    assert [row[0] for row in known] == list(models.PRESETS)
+    for name, *_, d_ff, heads in known:
+        config = models.preset(name)
+        assert config.d_ff == int(d_ff), name
+        if heads != "-":
+            q, *kv = (int(number) for number in heads.split("/"))
+            assert (q, *kv) == ((config.n_heads, config.n_kv_heads) if kv else (config.n_heads,)), name

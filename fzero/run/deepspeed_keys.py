@@ -5,6 +5,7 @@ Ref: https://www.deepspeed.ai/docs/config-json, and deepspeed/runtime/config.py 
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 TAKEN, IGNORED, REFUSED = "taken", "ignored", "refused"
@@ -109,55 +110,57 @@ SPARSE: dict[str, tuple[str, ...]] = {
 # Tables of which DeepSpeed itself refuses a key that it does not know (and sparse attention, a key of which is a
 # number of the model); elsewhere it does not look at one.
 STRICT = (f"{ZERO}.", "optimizer.params.", "scheduler.params.", "sparse_attention.")
+# What keys that several share become.
+OFFLOADED = "`offload`: cpu is `host`, nvme `nvme`; `params` at stage 3"
+POLICY = "`precision.policy`; without any it is `fp32`"
+LENGTHS = "`data.seq_len`, `data.seq_len_warmup`: fixed_linear lengths"
+LAYER_DROP = "`train.layer_drop_theta`, `layer_drop_gamma`, of gpt2 and llama"
 KEYS: tuple[Key, ...] = (
     *_taken(
         train_batch_size="`train.batch`: micro-batch x accumulation x data ranks",
         train_micro_batch_size_per_gpu="`train.micro_batch`",
         gradient_accumulation_steps="`train.batch`",
-        gradient_clipping="`optim.clip`; without it 0, as in DeepSpeed up to 0.19.2; later versions clip at 1: write "
-        "it. DeepSpeed adds 1e-6 to the norm",
+        gradient_clipping="`optim.clip`; without it 0, where DeepSpeed after 0.19.2 clips at 1",
         steps_per_print="`train.log_every`",
         zero_optimization__stage="`zero`",
-        zero_optimization__offload_optimizer__device="`offload`: cpu is `opt=host`, nvme `opt=nvme`",
+        zero_optimization__offload_optimizer__device=OFFLOADED,
         zero_optimization__offload_optimizer__nvme_path="`nvme.folder`",
         zero_optimization__offload_optimizer__ratio="`offload`: `opt=host:RATIO`",
-        zero_optimization__offload_param__device="`offload`: cpu is `params=host`, nvme `params=nvme`; at stage 3",
+        zero_optimization__offload_param__device=OFFLOADED,
         zero_optimization__offload_param__nvme_path="`nvme.folder`",
-        zero_optimization__cpu_offload="`offload`: `opt=host`",
-        zero_optimization__cpu_offload_param="`offload`: `params=host`",
-        bf16__enabled="`precision.policy`: `bf16`; without bf16 and fp16 it is `fp32`",
-        bfloat16__enabled="the same",
-        fp16__enabled="`precision.policy`: `fp16`",
-        fp16__loss_scale="`precision.loss_scale`: 0 is dynamic, another number is that scale in every step",
+        zero_optimization__cpu_offload=OFFLOADED,
+        zero_optimization__cpu_offload_param=OFFLOADED,
+        bf16__enabled=POLICY,
+        bfloat16__enabled=POLICY,
+        fp16__enabled=POLICY,
+        fp16__loss_scale="`precision.loss_scale`: 0 is dynamic, another number fixed",
         fp16__initial_scale_power="`precision.loss_scale.init`: 2 to this power",
         fp16__loss_scale_window="`precision.loss_scale.window`",
         fp16__hysteresis="`precision.loss_scale.hysteresis`",
         fp16__min_loss_scale="`precision.loss_scale.floor`",
-        zero_optimization__zero_quantized_weights="`codec`: `params=int8`; at stage 3",
+        zero_optimization__zero_quantized_weights="`codec`: `params=int8`, at stage 3",
         zero_optimization__zero_quantized_gradients="`codec`: `grads=int4`",
-        zero_optimization__zeropp_loco_param__err_beta="`codec`: `grads=int4,loco=BETA`, with quantized gradients",
+        zero_optimization__zeropp_loco_param__err_beta="`codec`: `grads=int4,loco=BETA`",
         zero_optimization__zeropp_loco_param__reset_T="`codec`: `reset=T`",
-        torch_autocast__enabled="`precision.policy`, by its dtype",
-        torch_autocast__dtype="`precision.policy`: `bf16` or `fp16`, where it is enabled",
-        curriculum_learning__enabled="`data.seq_len`, `data.seq_len_warmup`: rows in pieces, which DeepSpeed cuts off",
-        curriculum_learning__curriculum_type="seqlen",
-        curriculum_learning__min_difficulty="`data.seq_len_warmup`: its first length",
-        curriculum_learning__max_difficulty="`data.seq_len`",
-        curriculum_learning__schedule_type="fixed_linear",
-        curriculum_learning__schedule_config__total_curriculum_step="`data.seq_len_warmup`, by the tokens of a step",
-        curriculum_learning__schedule_config__difficulty_step="`data.seq_len_warmup`: its increment",
-        optimizer__type="`optim.name`: AdamW, Adam (decoupled decay unless adam_w_mode is false), Lion, SGD, Lamb, "
-        "OneBitAdam, OneBitLamb, ZeroOneAdam (these three without a correction of bias, as there)",
-        progressive_layer_drop__enabled="`train.layer_drop_theta`, `layer_drop_gamma`, of gpt2 and llama; see data.md",
-        progressive_layer_drop__theta="`train.layer_drop_theta`, where it is enabled",
-        progressive_layer_drop__gamma="`train.layer_drop_gamma`, where it is enabled",
-        sparse_attention__mode="`model.pattern`: dense is `full`, fixed `fixed:SIZE:KEEP`, local_sliding_window, "
-        "bslongformer, variable, and bigbird with other random blocks `bigbird:SIZE:NEAR:KEEP:RANDOM`, if it sees the "
-        "same. Encoders, and heads that differ, have [block masks](models.md#block-masks)",
+        torch_autocast__enabled=POLICY,
+        torch_autocast__dtype=POLICY,
+        curriculum_learning__enabled=LENGTHS,
+        curriculum_learning__curriculum_type=LENGTHS,
+        curriculum_learning__min_difficulty=LENGTHS,
+        curriculum_learning__max_difficulty=LENGTHS,
+        curriculum_learning__schedule_type=LENGTHS,
+        curriculum_learning__schedule_config__total_curriculum_step=LENGTHS,
+        curriculum_learning__schedule_config__difficulty_step=LENGTHS,
+        optimizer__type="`optim.name`: AdamW, Adam (decoupled decay unless `adam_w_mode` is false), Lion, SGD, Lamb, "
+        "OneBitAdam, OneBitLamb, ZeroOneAdam",
+        progressive_layer_drop__enabled=LAYER_DROP,
+        progressive_layer_drop__theta=LAYER_DROP,
+        progressive_layer_drop__gamma=LAYER_DROP,
+        sparse_attention__mode="`model.pattern`, if one sees the same; else [block masks](models.md#block-masks)",
         scheduler__type="`optim.schedule.name`: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle; else constant",
     ),
     *_ignored(
-        "it is about how DeepSpeed computes or sends, or does nothing there",
+        "how DeepSpeed computes or sends",
         *(f"optimizer.params.{n}" for n in ("cuda_aware", "comm_backend_name", "fused", "foreach", "capturable")),
         *(f"optimizer.params.{n}" for n in ("set_grad_none", "fp32_optimizer_states")),
         *(f"scheduler.params.{n}" for n in ("cycle_first_stair_count", "cycle_second_stair_count")),
@@ -165,22 +168,22 @@ KEYS: tuple[Key, ...] = (
         "torch_autocast.*",
     ),
     *(
-        Key(f"sparse_attention.{name}", TAKEN, "its sizes, in tokens and blocks; attention must be unidirectional")
+        Key(f"sparse_attention.{name}", TAKEN, "its sizes; attention must be unidirectional")
         for name in dict.fromkeys(sum(SPARSE.values(), ()))
     ),
-    Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `beta2`, `eps`, `weight_decay` (of all leaves), ..."),
-    Key("scheduler.params.*", TAKEN, "`optim.lr`, `train.steps`, `optim.schedule.warmup_steps`, `warmup`, ..."),
+    Key("optimizer.params.*", TAKEN, "`optim.lr`, `beta1`, `weight_decay` (of all leaves), ..."),
+    Key("scheduler.params.*", TAKEN, "`optim.lr`, `train.steps`, `optim.schedule.warmup_steps`, ..."),
     *_ignored(
-        "fzero chooses the sizes of buckets and the overlap itself; `--prefetch` sets the layers gathered ahead",
+        "fzero chooses buckets and overlap; see `--prefetch`",
         *(f"{ZERO}.{name}" for name in BUCKETS.split()),
     ),
     *_ignored(
-        "transfers are fzero's own; `--buffer-mb` is their memory",
+        "transfers are fzero's own; see `--buffer-mb`",
         *(f"{ZERO}.{group}.{name}" for group in OFFLOAD for name in TRANSFERS.split()),
         "aio.*",
     ),
     *_ignored(
-        "checkpoints are fzero's own: any mesh resumes any other, and `fzero export` writes weights",
+        "checkpoints are fzero's own",
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save",
         f"{ZERO}.stage3_gather_fp16_weights_on_model_save",
         f"{ZERO}.load_from_fp32_weights",
@@ -192,7 +195,7 @@ KEYS: tuple[Key, ...] = (
         "datastates_ckpt.*",
     ),
     *_ignored(
-        "it is about PyTorch modules, of which a pure function has none",
+        "about PyTorch modules",
         f"{ZERO}.ignore_unused_parameters",
         f"{ZERO}.override_module_apply",
         f"{ZERO}.legacy_stage1",
@@ -213,7 +216,7 @@ KEYS: tuple[Key, ...] = (
         "dataloader_drop_last",
         "use_data_before_expert_parallelism",
     ),
-    *_ignored("a mean is divided once, in float32", "prescale_gradients", "gradient_predivide_factor"),
+    *_ignored("divided once, in float32", "prescale_gradients", "gradient_predivide_factor"),
     *_ignored(
         "use `--remat`, `--offload acts=host` and `--set partition_activations=true`", "activation_checkpointing.*"
     ),
@@ -232,7 +235,7 @@ KEYS: tuple[Key, ...] = (
         "dump_state",
     ),
     *_ignored(
-        "sums, master weights and moments are float32 here: more exact, and more memory (`optim.states=bf16` has less)",
+        "float32 here; see `optim.states=bf16`",
         "communication_data_type",
         "seq_parallel_communication_data_type",
         "data_types.grad_accum_dtype",
@@ -251,15 +254,15 @@ KEYS: tuple[Key, ...] = (
     *_refused("no part of an update is made later than the rest", f"{ZERO}.zenflow.*"),
     *_refused("use --mesh tp=N", "tensor_parallel.*", "autotp_size", harmless=(None, False, 0, 1)),
     *_refused("use --mesh cp=N --context ulysses", "sequence_parallel_size", harmless=(None, False, 0, 1)),
-    *_ignored("dp is what the other axes leave of the ranks", "data_parallel_size"),
+    *_ignored("dp is the ranks that other axes leave", "data_parallel_size"),
     *_refused("use --mesh pp=N", "pipeline.stages", harmless=(None, False, 0, 1)),
-    *_ignored("fzero splits layers over pp itself; see --mesh pp=N", "pipeline.*"),
+    *_ignored("see --mesh pp=N", "pipeline.*"),
     *_refused("use bf16 or fp16", "amp.enabled"),
     *_ignored("their table is not enabled", "amp.*"),
     *_refused("give the batch that it would choose", "elasticity.enabled"),
     *_refused("use `fzero plan --search`", "autotuning.enabled"),
     *_ignored(
-        "its tables count where it is enabled, and so do theirs",
+        "its tables count where enabled",
         *(f"data_efficiency.{name}enabled" for name in ("", "data_sampling.", "data_routing.")),
     ),
     *_refused("use data.curriculum", "data_efficiency.data_sampling.curriculum_learning.enabled"),
@@ -282,13 +285,31 @@ KEYS: tuple[Key, ...] = (
 
 
 def markdown() -> str:
-    """The table of docs/migrate.md.
+    """The tables of docs/migrate.md.
 
     >>> print(markdown().splitlines()[2])
-    | `train_batch_size` | taken | `train.batch`: micro-batch x accumulation x data ranks |
+    | `train_batch_size` | `train.batch`: micro-batch x accumulation x data ranks |
     """
-    rows: dict[tuple[str, str], list[str]] = {}
-    for key in KEYS:
-        rows.setdefault((key.what, key.why), []).append(f"`{key.name}`")
-    lines = [f"| {', '.join(names)} | {what} | {why} |" for (what, why), names in rows.items()]
-    return "\n".join(["| key | | here |", "|---|---|---|", *lines]) + "\n"
+    tables = []
+    for what, why in ((TAKEN, "becomes"), (IGNORED, "why"), (REFUSED, "instead")):
+        rows: dict[str, list[str]] = {}
+        for key in KEYS:
+            if key.what == what:
+                rows.setdefault(key.why, []).append(key.name)
+        lines = [f"| {', '.join(f'`{name}`' for name in _listed(names))} | {text} |" for text, names in rows.items()]
+        tables.append("\n".join([f"| {what} | {why} |", "|---|---|", *lines]) + "\n")
+    return "\n".join(tables)
+
+
+def _listed(names: list[str]) -> list[str]:
+    """The names, those of both tables of offload once, and those of sparse attention as their table."""
+    both = {name for name in names if "offload_" in name and {_of(name, one) for one in OFFLOAD} <= set(names)}
+    short = [_of(name, "offload_*") if name in both else name for name in names]
+    if len(names) > 1:
+        short = ["sparse_attention.*" if name.startswith("sparse_attention.") else name for name in short]
+    return list(dict.fromkeys(short))
+
+
+def _of(name: str, table: str) -> str:
+    """The name in another table of offload."""
+    return re.sub(r"offload_(optimizer|param)(?=\.)", table, name)
