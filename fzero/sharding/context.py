@@ -108,8 +108,8 @@ BALANCED = "balanced"  # pieces that are chosen by a batch's documents, see shar
 class Context:
     """How activations are split along the sequence: over cp, and over tp.
 
-    form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses" (see docs/parallel.md), "ring",
-        "hierarchical" (see docs/context.md), or "auto": by what each sends and holds (context_cost.py).
+    form: how a rank's queries meet the keys of the other ranks: "gather", "ulysses", "ring", "hierarchical" (see
+        docs/context.md), or "auto": by what each sends and holds (context_cost.py).
     pieces: which tokens a rank has: "contiguous" (one block each), "zigzag" (two, so that all ranks have as much work
         under a causal mask), "balanced" (up to 16, so that they have under a batch's documents too), or "auto": as
         suits the form.
