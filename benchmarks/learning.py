@@ -64,7 +64,6 @@ def local_signs(**more: Any) -> Form:
 
 
 QUARTER, HALF = STEPS // 4, STEPS // 2  # of the steps, before members train apart
-STREAMING = {"fragments": 2, "overlap": 1, "mix": 0.5}
 SHORT = {"lr": 0.5, "momentum": 0.3}  # of DiLoCo's outer optimizer: 0.7 and 0.9 are for more than 20 rounds
 LAMB = {"lr": 1e-2, "weight_decay": 0.0}
 FORMS = {
@@ -90,12 +89,9 @@ FORMS = {
     "diloco, codec=int4": members("diloco", codec="int4"),
     "diloco, lr=0.5, momentum=0.3": members("diloco", **SHORT),
     "diloco, lr=0.5, momentum=0.3, codec=int4": members("diloco", codec="int4", **SHORT),
-    "diloco, streaming": members("diloco", every=100, fragments=5, overlap=5, mix=0.5, codec="int4"),
-    "diloco, lr=0.5, momentum=0.3, streaming": members("diloco", **STREAMING, codec="int4", **SHORT),
     "diloco, after=100": members("diloco", after=QUARTER),
     "diloco, after=200": members("diloco", after=HALF),
     "diloco, after=100, lr=0.5, momentum=0.3": members("diloco", after=QUARTER, **SHORT),
-    "diloco, after=100, streaming": members("diloco", after=QUARTER, **STREAMING, codec="int4"),
     "slowmo": members("slowmo"),
     "slowmo, after=200": members("slowmo", after=HALF),
     "localsgd": members("localsgd"),

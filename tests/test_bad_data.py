@@ -99,7 +99,6 @@ CASES = {
     ),
     "another end": (None, (*PREPARE, "texts.jsonl", "--tokenizer", "bpe/tokenizer.json", "--eos", "<end>"), "<end>"),
     "workers below 0": (None, (*PREPARE, "texts.jsonl", "--workers", "-1"), "workers"),
-    "no similarity": (None, (*PREPARE, "texts.jsonl", "--duplicates", "near", "--similarity", "2"), "similarity"),
     "a URL without credentials": (None, ("data", "link", URL, "--out", "new"), "a-bucket-that-is-nobodys"),
     "an index cut short": (
         lambda p: (megatron(p), cut(p / "m.idx", 0.9)),

@@ -221,21 +221,20 @@ ELSEWHERE = ("config", "finetune")  # a file for another machine; and there must
 @pytest.mark.parametrize("case", range(len(IDLE)), ids=[f"{words[-1]} {option.opts[0]}" for words, _, option in IDLE])
 def test_a_flag_is_refused_without_what_it_needs(case, fz, no_trace):
     words, command, option = IDLE[case]
-    value = {"codec": "params=int8", "reduce": "once", "similarity": "0.5"}.get(option.name, "10")
+    value = {"codec": "params=int8", "reduce": "once"}.get(option.name, "10")
     line = [*line_without(option, words, command), f"{option.opts[0]}={value}"]
     code, out, err = fz(*[word.replace("missing", "missing.txt") for word in line])
     if option.of is None or words[-1] not in ELSEWHERE:
         said = f"fzero: error: {option.opts[0]} is for {option.needs}; add that, or leave it out\n"
         assert (code, out, err) == (2, "", said)
     if option.of is None:
-        flag, _, value = option.needs.partition(" ")
-        _, _, err = fz(*line, f"{flag}={value or 1}" if value or flag != "--search" else flag)
+        _, _, err = fz(*line, option.needs if option.needs == "--search" else f"{option.needs}=1")
         assert f"{option.opts[0]} is for" not in err
 
 
 def test_the_flags_that_need_something():
     assert {option.opts[0] for *_, option in IDLE} >= {
-        "--top", "--imbalance", "--price-per-gpu-hour", "--nvme-gbs", "--between", "--similarity", "--text-key",
+        "--top", "--imbalance", "--price-per-gpu-hour", "--nvme-gbs", "--between", "--text-key",
         "--codec", "--reduce",
     }  # fmt: skip
 

@@ -25,7 +25,6 @@ from fzero.planner.devices import between_nodes, device
 from fzero.planner.rates import ways_of
 from fzero.planner.timing import Timing, weighed
 from fzero.run import build
-from fzero.run.members import Members, take_over
 from fzero.train.batch import local_batch
 from fzero.train.local import Local, agree, init_local, local_specs, make_local_step
 from fzero.train.state import state_specs
@@ -50,9 +49,9 @@ def start(mesh, tx, outer, local, stage=0, policy=FP64, name="llama", dropout=0.
     """(step, state, plan, specs) of this rank's member."""
     model, tx, outer = model_of(name, dropout=dropout), INNER[tx], OUTER[outer]
     plan = fzero.zero_plan(stage, model, mesh.member(), policy=policy)
-    state = init_local(fzero.init_state(model, tx, plan, seed=3), plan, outer, local)
+    state = init_local(fzero.init_state(model, tx, plan, seed=3), plan, outer)
     inner = fzero.make_train_step(model, tx, plan)
-    specs = local_specs(state_specs(plan, tx), plan, outer, local)
+    specs = local_specs(state_specs(plan, tx), plan, outer)
     return make_local_step(inner, plan, outer, mesh["rp"], local), state, plan, specs
 
 
@@ -174,7 +173,7 @@ def plain_steps(local, steps):
     """[steps, 6]: x, x_0 and the outer momentum of leaves a and b after each step of one member, whose own are -0.1."""
     mesh, params = fzero.one_process(), {"a": torch.zeros(1, dtype=FP64.state), "b": torch.zeros(1, dtype=FP64.state)}
     plan, tx = fzero.zero_plan(0, params, mesh, policy=FP64), optim.sgd(0.1)
-    state = init_local(fzero.init_state(params, tx, plan, seed=0), plan, OUTER["DiLoCo"], local)
+    state = init_local(fzero.init_state(params, tx, plan, seed=0), plan, OUTER["DiLoCo"])
     inner = fzero.make_train_step(lambda p, batch: ((p["a"] + p["b"]) * batch["x"]).sum(), tx, plan)
     step, rows = make_local_step(inner, plan, OUTER["DiLoCo"], mesh["rp"], local), []
     for _ in range(steps):
@@ -188,35 +187,28 @@ def plain_steps(local, steps):
 
 
 def plain_steps_by_hand(local, steps):
-    """The same: leaf a is of the first fragment, and b of the last one."""
-    due = {"a": local.every // local.fragments % local.every, "b": 0}
-    x, at, momentum, flying = ({name: 0.0 for name in "ab"} for _ in range(4))
-    arrives, rows = dict.fromkeys("ab", 0), []
+    """The same, by the formulas."""
+    x, at, momentum, rows = 0.0, 0.0, 0.0, []
     for step in range(1, steps + 1):
-        for name in "ab":
-            x[name] -= 0.1
-            if step <= local.after:
-                at[name] = x[name]
-                continue
-            if step % local.every == due[name]:
-                flying[name], arrives[name] = at[name] - x[name], step + local.overlap
-            if step == arrives[name]:
-                momentum[name] = 0.9 * momentum[name] + flying[name]
-                at[name] -= 0.7 * (flying[name] + 0.9 * momentum[name])
-                x[name] = (1 - local.mix) * at[name] + local.mix * x[name]
-        rows.append([each[name] for each in (x, at, momentum) for name in "ab"])
+        x -= 0.1
+        if step <= local.after:
+            at = x
+        elif step % local.every == 0:
+            momentum = 0.9 * momentum + at - x
+            at -= 0.7 * (at - x + 0.9 * momentum)
+            x = at
+        rows.append([each for each in (x, at, momentum) for _ in "ab"])
     return torch.tensor(rows, dtype=FP64.state)
 
 
 POST_LOCAL = [
     Local(every=2, after=4),
-    Local(every=4, fragments=2, after=4),
-    Local(every=4, fragments=2, overlap=1, mix=0.25, after=8),
+    Local(every=4, after=8),
     Local(every=1, after=3),
 ]
 
 
-@pytest.mark.parametrize("local", [*POST_LOCAL, Local(every=4, fragments=2, overlap=1, mix=0.25)], ids=repr)
+@pytest.mark.parametrize("local", [*POST_LOCAL, Local(every=4)], ids=repr)
 def test_members_train_apart_after_so_many_steps(local):
     steps = local.after + 2 * local.every + 2
     assert_close(plain_steps(local, steps), plain_steps_by_hand(local, steps), rtol=1e-12, atol=1e-14)
@@ -253,7 +245,7 @@ def test_the_teeth_of_steps_before_members_train_apart(mistake, monkeypatch):
         monkeypatch.setattr(Local, "together", wrong(Local))
     else:
         monkeypatch.setattr(module, where, wrong(getattr(module, where)))
-    for local in POST_LOCAL[:3]:
+    for local in POST_LOCAL[:2]:
         steps = local.after + 2 * local.every
         assert (plain_steps(local, steps)[-1] - plain_steps_by_hand(local, steps)[-1]).abs().max() > 1e-3
 
@@ -262,11 +254,11 @@ def test_the_sign_of_the_outer_step_is_that_of_descent(monkeypatch):
     """A pseudo-gradient of the other sign leads away: the loss rises."""
     from fzero.train import local as module
 
-    sent = module.send
+    exact = module.difference
     losses = {}
     for name, sign in (("right", 1.0), ("wrong", -1.0)):
         monkeypatch.setattr(
-            module, "send", lambda *args, sign=sign: lambda: {n: sign * x for n, x in sent(*args)().items()}
+            module, "difference", lambda *args, sign=sign: {n: sign * x for n, x in exact(*args).items()}
         )
         mesh = fzero.one_process()
         step, state, _, _ = start(mesh, "ADAM", "DiLoCo", Local(every=4))
@@ -276,46 +268,7 @@ def test_the_sign_of_the_outer_step_is_that_of_descent(monkeypatch):
     assert losses["right"] < 2.5 < losses["wrong"]
 
 
-# ---- fragments, overlap, codes ---------------------------------------------------------------------------------------
-
-
-def agreed_at(mesh, local, steps):
-    """By step, the leaves of x_0 that changed."""
-    step, state, _, _ = start(mesh, "ADAM", "DiLoCo", local)
-    changed = []
-    for i in range(steps):
-        before = pytree.map(torch.clone, state.extra["outer"])
-        state, _ = step(state, local_batch(batch(i), mesh, 1))
-        names = pytree.named_leaves(state.extra["outer"])
-        old = pytree.named_leaves(before)
-        changed.append({name[0] for name in names if "/params/" in name and not torch.equal(names[name], old[name])})
-    return changed, step.finish(state).params
-
-
-@pytest.mark.parametrize("overlap, after", [(0, 0), (1, 4)])
-def test_fragments_agree_in_turn(overlap, after):
-    local = Local(every=4, fragments=2, overlap=overlap, after=after)
-    results = ranks.run(2, agreed_at, local, after + 8, mesh={"rp": 2})
-    turns = [set(), {"0"}, set(), {"1"}, set(), {"0"}, set(), {"1"}]
-    for changed, _ in results:
-        assert changed == [{"0", "1"}] * after + [set()] * overlap + turns[: 8 - overlap]
-
-
-def mixed(mesh, mix):
-    step, state, _plan, _ = start(mesh, "ADAM", "LocalSGD", Local(every=2, mix=mix))
-    for i in range(2):
-        state, _ = step(state, local_batch(batch(i), mesh, 1))
-    return state.params, state.extra["outer"]["0"].params
-
-
-def test_a_member_may_keep_a_part_of_what_it_has():
-    alone, half = ranks.run(2, mixed, 0.0, mesh={"rp": 2}), ranks.run(2, mixed, 0.5, mesh={"rp": 2})
-    assert_same(alone[0][0], alone[1][0])
-    a, b = (pytree.named_leaves(params) for params, _ in half)
-    assert any((a[name] != b[name]).any() for name in a)
-    mean = {name: (a[name] + b[name]) / 2 for name in a}
-    # each is half way between its own and the mean, so that their mean is the mean
-    assert_close(mean, half[0][1], rtol=1e-12, atol=1e-12)
+# ---- codes -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind, bound", [("int4", 0.08), pytest.param("int8", 0.005, marks=exhaustive)])
@@ -371,7 +324,7 @@ def test_a_plan_counts_what_an_agreement_sends(codec):
 
 
 def test_a_plan_has_a_members_share_of_its_agreements():
-    """Half as often is half the share; an overlap hides what its steps take; and the parts are the step."""
+    """Half as often is half the share, and the parts are the step."""
     on = between_nodes(device("h100", ranks_on_node=1), "0.001:0")
 
     def share(**local):
@@ -381,24 +334,23 @@ def test_a_plan_has_a_members_share_of_its_agreements():
         assert_close(torch.tensor(parts + NO_TIME.step_s), torch.tensor(found.step_s), rtol=1e-6)
         return found.step_s - NO_TIME.step_s, found
 
-    (often, found), (half, _), (hidden, _) = share(every=20), share(every=40), share(every=20, overlap=2)
+    (often, found), (half, _) = share(every=20), share(every=40)
     sent = trace_agreement(config_of(), {"rp": 2}, 0, on.target).bytes
     per_byte = 1 / (on.links[-1].bytes_s * on.efficiency.get("links", 1.0))
     message = sent * per_byte
     assert found.binds == "communication on rp"
-    assert 1.0 < (often - half) / (message / 40) < 1.1 and 1.0 < (often - hidden) / (2 * NO_TIME.step_s / 20) < 1.1
+    assert 1.0 < (often - half) / (message / 40) < 1.1
 
 
 def test_a_plan_of_steps_before_members_train_apart_has_both():
     """A step then takes a whole sum without codes, and the mean over the run is by the steps of each."""
     on = between_nodes(device("h100", ranks_on_node=1), "0.001:0")
-    streaming = {"every": 20, "fragments": 2, "overlap": 1, "codec": "int4"}
-    both = config_of(train_steps=80, **streaming, after=20)
+    both = config_of(train_steps=80, every=20, codec="int4", after=20)
     (apart, most), (first, part) = with_agreements(NO_TIME, both, both.mesh, on, 0)
     assert (part, most) == (20 / 80, 60 / 80) and NO_TIME.step_s < apart.step_s < first.step_s
     sent, coded = (trace_agreement(both, both.mesh, 0, on.target, together=each).bytes for each in (True, False))
     assert 1.0 < (first.step_s - NO_TIME.step_s) * on.links[-1].bytes_s * on.efficiency.get("links", 1.0) / sent < 1.1
-    assert sent_in_agreements(both, both.mesh, 0, on.target) == pytest.approx(coded * 2 / 20 * most + sent * part)
+    assert sent_in_agreements(both, both.mesh, 0, on.target) == pytest.approx(coded / 20 * most + sent * part)
     job = build.build(both, fzero.fake_mesh(both.mesh))
     assert f"in each of the first 20 steps they take their mean, {sent:,} bytes over rp" in job.members.text(job.plan)
 
@@ -475,9 +427,9 @@ def rounds(mesh, folder, local, first, last, saves):
     for i in range(first, last):
         state, metrics = step(state, local_batch(batch(i), mesh, 1))
         if i + 1 in saves:
-            state = agree(step, plan, mesh["rp"], state, local)
+            state = agree(plan, mesh["rp"], state, local)
             save(folder, state, step=i + 1, specs=specs, mesh=mesh)
-    return step.finish(state), float(metrics.loss)  # what is under way at the end would stay in its channel
+    return state, float(metrics.loss)
 
 
 def met(mesh, local, steps):
@@ -486,18 +438,15 @@ def met(mesh, local, steps):
     for i in range(steps):
         state, _ = step(state, local_batch(batch(i), mesh, 1))
     found = []
-    for then in (step.finish, lambda state: agree(step, plan, mesh["rp"], state, local)):  # in its buffers
+    for then in (lambda state: state, lambda state: agree(plan, mesh["rp"], state, local)):  # in its buffers
         both = whole(then(state), specs, plan.mesh)
         found.append(pytree.map(torch.clone, (both.params, both.extra["outer"])))
     return found
 
 
-@pytest.mark.parametrize(
-    "local, steps", [(Local(every=4, fragments=2), 7), (Local(every=3, mix=0.25), 6)], ids=["streaming", "mixed"]
-)
-def test_members_that_agree_have_their_mean_and_the_outer_optimizer_makes_no_update(local, steps):
+def test_members_that_agree_have_their_mean_and_the_outer_optimizer_makes_no_update():
     """Another update would apply the outer momentum once more."""
-    before, after = zip(*ranks.run(2, met, local, steps, mesh={"rp": 2}))
+    before, after = zip(*ranks.run(2, met, Local(every=4), 7, mesh={"rp": 2}))
     (apart, outer), (others, _) = before
     mean = pytree.map(lambda a, b: (a + b) / 2, apart, others)
     for params, then in after:
@@ -511,8 +460,7 @@ def test_members_that_agree_have_their_mean_and_the_outer_optimizer_makes_no_upd
     "local",
     [
         Local(every=3),
-        pytest.param(Local(every=4, fragments=2, overlap=1, codec="int8"), marks=exhaustive),
-        pytest.param(Local(every=2, fragments=2, overlap=1, mix=0.25, after=4), marks=exhaustive),
+        pytest.param(Local(every=4, codec="int8"), marks=exhaustive),
         pytest.param(Local(every=2, after=6), marks=exhaustive),
     ],
     ids=repr,
@@ -546,9 +494,6 @@ def test_members_leave_and_come_back_where_they_agree(tmp_path):
     [
         ({"every": 0}, "local: every is 0; it is the steps between two times, at least 1"),
         ({"codec": "int5"}, "local: codec is 'int5'; it must be one of int8, int4, fp8_e4m3"),
-        ({"every": 2, "fragments": 3}, r"local: fragments is 3; it must be in \[1, every = 2\]"),
-        ({"every": 2, "overlap": 2}, r"local: overlap is 2; it must be in \[0, every = 2\)"),
-        ({"mix": 1.0}, r"local: mix is 1.0; it must be in \[0, 1\)"),
         ({"every": 4, "after": 6}, "local: after is 6; it must be 0 or a multiple of every = 4"),
         ({"every": 4, "after": -4}, "local: after is -4; it must be 0 or a multiple of every = 4"),
     ],
@@ -565,31 +510,7 @@ def test_a_plan_that_sums_over_members_is_refused():
         make_local_step(lambda state, batch: (state, None), plan, OUTER["DiLoCo"], mesh["rp"])
 
 
-def test_what_is_on_its_way_between_members_goes_on_in_the_next_stage():
-    local, mesh = Local(every=2, overlap=1, mix=0.25), fzero.one_process()
-    members, params = Members(local, OUTER["DiLoCo"], mesh), {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)}
-    plan, tx = fzero.zero_plan(0, params, mesh, policy=FP64), optim.sgd(0.1)
-
-    def steps(taken):
-        """Of a run whose third step is of another stage."""
-        state = members.first_state(fzero.init_state(params, tx, plan, seed=0), plan)
-        made = [members.step(fzero.make_train_step(lambda p, x: (p["w"] * x["x"]).sum(), tx, plan), plan) for _ in "ab"]
-        for i, step in enumerate((made[0], made[0], made[1] if taken is not None else made[0])):
-            if i == 2 and taken:
-                take_over(made[1], made[0])
-            state, _ = step(state, {"x": torch.ones(1, 2, dtype=torch.float64)})
-        return state
-
-    assert_same(steps(True).params["w"], steps(None).params["w"])
-    x0, gone = params["w"], 0.2  # two steps of 0.1, whose Nesterov update is 0.7 x 1.9 of them
-    agreed = x0 - 0.7 * 1.9 * gone
-    assert_close(steps(True).params["w"], 0.75 * agreed + 0.25 * (x0 - 0.3), rtol=1e-12)
-    assert_close(steps(False).params["w"], x0 - 0.3, rtol=1e-12)  # without it: lost
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
-
-STREAMING = ("local.fragments=2", "local.overlap=1", "local.mix=0.5", "local.codec=int4")
 
 
 def set_all(*values):
@@ -601,10 +522,10 @@ def set_all(*values):
     "mesh, values",
     [
         ("dp=1,rp=2", ["local.method=diloco"]),
-        ("dp=1,rp=2", ["local.method=slowmo", *STREAMING]),
+        ("dp=1,rp=2", ["local.method=slowmo", "local.codec=int4"]),
         ("dp=2,rp=2", ["local.method=diloco", "zero=3"]),
         ("dp=1,rp=2", ["local.method=diloco", "local.after=2"]),
-        ("dp=1,rp=2", ["local.method=slowmo", "local.after=6", *STREAMING]),
+        ("dp=1,rp=2", ["local.method=slowmo", "local.after=6", "local.codec=int4"]),
     ],
 )
 def test_a_command_with_members_resumes_bit_by_bit(tmp_path, mesh, values):
@@ -652,7 +573,6 @@ def test_a_command_with_plain_members_is_the_command_without(tmp_path):
         ({"local": {"method": "diloco", "after": 30}}, "local: after is 30; it must be 0 or a multiple of every = 20"),
         ({"local": {"method": "diloco", "after": 1000}}, "so that members would never train apart; use fewer, a mult"),
         ({"local": {"after": 20}}, "local says how members agree and local.method is empty"),
-        ({"local": {"method": "diloco", "fragments": 21}}, "local: fragments is 21; it must be in .1, every = 20"),
         ({"train_capture": "auto"}, "train.capture is auto: a recorded step has no agreement in it"),
         ({"guard": {"check_every": 40}}, "guard.check_every is 40: ranks compute each other's micro-batches"),
         ({"optimizer": "onebit_adam"}, "optim.name is onebit_adam, whose errors are of one member"),

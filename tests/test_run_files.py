@@ -286,6 +286,15 @@ def refused_by_all(fz, run, *texts):
     assert before == {path: path.read_bytes() for path in before}
 
 
+def test_a_recorded_config_may_have_keys_that_ended_where_they_said_nothing():
+    ended = {"fragments": 1, "overlap": 0, "mix": 0.0}
+    assert from_table(run_folder.current_keys({"local": dict(ended)})) == from_table({})
+    for key in ended:
+        for table in ({"local": {key: ended[key]}}, run_folder.current_keys({"local": {key: 0.5}})):
+            with pytest.raises(ValueError, match=f"unknown key .local.{key}"):
+                from_table(table)
+
+
 def test_a_config_without_its_checksum_is_the_one_that_the_run_trained_with(tmp_path, fz):
     """By its last attempt, else by its newest checkpoint; and what is damaged is written again from either."""
     run = begin(fz, tmp_path)

@@ -134,7 +134,7 @@ def prepare(source, out, **more):
 
 
 def test_a_corpus_does_not_depend_on_stretches_and_blocks(tmp_path, monkeypatch, request):
-    for package in ("pyarrow", "zstandard", "datasketch"):
+    for package in ("pyarrow", "zstandard"):
         pytest.importorskip(package)
     text = some_text(0, 500)
     folder = write_all(tmp_path / "in", text)
@@ -142,15 +142,12 @@ def test_a_corpus_does_not_depend_on_stretches_and_blocks(tmp_path, monkeypatch,
     meta = prepare(folder, tmp_path / "whole")
     assert meta["source"]["skipped"] == {"empty": 4, "binary": 1, "not UTF-8": 1} and meta["source"]["documents"] == 10
     prepare(single, tmp_path / "whole-single")
-    near = data.Preparing(duplicates="near", workers=1)
-    prepare(folder, tmp_path / "whole-near", tokenizer="bytes", preparing=near)
     request.getfixturevalue("short")
     for module, size in ((sources, 501), (tables, 97)):
         monkeypatch.setattr(module, "BLOCK", size)
     prepare(folder, tmp_path / "short")
     prepare(single, tmp_path / "short-single")
-    prepare(folder, tmp_path / "short-near", tokenizer="bytes", preparing=near)
-    for more in ("", "-single", "-near"):
+    for more in ("", "-single"):
         assert content(tmp_path / f"short{more}") == content(tmp_path / f"whole{more}")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(text.encode()))))
     prepare("-", tmp_path / "stdin")

@@ -88,20 +88,9 @@ class Prepare(click.Command):
     "--duplicates",
     default="keep",
     show_default=True,
-    help="Keep them, or leave out what repeats an earlier document. keep, exact (the same text), or near.",
+    help="Keep them, or leave out what repeats an earlier document. keep, or exact (the same text).",
 )
-@click.option(
-    "--similarity",
-    cls=Flag,
-    needs="--duplicates near",
-    type=Number(float, (0.1, True, 0.95, True)),
-    default=0.8,
-    show_default=True,
-    help="How much of two texts is the same if they are near duplicates. The share of their runs of five words.",
-)
-def prepare(
-    sources: tuple[str, ...], out: Path, workers: int, duplicates: str, similarity: float, **options: Any
-) -> None:
+def prepare(sources: tuple[str, ...], out: Path, workers: int, duplicates: str, **options: Any) -> None:
     """Turn text (files, folders, '-', stdlib) into a corpus of token files.
 
     The same command goes on after an interrupt or a kill, from the folder OUT.partial."""
@@ -112,7 +101,7 @@ def prepare(
 
     try:
         with bytes_bar() as show:
-            preparing = data.Preparing(workers, show, (), duplicates, similarity)
+            preparing = data.Preparing(workers, show, (), duplicates)
             meta = data.prepare(list(sources), out, preparing=preparing, **options)
     except KeyboardInterrupt:
         if path_of(out).exists():

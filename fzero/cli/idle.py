@@ -11,8 +11,8 @@ import click
 class Flag(click.Option):
     """An option that does nothing without another one, or without something of what the command works on.
 
-    needs: the other one, "--search", or with a value, "--duplicates near"; with `of`, words for what is needed. of: a
-    function of what the command gives `refuse_idle`, whether that is there.
+    needs: the other one, "--search"; with `of`, words for what is needed. of: a function of what the command gives
+    `refuse_idle`, whether that is there.
     """
 
     def __init__(self, *args: Any, needs: str, of: Callable[..., bool] | None = None, **options: Any):
@@ -25,9 +25,8 @@ class Flag(click.Option):
         """As that of every option; then raises ValueError if this one is given and the one that it needs is not."""
         found = super().handle_parse_result(ctx, opts, args)
         if self.of is None and self.name in opts:
-            flag, _, value = self.needs.partition(" ")
-            (needed,) = (param.name for param in ctx.command.params if flag in param.opts)
-            if needed not in opts or (value and opts[needed] != value):
+            (needed,) = (param.name for param in ctx.command.params if self.needs in param.opts)
+            if needed not in opts:
                 raise ValueError(self.idle())
         return found
 

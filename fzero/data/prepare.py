@@ -23,7 +23,6 @@ from fzero.data import work_folder
 from fzero.data.auto_tokenizer import read_tokenizer_json
 from fzero.data.encoding import encode, join
 from fzero.data.first_reading import Corpus, Sources, look, parts_of
-from fzero.data.near_duplicates import leave_out_near
 from fzero.data.preparing import PREPARING, Preparing
 from fzero.data.sources import ALLOWED, SMALLEST, cut, find_files
 from fzero.data.stretches import stretches_of
@@ -103,8 +102,6 @@ def prepare(
         if made is not None:
             made_of["tokenizer.json"] = hashlib.sha256(made.json.encode()).hexdigest()
         work_folder.begin(work, wanted | made_of)
-        if preparing.duplicates == "near":
-            corpus = leave_out_near(corpus, work / "signatures", preparing)
         if made is None:
             made, learned = _train(str(tokenizer), eos, corpus, work)
         encode(corpus, made, work / "encoded", preparing)

@@ -11,8 +11,7 @@ from fzero.data.sources import expect_text
 
 Show = Callable[[str, int, int], None]
 Filter = Callable[[str], bool | str | None]
-DUPLICATES = ("keep", "exact", "near")
-LEAST, MOST = 0.1, 0.95  # a similarity: beyond them no bands of a signature of 128 numbers tell near from other texts
+DUPLICATES = ("keep", "exact")
 
 
 class Preparing(NamedTuple):
@@ -22,9 +21,7 @@ class Preparing(NamedTuple):
     show: Show | None = None  # called with what is done now, the bytes of the sources for which it is, and all of them
     # Functions of a text, in their order: False or None leaves a document out, a text takes its place.
     filters: Sequence[Filter] = ()
-    # Of documents with the same text ("exact"), or of "near" ones as well, the first in reading order alone is kept.
-    duplicates: str = "keep"
-    similarity: float = 0.8  # of near ones: the share of their runs of five words that two texts have in common
+    duplicates: str = "keep"  # "exact": of documents with the same text the first in reading order alone is kept
 
     def tell(self, stage: str, done: int, of: int) -> None:
         """Show what is done."""
@@ -41,8 +38,6 @@ class Preparing(NamedTuple):
             raise ValueError(f"workers={self.workers}: wanted a number of processes, or 0 for one for each core")
         if self.duplicates not in DUPLICATES:
             raise ValueError(f"duplicates={self.duplicates!r}: it must be one of {', '.join(DUPLICATES)}")
-        if not LEAST <= self.similarity <= MOST:
-            raise ValueError(f"similarity={self.similarity}: wanted a number from {LEAST} to {MOST}; the usual is 0.8")
         names = list(map(name_of, self.filters))
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"filters: two are called {twice[0]!r}; give each its own name, by which it counts")
@@ -52,7 +47,7 @@ class Preparing(NamedTuple):
         found: dict[str, Any] = {"filters": list(map(name_of, self.filters))} if self.filters else {}
         if self.duplicates != "keep":
             found["duplicates"] = self.duplicates
-        return found | ({"similarity": self.similarity} if self.duplicates == "near" else {})
+        return found
 
 
 def name_of(function: Filter) -> str:

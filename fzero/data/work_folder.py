@@ -3,7 +3,6 @@
     lock             locked (flock) by the process that prepares
     settings.json    what the corpus is made of, and the digest of the sources: written after their first reading
     documents/       what the first reading said of each piece (fzero/data/first_reading.py)
-    signatures/      of each piece, for near duplicates (fzero/data/near_duplicates.py)
     tokenizer.json   one that was trained
     encoded/         the pieces that are encoded (fzero/data/encoding.py)
     corpus/          the corpus, while the pieces are joined

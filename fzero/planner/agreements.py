@@ -1,8 +1,8 @@
 """What members that train apart (see train/local.py) take to agree: traced as a step is, and played on a device.
 
-An agreement is that of the first fragment: its differences, in codes if there are any, their sum over rp, and the outer
-optimizer's update. With an overlap its messages have so many steps to arrive. A step has its share of it, and of the
-means that members take after each of the first `after` steps: the mean over the run.
+An agreement is the members' differences, in codes if there are any, their sum over rp, and the outer optimizer's
+update. A step has its share of it, and of the means that members take after each of the first `after` steps: the mean
+over the run.
 """
 
 from __future__ import annotations
@@ -24,30 +24,28 @@ from fzero.run import build
 from fzero.run.config import RunConfig
 from fzero.run.measure.live_bytes import MemoryTrace, recorded
 from fzero.train.codes import coder_of
-from fzero.train.local import begin_again, meet, send
+from fzero.train.local import begin_again, meet
 
 METRICS = 6  # numbers of a step that members add up, see `join` in run/members.py
 
 
 class Agreement(NamedTuple):
-    """The events of a fragment's agreement: to send what differs, and, `overlap` steps later, to use what came. Of a
-    mean all are in `sent`."""
+    """The events of an agreement."""
 
-    sent: tuple[Op | Transfer, ...]
-    used: tuple[Op | Transfer, ...]
+    events: tuple[Op | Transfer, ...]
 
     @property
     def bytes(self) -> int:
         """What a rank sends over rp."""
-        moves = [event for event in (*self.sent, *self.used) if isinstance(event, Transfer) and event.axis == "rp"]
+        moves = [event for event in self.events if isinstance(event, Transfer) and event.axis == "rp"]
         return sum(move.bytes for move in moves if move.event == "start")
 
 
 def trace_agreement(
     config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target, together: bool = False
 ) -> Agreement:
-    """The agreement of a rank's first fragment in a run with local steps, on fake tensors. together: the mean of all
-    fragments, which members take after each of the first `local.after` steps."""
+    """The agreement of a rank in a run with local steps, on fake tensors. together: the mean that members take after
+    each of the first `local.after` steps."""
     mesh = shared_mesh(tuple(sizes.items()), rank)
     with torch.no_grad(), FakeDevice(target, lower=fake_inductor.lowering()) as mode:
         job = build.build(config, mesh, model=shared_model(config.model))
@@ -56,21 +54,13 @@ def trace_agreement(
         coder = coder_of(local.codec, 128, Kernels()) if local.codec else None
         tracer, device = Tracer(target.kind == "cuda"), None if target.kind == "cpu" else mode.device
         record = MemoryTrace(state, {}, device=device, note=tracer.note, told=tracer.told)
-
-        def events() -> tuple[Op | Transfer, ...]:
-            return tuple(event for stay in record.stays for event in stay.events)
-
         with recorded(record, mesh.ledger):
             if together:
-                meet(job.plan, state, mesh["rp"], local)
-                record.close(state)
-                return Agreement(events(), ())
-            with mesh.ledger.phase("outer"):
-                finish = send(job.plan, state, 0, mesh["rp"], local, coder)
-            sent = events()
-            begin_again(job.plan, job.members.outer, local, state, 0, finish())
+                meet(job.plan, state, mesh["rp"])
+            else:
+                begin_again(job.plan, job.members.outer, mesh["rp"], state, coder)
             record.close(state)
-    return Agreement(sent, events()[len(sent) :])
+    return Agreement(tuple(event for stay in record.stays for event in stay.events))
 
 
 def with_agreements(
@@ -79,36 +69,31 @@ def with_agreements(
     """[(the Timing of a member's step with its share of the agreements, and with the sum of its metrics; its part of
     the run)]: of the steps that end apart, and of the first `local.after` if there are any."""
     local, found = config.local, trace_agreement(config, sizes, rank, device.target)
-    agreement = played(config, sizes, device, (found.sent, found.used), local.overlap * timing.step_s)
+    agreement = played(config, sizes, device, found.events)
     sent = sent_elements("psum", 8 * METRICS, sizes["rp"])
     row = [Transfer(event, 0, "psum", "rp", sent, "metrics", None) for event in ("start", "wait")]
-    metrics = played(config, sizes, device, (row,), 0.0)
+    metrics = played(config, sizes, device, row)
     first = local.after / config.train.steps
-    apart = weighed([(timing, 1.0), (agreement, local.fragments / local.every), (metrics, 1.0)])
+    apart = weighed([(timing, 1.0), (agreement, 1.0 / local.every), (metrics, 1.0)])
     if not first:
         return [(apart, 1.0)]
     found = trace_agreement(config, sizes, rank, device.target, together=True)
-    mean = played(config, sizes, device, (found.sent,), 0.0)
+    mean = played(config, sizes, device, found.events)
     return [(apart, 1.0 - first), (weighed([(timing, 1.0), (mean, 1.0), (metrics, 1.0)]), first)]
 
 
 def sent_in_agreements(config: RunConfig, sizes: Mapping[str, int], rank: int, target: Target) -> float:
     """The bytes that a rank sends over rp to agree in a step, the mean over the run."""
     local, first = config.local, config.local.after / config.train.steps
-    apart = trace_agreement(config, sizes, rank, target).bytes * local.fragments / local.every
+    apart = trace_agreement(config, sizes, rank, target).bytes / local.every
     mean = trace_agreement(config, sizes, rank, target, together=True).bytes if first else 0
     return apart * (1.0 - first) + mean * first
 
 
-def played(
-    config: RunConfig, sizes: Mapping[str, int], device: Device, parts: Sequence[Sequence[Op | Transfer]], apart: float
-) -> Timing:
-    """The Timing of events in parts, between which the device computes something else for `apart` seconds."""
+def played(config: RunConfig, sizes: Mapping[str, int], device: Device, events: Sequence[Op | Transfer]) -> Timing:
+    """The Timing of events."""
     play = play_of(config, sizes, device)
     play.sums.clear()  # what a step takes besides
     begin = play.clock["device"]
-    for i, events in enumerate(parts):
-        for clock in ("device", "host") if i else ():
-            play.clock[clock] += apart
-        play.run(events, 0, len(events), ())
-    return play.timing()._replace(step_s=play.clock["device"] - begin - apart * (len(parts) - 1))
+    play.run(events, 0, len(events), ())
+    return play.timing()._replace(step_s=play.clock["device"] - begin)

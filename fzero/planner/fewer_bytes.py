@@ -43,7 +43,6 @@ MEASURED: dict[str, float] = {
     LATE_SIGNS: -0.0098,
     SHORT: 0.0031,
     f"{SHORT}, codec=int4": 0.0089,
-    "diloco, after=100, streaming": -0.0071,
     "slowmo, after=200": -0.0090,
     "localsgd, after=200": 0.0,
 }
@@ -198,14 +197,11 @@ def options_of(config: RunConfig, sizes: Mapping[str, int], nodes: int) -> list[
 
 def local_options(config: RunConfig, apart: dict[str, int]) -> list[Option]:
     """The options whose nodes are members that agree once in 20 steps, as they were measured: from the first step on,
-    after a quarter of the run, or after half of it."""
-    quarter, half = (near(config.train.steps, part, 20) for part in (0.25, 0.5))
-    streaming = LocalSteps("diloco", 20, codec="int4", fragments=2, overlap=1, mix=0.5, after=quarter)
-    found = []
+    or after half of the run."""
+    half, found = near(config.train.steps, 0.5, 20), []
     for name, local, key in (
         ("diloco H=20", LocalSteps("diloco", 20, 0.5, 0.3), SHORT),
         ("diloco H=20 int4", LocalSteps("diloco", 20, 0.5, 0.3, codec="int4"), f"{SHORT}, codec=int4"),
-        ("diloco H=20 streaming int4 after 1/4", streaming, "diloco, after=100, streaming"),
         ("slowmo H=20 after 1/2", LocalSteps("slowmo", 20, after=half), "slowmo, after=200"),
         ("localsgd H=20 after 1/2", LocalSteps("localsgd", 20, after=half), "localsgd, after=200"),
     ):

@@ -240,9 +240,6 @@ class LocalSteps:
     lr: float | None = None
     momentum: float | None = None
     codec: str = ""  # in which differences travel: int8, int4 or fp8_e4m3; "": as they are
-    fragments: int = 1  # parts of the layers, which agree one after the other
-    overlap: int = 0  # steps that what is sent has to arrive
-    mix: float = 0.0  # the weight of what a member has itself when it begins again
     after: int = 0  # the first steps, after each of which members take their mean: they train apart from then on
 
 

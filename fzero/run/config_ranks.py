@@ -83,7 +83,7 @@ def validate_local(c: RunConfig) -> None:
         if local != type(local)():
             raise ValueError("local says how members agree and local.method is empty; write local.method=diloco")
         return
-    Local(local.every, local.codec, local.fragments, local.overlap, local.mix, local.after)
+    Local(local.every, local.codec, local.after)
     said = f"local.method is {local.method}"
     if c.mesh.get("rp", 1) < 2:
         raise ValueError(f"{said}, and its members are the ranks of rp, which is 1; write for example --mesh dp=1,rp=2")

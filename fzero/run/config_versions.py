@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fzero.core.tables import Table
 
+# Keys that this version does not have, with the values that were none: any other one is an unknown key.
+ENDED = {"local": {"fragments": 1, "overlap": 0, "mix": 0.0}}
+
 
 def current_keys(table: Table) -> Table:
     """The table of a config that fzero wrote (config.json, attempts.jsonl, a checkpoint's manifest), by today's keys.
@@ -24,6 +27,9 @@ def current_keys(table: Table) -> Table:
     local = table.get("local")
     if isinstance(local, dict) and local.get("lr") == 0:
         table["local"] = {key: value for key, value in local.items() if key not in ("lr", "momentum") or value}
+    for part, keys in ENDED.items():
+        if isinstance(of := table.get(part), dict):
+            table[part] = {key: value for key, value in of.items() if key not in keys or value != keys[key]}
     # `mlp_tiles` was a field of `train`.
     train = table.get("train")
     if isinstance(train, dict) and (tiles := train.pop("mlp_tiles", 1)) != 1:

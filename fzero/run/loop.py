@@ -42,7 +42,6 @@ from fzero.run.measure.log import Meter, metrics_writer
 from fzero.run.measure.profiler import steps_of
 from fzero.run.measure.progress import format_duration, show_progress
 from fzero.run.measure.step_records import Chosen, chosen, recording
-from fzero.run.members import forget, take_over
 from fzero.run.memory_check import snapshot_room
 from fzero.run.objectives import OBJECTIVES
 from fzero.run.out_of_memory import explained
@@ -87,7 +86,6 @@ def train(attempt: Attempt, state: TrainState) -> int:
             state, signal, fault = train_steps(attempt, state, stop)
             if fault is not None:
                 rollback.free_state(state)  # memory holds one state
-                forget(attempt.job.train_step)
                 state = rollback.roll_back(attempt.job, attempt.folder, fault, attempt.coordinator, attempt.options.say)
     summarize(attempt, state, time.perf_counter() - begin)
     return signal
@@ -97,7 +95,6 @@ def begin_stage(attempt: Attempt, step: int) -> Attempt:
     """The attempt in the stage that follows `step` steps, which is told if it is another one; see run/stages.py."""
     there = attempt.in_stage(step)
     if there is not attempt:
-        take_over(there.job.train_step, attempt.job.train_step)
         expect_memory(there.job, there.coordinator)
         c = there.job.config
         where = "" if stage_at(attempt.config, step).reads_on else " in another stage"

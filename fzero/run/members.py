@@ -35,11 +35,11 @@ class Members(NamedTuple):
 
     def first_state(self, state: TrainState, plan: Plan) -> TrainState:
         """The state of a member before its first step."""
-        return init_local(state, plan, self.outer, self.local)
+        return init_local(state, plan, self.outer)
 
     def specs(self, specs: TrainState, plan: Plan) -> TrainState:
         """The specs of such a state."""
-        return local_specs(specs, plan, self.outer, self.local)
+        return local_specs(specs, plan, self.outer)
 
     def step(self, step: Step, plan: Plan) -> MemberStep:
         """The step of a member, from that of its plan."""
@@ -73,8 +73,7 @@ class MemberStep:
 
     def agree(self, state: TrainState) -> TrainState:
         """The state once all members agree on all of it, to be saved."""
-        rp = self.members.mesh["rp"]
-        return agree(self.local, self.plan, rp, state, self.members.local)
+        return agree(self.plan, self.members.mesh["rp"], state, self.members.local)
 
 
 @torch.no_grad()
@@ -111,17 +110,5 @@ def members_of(config: LocalSteps, mesh: Mesh) -> Members | None:
     lr = lr if config.lr is None else config.lr
     momentum = momentum if config.momentum is None else config.momentum
     outer = optim.sgd(lr, momentum, nesterov=config.method == "diloco" and momentum > 0)
-    local = Local(config.every, config.codec, config.fragments, config.overlap, config.mix, config.after)
+    local = Local(config.every, config.codec, config.after)
     return Members(local, outer, mesh)
-
-
-def take_over(step: Any, before: Any) -> None:
-    """Give a step of members what is on its way between them since steps of another one, that of the stage before."""
-    if isinstance(step, MemberStep) and step is not before:
-        step.local.flying.extend(before.local.flying)
-
-
-def forget(step: Any) -> None:
-    """Drop what is on its way between members, before a run goes back to a checkpoint."""
-    if isinstance(step, MemberStep):
-        step.local.flying.clear()
