@@ -136,6 +136,12 @@ def _shown(x: Any) -> str:
     return repr(x) if isinstance(x, int | float | str) and len(repr(x)) < 40 else type(x).__name__
 
 
+def outputs_of(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp [B, H, T]), not filled, of a form's queries."""
+    b, t, h, _k = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
+
+
 def widened(x: Tensor) -> Tensor:
     """x in float32 or wider: products of narrow numbers are exact there, so that no score is rounded before its
     softmax."""
