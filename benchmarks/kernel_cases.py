@@ -163,7 +163,6 @@ def attentions(device: str, tiny: bool) -> Iterator[Callable[[], Case]]:
     yield functools.partial(attention, "attention float32", "attention", 64, F32)
     window = Pattern("window", size=16 if tiny else 512)
     yield functools.partial(attention, "attention window", "attention", 64, BF16, pattern=window, documents=True)
-    yield functools.partial(attention, "attention_with_lse", "attention_with_lse", 64, BF16)
     yield functools.partial(attention, "attention_at", "attention_at", 64, BF16)
     yield functools.partial(attention, "masked_attention", "masked_attention", 64, BF16)
 

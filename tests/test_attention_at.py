@@ -190,9 +190,8 @@ def drawn(name, seed, dtype=torch.float64):
         seen = torch.rand(pick.choice((1, h)), n, n, generator=torch.Generator().manual_seed(seed)) < 0.6
         return (*tensors, BlockMask(seen, 4)), options | {"documents": documents}
     options["pattern"] = pick.choice(PATTERNS)
-    if name != "attention_with_lse":
-        sinks = torch.linspace(-1, 1, h, dtype=dtype)
-        options |= {"cap": pick.choice((0.0, 3.0)), "sinks": pick.choice((None, sinks))}
+    sinks = torch.linspace(-1, 1, h, dtype=dtype)
+    options |= {"cap": pick.choice((0.0, 3.0)), "sinks": pick.choice((None, sinks))}
     if name != "attention_at":
         return tensors, options | {"documents": documents}
     options |= {"query_documents": documents[:, s - t :], "key_documents": documents}
@@ -211,7 +210,7 @@ def put(place, change):
     return of
 
 
-OPTIONS = {"attention": "pattern documents cap sinks scale", "attention_with_lse": "pattern documents scale"}
+OPTIONS = {"attention": "pattern documents cap sinks scale"}
 OPTIONS |= {"attention_at": "pattern query_documents key_documents cap sinks scale"}
 OPTIONS |= {"masked_attention": "documents scale"}
 WRONG_OPTIONS = {
@@ -242,13 +241,6 @@ WRONG_TENSORS = [
 ]
 WRONG = {name: [put(o, c) for o in options.split() for c in WRONG_OPTIONS[o]] for name, options in OPTIONS.items()}
 WRONG["attention"] += [put(0, lambda x, _: x.repeat(1, 41, 1, 1))]  # more queries than keys
-WRONG["attention_with_lse"] += [
-    put(0, lambda x, _: x.repeat(1, 41, 1, 1)),
-    lambda args, options: (args, options | {"query_start": 0.5}),
-    lambda args, options: (args, options | {"key_start": None}),
-    lambda args, options: (args, options | {"query_documents": options["documents"].repeat(1, 2)}),
-    lambda args, options: (args, options | {"query_documents": options["documents"], "documents": None}),
-]
 WRONG["attention_at"] += [
     put(place, change)
     for place in (3, 4)

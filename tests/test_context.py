@@ -20,7 +20,7 @@ from zero_cases import (
 )
 
 import fzero
-from fzero.sharding.context import PIECES, Context, Pieces, expect_pieces
+from fzero.sharding.context import PIECES, Context
 from fzero.train.batch import local_batch
 
 STEPS = 5
@@ -274,11 +274,7 @@ def test_what_cannot_be_split_is_refused_in_one_line():
 
 def test_pieces_are_each_tokens_once():
     for ranks_of_cp, pieces in itertools.product((1, 2, 3, 4), PIECES.values()):
-        expect_pieces(pieces(ranks_of_cp))
+        assert len({len(own) for own in pieces(ranks_of_cp).blocks}) == 1
         positions = [pieces(ranks_of_cp).positions(rank, 24) for rank in range(ranks_of_cp)]
         gathered = torch.cat(positions)
         assert torch.equal(gathered[pieces(ranks_of_cp).order(24)], torch.arange(24))
-    with pytest.raises(ValueError, match=r"each of 0, 1, 2, \.\.\. must be one rank's"):
-        expect_pieces(Pieces(((0, 1), (1, 2))))
-    with pytest.raises(ValueError, match="every rank must have as many"):
-        expect_pieces(Pieces(((0, 1), (2,))))

@@ -1,5 +1,4 @@
-"""Flash attention: every law of a kernel, for all patterns, documents and shared heads; what is skipped; the
-log-sum-exp."""
+"""Flash attention: every law of a kernel, for all patterns, documents and shared heads; what is skipped."""
 
 from contextlib import nullcontext
 
@@ -12,7 +11,7 @@ from close import assert_close, assert_same
 
 from fzero.kernels import attention as attn
 from fzero.kernels import attention_flash, attention_flash_backward, attention_places, attention_tiles, registry
-from fzero.kernels.attention import FULL, Pattern, attention, attention_with_lse
+from fzero.kernels.attention import FULL, Pattern, attention
 
 PATTERNS = {
     "full": FULL,
@@ -56,9 +55,11 @@ def inputs(b=1, t=45, h=2, g=1, k=16, s=None, dtype=torch.float64):
     return laws.draw((b, t, h, k), (b, s or t, g, k), (b, s or t, g, k), dtype=dtype)
 
 
-def form(op=attention, documents=False, **options):
+def form(documents=False, **options):
     def call(impl, q, k, v):
-        return op(q, k, v, impl=impl, documents=documents_of(k.shape[0], k.shape[1]) if documents else None, **options)
+        return attention(
+            q, k, v, impl=impl, documents=documents_of(k.shape[0], k.shape[1]) if documents else None, **options
+        )
 
     return call
 
@@ -67,15 +68,10 @@ def test_every_law():
     laws.every_law(form(), inputs(t=33, h=1))
 
 
-def test_every_law_of_the_log_sum_exp():
-    f = form(attention_with_lse, documents=True, pattern=PATTERNS["window"], scale=0.3)
-    laws.every_law(f, inputs(t=33, h=1))
-
-
 def test_derivatives():
     for documents in (False, True):
         laws.derivatives(form(documents=documents), inputs(1, 4, 2, 1, 2))
-        laws.derivatives(form(attention_with_lse, documents=documents), inputs(1, 2, 2, 1, 2, s=4))
+        laws.derivatives(form(documents=documents), inputs(1, 2, 2, 1, 2, s=4))
 
 
 @every_pattern
@@ -283,83 +279,6 @@ def test_values_that_are_not_seen_do_not_show():
     assert all(x[:, 32:64].isfinite().all() for x in (out, *grads))
 
 
-# ---- the log-sum-exp -------------------------------------------------------------------------------------------------
-
-
-def test_the_log_sum_exp_is_that_of_the_scores():
-    q, k, v = inputs(1, 33, 2, 1, s=40)
-    at = torch.arange(40, device=laws.DEVICE)
-    scores = 0.3 * torch.einsum("bthk,bsk->bhts", q, k[:, :, 0])
-    scores = scores.masked_fill(at > at[7:, None], float("-inf")).masked_fill(at <= at[7:, None] - 21, float("-inf"))
-    for impl, dtype in (("reference", torch.float64), ("triton", torch.float32)):
-        _, lse = attention_with_lse(*(x.to(dtype) for x in (q, k, v)), pattern=PATTERNS["window"], scale=0.3, impl=impl)
-        assert lse.dtype == dtype
-        assert_close(lse, torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-6)
-
-
-def parts(q, k, v, impl, pattern, documents, cuts):
-    """Attention of the last queries by the keys in parts, those that come later than the queries among them."""
-    t, outs, lses = q.shape[1], [], []
-    for start, end in zip(cuts, (*cuts[1:], k.shape[1])):
-        given = (
-            {"documents": documents[:, start:end], "query_documents": documents[:, :t]} if documents is not None else {}
-        )
-        out, lse = attention_with_lse(
-            q, k[:, start:end], v[:, start:end], pattern=pattern, query_start=0, key_start=start, impl=impl, **given
-        )
-        outs.append(out)
-        lses.append(lse)
-    total = torch.logsumexp(torch.stack(lses), 0)
-    return sum(torch.exp(lse - total).mT[..., None] * out for out, lse in zip(outs, lses))
-
-
-@pytest.mark.parametrize(
-    "name", (later(("full",)), "wide stride", "window and documents", later(("fixed and documents",)))
-)
-def test_parts_of_the_keys_join(name):
-    """As ring attention joins them: values, and gradients through the log-sum-exp; some rows and whole parts see
-    nothing."""
-    pattern, documents = (
-        PATTERNS[name.removesuffix(" and documents")],
-        documents_of(1, 64) if "documents" in name else None,
-    )
-    tensors = inputs(1, 64)
-
-    def f(impl, q, k, v):
-        if impl == "whole":
-            return attn.reference(q, k, v, pattern=pattern, documents=documents)
-        k, v = (torch.cat((x, x[:, :16]), 1) for x in (k, v))
-        late = None if documents is None else torch.cat((documents, documents[:, :16]), 1)
-        return parts(q, k, v, impl, pattern, late, (0, 24, 64))
-
-    exact = laws.both_passes(lambda *a: f("whole", *a), tensors)
-    assert_close(laws.both_passes(lambda *a: f("reference", *a), tensors), exact, rtol=1e-9, atol=1e-12)
-    ours = laws.both_passes(lambda *a: f("triton", *a), [x.float() for x in tensors])
-    assert_close(ours, exact, rtol=1e-4, atol=1e-5)
-
-
-def test_a_query_that_sees_nothing():
-    for impl in ("reference", "triton"):
-        leaves = [x.requires_grad_() for x in inputs(1, 33, 2, 1, dtype=torch.float32)]
-        out, lse = attention_with_lse(*leaves, query_start=0, key_start=20, impl=impl)
-        assert (out[:, :20] == 0).all() and (lse[..., :20] == float("-inf")).all() and lse[..., 20:].isfinite().all()
-        weight = torch.full_like(lse, torch.nan)
-        weight[..., 20:] = 1.0
-        if impl == "triton":
-            dq, dk, dv = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), weight))
-            assert (dq[:, :20] == 0).all() and all(x.isfinite().all() for x in (dq, dk, dv))
-
-
-def test_all_keys_are_seen_where_they_are_past():
-    q, k, v = inputs(1, 20, 2, 1, s=37, dtype=torch.float32)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True
-    )
-    for impl in ("reference", "triton"):
-        out, _ = attention_with_lse(q, k, v, query_start=37, impl=impl)
-        assert_close(out, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
-
-
 # ---- what it costs, what it refuses
 # ------------------------------------------------------------------------------------
 
@@ -370,13 +289,8 @@ def test_all_keys_are_seen_where_they_are_past():
 def test_flops_count_the_pairs(pattern):
     q, k, v = inputs(2, 30, 4, 2, 8, s=50)
     at = torch.arange(50)
-    for start, key_start in ((20, 0), (7, 13), (60, 0)):
-        pairs = int(pattern.sees(at[:30, None] + start, at[None] + key_start).sum())
-        said = attention_with_lse.flops(q, k, v, pattern=pattern, query_start=start, key_start=key_start)
-        assert said == 4 * 2 * 4 * 8 * pairs
-    assert attention.flops(q, k, v, pattern=pattern) == attention_with_lse.flops(
-        q, k, v, pattern=pattern, query_start=20
-    )
+    pairs = int(pattern.sees(at[20:, None], at[None]).sum())
+    assert attention.flops(q, k, v, pattern=pattern) == 4 * 2 * 4 * 8 * pairs
 
 
 def test_which_form_serves():
@@ -415,13 +329,9 @@ def test_what_it_refuses():
             attention(*given, impl="triton")
     with pytest.raises(ValueError, match=r"documents are torch.int64 \[1, 7\]; give .*, \[1, 8\]"):
         attention(q, k, v, documents=documents[:, :7], impl="triton")
-    with pytest.raises(ValueError, match="queries begin at -1"):
-        attention_with_lse(q, k[:, :7], v[:, :7], query_start=-1, impl="triton")
     for given, options, said in (
         ((*inputs(1, 2, 1, 1, 257, dtype=torch.float32),), {}, "head dims up to 256"),
         ((q, k, v), {"scale": 0.0}, "scale is 0.0; it must be above 0"),
     ):
         with pytest.raises(ValueError, match=f"attention: impl='triton' does not serve this call: .*{said}"):
             attention(*given, impl="triton", **options)
-    with pytest.raises(ValueError, match="queries 3 to 11 are not among the 8 keys; give query_documents"):
-        attention_with_lse(q, k, v, documents=documents, query_start=3)

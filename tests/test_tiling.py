@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import gc
-import os
-import threading
 import weakref
 
 import kernel_laws as laws
@@ -21,14 +19,10 @@ from fzero.core.compile import have_compiler
 from fzero.core.precision import fp64
 from fzero.core.vjp_pair import vjp_pair
 from fzero.kernels.registry import observe
-from fzero.models import tiled_linear as tiling
 from fzero.models.tiled_linear import (
-    TiledLinear,
     TiledMLP,
-    read_ahead,
     tile_spans,
     tiled_gelu_mlp,
-    tiled_linear,
     tiled_mlp,
 )
 
@@ -46,25 +40,6 @@ def gelu_whole(x, w_in, w_out, b_in, b_out):
 
 # name -> (whole, tiled, shapes of x and the parameters for (n, d, f), size of the dim in tiles)
 LAYERS = {
-    "columns": (lambda x, w: x @ w, tiled_linear, lambda n, d, f: ((n, d), (d, f)), lambda d, f: f),
-    "columns and bias": (
-        lambda x, w, b: x @ w + b,
-        lambda x, w, b, tiles: tiled_linear(x, w, tiles, b),
-        lambda n, d, f: ((n, d), (d, f), (f,)),
-        lambda d, f: f,
-    ),
-    "rows": (
-        lambda x, w: x @ w,
-        lambda *t, tiles: tiled_linear(*t, tiles, dim=0),
-        lambda n, d, f: ((n, d), (d, f)),
-        lambda d, f: d,
-    ),
-    "rows and bias": (
-        lambda x, w, b: x @ w + b,
-        lambda x, w, b, tiles: tiled_linear(x, w, tiles, b, dim=0),
-        lambda n, d, f: ((n, d), (d, f), (f,)),
-        lambda d, f: d,
-    ),
     "swiglu": (swiglu_whole, tiled_mlp, lambda n, d, f: ((n, d), (d, f), (d, f), (f, d)), lambda d, f: f),
     "gelu": (
         lambda x, w_in, w_out: F.gelu(x @ w_in, approximate="tanh") @ w_out,
@@ -122,15 +97,6 @@ def test_the_error_is_at_most_twice_that_of_plain_torch(layer, dtype):
     for n, d, f in ((33, 24, 64), (7, 129, 65)):
         for tiles in (1, 3, 16):
             laws.numbers(form(layer, tiles), drawn(layer, n, d, f), dtype, impl="tiled")
-
-
-@pytest.mark.parametrize("dtype", (F64, torch.float32), ids=str)
-def test_columns_sum_the_products_of_the_whole(dtype):
-    """Of whole numbers, whose sums are exact in any order: a BLAS may take another one for each shape."""
-    x, w, b = (t.mul(8).round() for t in drawn("columns and bias", 64, 96, 128, dtype))
-    assert x.abs().max() * w.abs().max() * 96 + b.abs().max() < 2**24
-    for tiles in (1, 2, 3, 4, 8):
-        assert_same(tiled_linear(x, w, tiles, b), x @ w + b)
 
 
 @every_layer
@@ -297,16 +263,13 @@ def test_hidden_activations_are_never_whole(layer):
     assert {t.data_ptr() for t in kept} <= {t.data_ptr() for t in leaves}
 
 
-@pytest.mark.parametrize("layer", ("columns and bias", "swiglu"))
-def test_frozen_parameters_have_no_gradients_computed(layer, monkeypatch):
-    x, *params = drawn(layer)
-    puts = []
-    run = TiledLinear if layer.startswith("columns") else TiledMLP
-    backward = run.backward
+def test_frozen_parameters_have_no_gradients_computed(monkeypatch):
+    x, *params = drawn("swiglu")
+    puts, backward = [], TiledMLP.backward
     monkeypatch.setattr(
-        run, "backward", lambda self, fetch, put, *a: puts.append(put) or backward(self, fetch, put, *a)
+        TiledMLP, "backward", lambda self, fetch, put, *a: puts.append(put) or backward(self, fetch, put, *a)
     )
-    whole, tiled, *_ = LAYERS[layer]
+    whole, tiled, *_ = LAYERS["swiglu"]
     dx = [
         torch.autograd.grad(g(x.requires_grad_(), *params).sum(), x)[0] for g in (whole, lambda *t: tiled(*t, tiles=2))
     ]
@@ -341,23 +304,20 @@ class Source:
     def __init__(self, params, dims, spans):
         self.params, self.dims, self.spans = params, dims, spans
         self.grads = [torch.full_like(p, float("nan")) for p in params]
-        self.live, self.most, self.order, self.lock, self.threads = 0, 0, [], threading.Lock(), set()
+        self.live, self.most, self.order = 0, 0, []
 
     def views(self, wholes, i):
         s = self.spans[i]
         return [whole.narrow(dim, s.start, s.stop - s.start) for whole, dim in zip(wholes, self.dims)]
 
     def freed(self):
-        with self.lock:
-            self.live -= 1
+        self.live -= 1
 
     def fetch(self, i):
-        self.threads.add(threading.get_ident())
         tile = [view.clone() for view in self.views(self.params, i)]
-        with self.lock:
-            self.live += 1
-            self.most = max(self.most, self.live)
-            self.order.append(i)
+        self.live += 1
+        self.most = max(self.most, self.live)
+        self.order.append(i)
         weakref.finalize(tile[0], self.freed)
         return tile
 
@@ -370,10 +330,6 @@ class Source:
 def streamed(layer):
     """(run, x, source) of a layer whose parameters are had tile by tile."""
     x, *params = drawn(layer)
-    if layer.startswith("columns"):
-        return TiledLinear(FF, 3), x, Source(params, (1, 0), tile_spans(FF, 3))
-    if layer == "rows":
-        return TiledLinear(D, 3, dim=0), x, Source(params, (0,), tile_spans(D, 3))
     act = (lambda a, b: F.silu(a) * b) if layer == "swiglu" else (lambda a: F.gelu(a, approximate="tanh"))
     inner = 2 if layer == "swiglu" else 1
     if layer == "gelu and biases":
@@ -396,32 +352,25 @@ def of_leaves(f, tensors, dy):
     return y.detach(), list(torch.autograd.grad(y, leaves, dy))
 
 
-STREAMED = ("columns", "columns and bias", "rows", "swiglu", "gelu", "gelu and biases")
+STREAMED = ("swiglu", "gelu", "gelu and biases")
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    "ahead", (0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow))
-)
 @pytest.mark.parametrize("layer", STREAMED)
-def test_streamed_is_the_whole_layer_with_few_tiles_alive(layer, ahead):
+def test_streamed_is_the_whole_layer_with_one_tile_alive(layer):
     run, x, source = streamed(layer)
     gc.collect()
     gc.disable()  # a tile must go when it is let go of, not at some collection
     try:
-        with read_ahead(source.fetch, 3, ahead) as fetch:
-            y = run.forward(fetch, x)
+        y = run.forward(source.fetch, x)
         assert source.live == 0
         dy = laws.draw(y.shape, seed=4)[0]
-        with read_ahead(source.fetch, 3, ahead) as fetch:
-            dx = run.backward(fetch, source.put, x, dy)
+        dx = run.backward(source.fetch, source.put, x, dy)
     finally:
         gc.enable()
     expected = of_whole(layer, x, source.params, dy)
     assert_close([y, dx, *source.grads], [expected[0], *expected[1]], rtol=1e-12, atol=1e-13)
     assert source.order == [0, 1, 2, 0, 1, 2]
-    assert source.live == 0 and source.most <= min(ahead + 1, 3)
-    assert (threading.get_ident() in source.threads) == (ahead == 0)
+    assert source.live == 0 and source.most == 1
 
 
 @pytest.mark.parametrize("layer", STREAMED)
@@ -450,91 +399,6 @@ def test_below_autograd(layer):
     y = run.forward(lambda i: source.views(source.params, i), x)
     dx = run.backward(lambda i: source.views(source.params, i), source.put, x, torch.ones_like(y))
     assert not any(t.requires_grad for t in (y, dx, *source.grads))
-
-
-def test_rows_of_files(tmp_path):
-    """The three matrices as [F, D] in files: a tile is a range of rows of each, read and written in one piece."""
-    x, *params = drawn("swiglu")
-    rows = [p if p.shape == (FF, D) else p.t().contiguous() for p in params]
-    for k, p in enumerate(rows):
-        (tmp_path / f"{k}").write_bytes(p.cpu().numpy().tobytes())
-        (tmp_path / f"{k}.grad").write_bytes(bytes(p.nbytes))
-    spans, row = tile_spans(FF, 3), D * 8
-    files = [[os.open(tmp_path / f"{k}{end}", os.O_RDWR) for k in range(3)] for end in ("", ".grad")]
-
-    def fetch(i):
-        count = spans[i].stop - spans[i].start
-        parts = [bytearray(os.pread(file, count * row, spans[i].start * row)) for file in files[0]]
-        gate, up, down = (torch.frombuffer(part, dtype=F64).reshape(count, D).to(x.device) for part in parts)
-        return gate.t(), up.t(), down
-
-    def put(i, grads):
-        for file, grad in zip(files[1], (grads[0].t(), grads[1].t(), grads[2])):
-            os.pwrite(file, grad.cpu().contiguous().numpy().tobytes(), spans[i].start * row)
-
-    run = TiledMLP(lambda a, b: F.silu(a) * b, 3, inner=2)
-    with read_ahead(fetch, 3, 1) as ahead:
-        y = run.forward(ahead, x)
-    dy = laws.draw(y.shape, seed=4)[0]
-    with read_ahead(fetch, 3, 1) as ahead:
-        dx = run.backward(ahead, put, x, dy)
-    for file in (*files[0], *files[1]):
-        os.close(file)
-    read = [
-        torch.frombuffer(bytearray((tmp_path / f"{k}.grad").read_bytes()), dtype=F64).reshape(FF, D).to(x.device)
-        for k in range(3)
-    ]
-    expected = of_leaves(swiglu_whole, [x, *params], dy)
-    assert_close([y, dx, read[0].t(), read[1].t(), read[2]], [expected[0], *expected[1]], rtol=1e-12, atol=1e-13)
-
-
-def test_reading_ahead_overlaps_and_stops_at_its_limit():
-    asked, may = [], threading.Semaphore(0)
-
-    def fetch(i):
-        asked.append(i)
-        may.release()
-        return [torch.tensor(i)]
-
-    with read_ahead(fetch, 6, 2) as ahead:
-        for _ in range(2):
-            assert may.acquire(timeout=10)  # two are read before one is asked for, and no third
-        assert asked == [0, 1]
-        assert int(ahead(0)[0]) == 0
-        assert may.acquire(timeout=10) and asked == [0, 1, 2]
-        with pytest.raises(ValueError, match="tile 3 is asked for, and 1 of 6 is next"):
-            ahead(3)
-    with read_ahead(fetch, 1, 4) as ahead:
-        ahead(0)
-        with pytest.raises(ValueError, match="tile 1 is asked for, and None of 1 is next"):
-            ahead(1)
-
-
-def test_what_is_not_asked_for_is_not_read():
-    asked, go = [], threading.Event()
-
-    def fetch(i):
-        asked.append(i)
-        assert go.wait(10)
-
-    with pytest.raises(KeyError), read_ahead(fetch, 6, 3):
-        threading.Timer(0.05, go.set).start()
-        raise KeyError
-    assert asked in ([], [0])
-
-
-def test_an_error_of_the_source_is_raised_and_its_thread_ends():
-    before = threading.active_count()
-
-    def fetch(i):
-        if i == 1:
-            raise OSError("no such tile")
-        return [torch.ones(D, 2, dtype=F64)]
-
-    for ahead in (0, 1, 2):
-        with pytest.raises(OSError, match="no such tile"), read_ahead(fetch, 3, ahead) as source:
-            TiledLinear(6, 3).forward(source, torch.ones(2, D, dtype=F64))
-        assert threading.active_count() == before
 
 
 # ---- what is refused
@@ -576,14 +440,6 @@ def test_arguments_that_are_refused():
         tiled_mlp(x, w_gate, w_up, w_down[1:, :5], 2)
     with pytest.raises(ValueError, match=r"b_in is \[6\]; .*must be \[7\]"):
         tiled_gelu_mlp(x, w_gate, w_down, 2, torch.zeros(6))
-    with pytest.raises(ValueError, match=r"bias is \[1\]"):
-        tiled_linear(x, w_gate, 2, torch.zeros(1))
-    with pytest.raises(ValueError, match=r"w is \[7, 6\]; with x \[5, 6\]"):
-        tiled_linear(x, w_gate.t(), 2)
-    with pytest.raises(ValueError, match="dim is 2; it must be 1"):
-        tiled_linear(x, w_gate, 2, dim=2)
-    with pytest.raises(ValueError, match="ahead is -1"), tiling.read_ahead(lambda i: [], 1, -1):
-        pass
 
 
 @pytest.mark.parametrize("family", ("llama", "gpt2"))

@@ -30,7 +30,6 @@ from fzero.core.kept import package_digest
 from fzero.core.loops import compiled_together
 
 R = TypeVar("R")
-Flat = Callable[..., Sequence[Tensor]]  # positional tensors in, a sequence of tensors out
 Run = Callable[[list[Tensor]], Sequence[Tensor]]  # a compiled graph; it empties its list
 
 

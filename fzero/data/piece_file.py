@@ -11,8 +11,6 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from fzero.core.crc32c import crc32c
 from fzero.core.files import writing
 
@@ -36,26 +34,18 @@ def write_piece(path: Path, number: int) -> Iterator[Callable[[bytes], None]]:
     os.replace(partial, path)
 
 
-def read_piece(path: Path, number: int) -> np.ndarray | None:
-    """The content, uint8 [bytes], memory-mapped; None if the file is not there, damaged, or of another piece.
+def sound_bytes(path: Path, number: int) -> int | None:
+    """The bytes of the content of the file of a piece, which are read once, a few in memory at a time; None if the file
+    is not there, damaged, or of another piece.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "3")
     >>> with write_piece(path, 3) as write:
     ...     write(b"some")
     ...     write(b"thing")
-    >>> read_piece(path, 3).tobytes(), read_piece(path, 4)
-    (b'something', None)
+    >>> sound_bytes(path, 3), sound_bytes(path, 4)
+    (9, None)
     """
-    size = sound_bytes(path, number)
-    if not size:
-        return None if size is None else np.zeros(0, np.uint8)
-    return np.asarray(np.memmap(path, np.uint8, "r", shape=(size,)))
-
-
-def sound_bytes(path: Path, number: int) -> int | None:
-    """The bytes of the content of the file of a piece, which are read once, a few in memory at a time; None as for
-    `read_piece`."""
     if not path.is_file() or path.stat().st_size < TAIL.size:
         return None
     size, crc = path.stat().st_size - TAIL.size, 0

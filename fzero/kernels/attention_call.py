@@ -37,37 +37,6 @@ def expect_attention(
     expect_places("documents", documents, q, [q.shape[0], s])
 
 
-def expect_with_lse(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    pattern: Any = FULL,
-    documents: Any = None,
-    query_documents: Any = None,
-    scale: Any = None,
-    query_start: Any = None,
-    key_start: Any = 0,
-) -> None:
-    """Raise ValueError for a call of `attention_with_lse` that no form serves."""
-    expect_heads(q, k, v, scale)
-    expect_scores(q, pattern)
-    (b, t), s = q.shape[:2], k.shape[1]
-    for name, start in (("query_start", query_start), ("key_start", key_start)):
-        missing = start is None and name == "query_start"
-        if not missing and (isinstance(start, bool) or not isinstance(start, int | torch.SymInt)):
-            raise ValueError(f"attention: {name} is {_shown(start)}; give a whole number")
-    if query_start is None and t > s:
-        raise ValueError(
-            f"attention: there are {t} queries of {s} keys and no query_start, without which they are the last of the "
-            "keys' positions; give it"
-        )
-    expect_places("documents", documents, q, [b, s])
-    expect_places("query_documents", query_documents, q, [b, t])
-    if documents is None and query_documents is not None:
-        raise ValueError("attention: query_documents are given and documents are not; give both, or the keys' alone")
-
-
 def expect_at(
     q: Any,
     k: Any,
@@ -165,6 +134,12 @@ def _shown(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"{x.dtype} {list(x.shape)}"
     return repr(x) if isinstance(x, int | float | str) and len(repr(x)) < 40 else type(x).__name__
+
+
+def outputs_of(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp [B, H, T]), not filled, of a form's queries."""
+    b, t, h, _k = q.shape
+    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from fzero.kernels import flops
 from fzero.kernels.aot import Build
+from fzero.kernels.attention_call import outputs_of
 from fzero.kernels.attention_pattern import Pattern
 from fzero.kernels.attention_places import ALL, NONE, SOME, Places, run_of, span_of
 from fzero.kernels.attention_tiles import (
@@ -156,13 +157,8 @@ def _flash_forward(
     tl.store(LSE + row * t + rows, tl.where(l == 0.0, float("-inf"), (m + tl.log2(l)) * LN_2), mask=rows < t)
 
 
-def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    b, t, h, _k = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
-
-
 def _wide_outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _outputs(q)
+    out, lse = outputs_of(q)
     return out.to(torch.float32), lse
 
 
@@ -173,7 +169,7 @@ PATTERN = "int[] pattern, float scale"
 @operator(
     f"flash_forward(Tensor q, Tensor k, Tensor v, {DOCUMENTS}, {PATTERN}, int query_start, int key_start) -> "
     "(Tensor, Tensor)",
-    _outputs,
+    outputs_of,
     flop=flops.flash_forward,
 )
 def flash_forward(
@@ -253,4 +249,4 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: float) -> 
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    yield from each_build("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", {}, gpu)
+    yield from each_build("_flash_forward", "Q K V OUT LSE QDOCS KDOCS REACH", gpu)

@@ -1,8 +1,8 @@
 """Flash attention, backward: recomputes the probabilities from the log-sum-exp, tile by tile.
 
-With g the gradient of out and h that of lse, and x = scale q k^T as in the forward pass:
+With g the gradient of out, and x = scale q k^T as in the forward pass:
 
-    p = exp(x - lse),   delta = rowsum(g out) - h,   ds = p (g v^T - delta)
+    p = exp(x - lse),   delta = rowsum(g out),   ds = p (g v^T - delta)
     dv = p^T g,   dq = scale ds k,   dk = scale ds^T q
 
 `_flash_dq`: a program per tile of queries loops over keys, for dq; it also writes delta. `_flash_dkv`: a program per
@@ -83,11 +83,10 @@ def _dq_tiles(
 
 @triton.jit(do_not_specialize=SIZES)
 def _flash_dq(
-    Q, K, V, OUT, LSE, G, H, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
+    Q, K, V, OUT, LSE, G, DQ, DELTA, QDOCS, KDOCS, REACH, t, s, heads, share, query_start, key_start, size, keep,
     near, seed, RANDOM: tl.constexpr, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, KIND: tl.constexpr, DOCUMENTS: tl.constexpr, AT: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr,
-    OF_LSE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(t, M)
     at = tiles - 1 - tl.program_id(0) % tiles
@@ -108,8 +107,6 @@ def _flash_dq(
     g = tile(G + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     out = tile(OUT + begin, i, heads * DIM, t, DIM, WIDTH, M, False)
     delta = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
-    if OF_LSE:
-        delta -= tl.load(H + row * t + rows, mask=rows < t, other=0.0)
     lse = tl.load(LSE + row * t + rows, mask=rows < t, other=0.0)
     delta = tl.where(lse == float("-inf"), 0.0, delta)
     lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2_E_)
@@ -308,7 +305,7 @@ def _flash_dkv(
     tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=mask)
 
 
-def _gradients(g: Tensor, h: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -317,14 +314,13 @@ def _wide_gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 @operator(
-    f"flash_backward(Tensor g, Tensor? h, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
+    f"flash_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {DOCUMENTS}, "
     f"{PATTERN}, int query_start, int key_start) -> (Tensor, Tensor, Tensor)",
     _gradients,
     flop=flops.flash_backward,
 )
 def flash_backward(
     g: Tensor,
-    h: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -337,12 +333,10 @@ def flash_backward(
     query_start: int,
     key_start: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) for the gradients g of out and h of lse (None: zeros); the other arguments as in
-    `flash_forward`.
-    """
+    """Return (dq, dk, dv) for the gradient g of out; the other arguments as in `flash_forward`."""
     places = Places(query_start, key_start, query_documents, key_documents)
     grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return _backward(g, h, (q, k, v), (out, lse), places, pattern, scale, grads)
+    return _backward(g, (q, k, v), (out, lse), places, pattern, scale, grads)
 
 
 @operator(
@@ -370,7 +364,7 @@ def flash_backward_at(
     """
     places = Places(query, key, query_documents, key_documents).small()
     grads = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    return _backward(g, None, (q, k, v), (out, lse), places, pattern, scale, grads)
+    return _backward(g, (q, k, v), (out, lse), places, pattern, scale, grads)
 
 
 Three = tuple[Tensor, ...]
@@ -378,7 +372,6 @@ Three = tuple[Tensor, ...]
 
 def _backward(
     g: Tensor,
-    h: Tensor | None,
     inputs: Three,
     outputs: tuple[Tensor, Tensor],
     places: Places,
@@ -398,8 +391,8 @@ def _backward(
 
     width, blocks = config("_flash_dq", QUERY_CONFIGS, q, given.kind, places.options["AT"])
     _flash_dq[(triton.cdiv(t, blocks["M"]) * b * heads,)](
-        q, k, v, out, lse, g, lse if h is None else h.contiguous(), dq, delta, *places.of_queries(blocks, q), *sizes,
-        *strides, **options, WIDTH=width, OF_LSE=h is not None, **blocks,
+        q, k, v, out, lse, g, dq, delta, *places.of_queries(blocks, q), *sizes,
+        *strides, **options, WIDTH=width, **blocks,
     )  # fmt: skip
     width, blocks = config("_flash_dkv", KEY_CONFIGS, q, given.kind, places.options["AT"])
     _flash_dkv[(triton.cdiv(s, blocks["N"]) * b * groups,)](
@@ -410,7 +403,7 @@ def _backward(
 
 def builds(gpu: str) -> Iterator[Build]:
     """The builds for `aot`, with the block sizes of a GPU by its name."""
-    yield from each_build("_flash_dq", "Q K V OUT LSE G H DQ DELTA QDOCS KDOCS REACH", {"OF_LSE": True}, gpu)
+    yield from each_build("_flash_dq", "Q K V OUT LSE G DQ DELTA QDOCS KDOCS REACH", gpu)
     # With K = 256 two accumulators take half of the registers, so the compiler spills some addresses that are constant
     # in the loop.
-    yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", {}, gpu, spills=64)
+    yield from each_build("_flash_dkv", "Q K V LSE G DELTA DK DV QDOCS KDOCS REACH", gpu, spills=64)

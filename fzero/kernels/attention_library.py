@@ -32,6 +32,7 @@ from torch.nn import attention as torch_attention
 
 from fzero.core.device import fake_device_of, kind_of, target_of
 from fzero.kernels import chips, flops
+from fzero.kernels.attention_call import outputs_of
 from fzero.kernels.attention_pattern import FULL, Pattern
 from fzero.kernels.op_function import Fused, operator
 from fzero.kernels.registry import Form
@@ -157,11 +158,6 @@ def activate(name: str) -> None:
         torch_attention.restore_flash_attention_impl()
 
 
-def _outputs(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    b, t, h, _k = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
-
-
 def _ready(name: str) -> Library:
     library = LIBRARIES[name]
     if library.forward is _flash_forward:
@@ -176,7 +172,7 @@ def _rows_together(x: Tensor) -> Tensor:
 
 @operator(
     "library_forward(Tensor q, Tensor k, Tensor v, str library, float scale) -> (Tensor, Tensor)",
-    _outputs,
+    outputs_of,
     flop=flops.library_forward,
 )
 def library_forward(q: Tensor, k: Tensor, v: Tensor, library: str, scale: float) -> tuple[Tensor, Tensor]:

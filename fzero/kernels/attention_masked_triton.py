@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.kernels.aot import Build
+from fzero.kernels.attention_call import outputs_of
 from fzero.kernels.attention_tiles import LN_2, LOG2_E, compact_rows, dot
 from fzero.kernels.flops import FORWARD_PRODUCTS, SPLIT_PRODUCTS
 from fzero.kernels.op_function import INTERPRETED, operator
@@ -241,14 +242,9 @@ def _backward_flops(
     return _of_listed(SPLIT_PRODUCTS, q, units, unit, head_rows)
 
 
-def _outputs(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    b, t, h, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((b, h, t), dtype=torch.float32)
-
-
 @operator(
     f"masked_forward(Tensor q, Tensor k, Tensor v, {LISTS}, int head_rows, {HOW}) -> (Tensor, Tensor)",
-    _outputs,
+    outputs_of,
     flop=_forward_flops,
 )
 def masked_forward(
@@ -256,7 +252,7 @@ def masked_forward(
     unit: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) by the lists of each row of units of queries; documents int [B, T] or None."""
-    out, lse = _outputs(q)
+    out, lse = outputs_of(q)
     if q.numel():
         qkv = compact_rows(q), compact_rows(k), compact_rows(v)
         _launch(_masked_forward, q, (*qkv, out, lse), qkv, (starts, units, head_rows), documents, unit, causal, scale)

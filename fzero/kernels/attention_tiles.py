@@ -253,7 +253,7 @@ def compact_rows(x: Tensor) -> Tensor:
 def signature(pointers: str, dtype: str, at: bool = False) -> dict[str, str]:
     """The signature of a kernel for `aot`; pointers have `dtype` except for those listed here. at: with AT, of which
     results are float32."""
-    special = {"LSE": "*fp32", "DELTA": "*fp32", "H": "*fp32", "QDOCS": "*i32", "KDOCS": "*i32", "REACH": "*i32"}
+    special = {"LSE": "*fp32", "DELTA": "*fp32", "QDOCS": "*i32", "KDOCS": "*i32", "REACH": "*i32"}
     strides = [x + y for x in "qkv" for y in "bth"]
     constants = "KIND DOCUMENTS AT DIM WIDTH M N UPCAST"
     wide = {"DQ", "DK", "DV"} if "G" in pointers.split() else {"OUT"}
@@ -272,7 +272,6 @@ def signature(pointers: str, dtype: str, at: bool = False) -> dict[str, str]:
 def each_build(
     kernel: str,
     pointers: str,
-    extra: dict[str, Any],
     gpu: str,
     spills: int = 0,
 ) -> Iterator[Build]:
@@ -303,8 +302,8 @@ def each_build(
             "WIDTH": triton.next_power_of_2(dim),
             "UPCAST": False,
             "RANDOM": 3 * (kind == "bigbird"),
-        } | extra
-        types = signature(pointers, dtype, at) | dict.fromkeys(extra, "constexpr")
+        }
+        types = signature(pointers, dtype, at)
         wide = not documents and not at
         return Build(label, kernel, types, constants, blocks, dtype != "fp32", wide, strides, spills * (dim > 128))
 

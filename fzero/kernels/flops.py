@@ -100,7 +100,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = No
     return of_pairs(FORWARD_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
 
 
-def flash_backward(g: Tensor, h: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
+def flash_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any = None) -> int:
     """Of `flash_backward`."""
     return of_pairs(SPLIT_PRODUCTS, q, seen(q, k, _pattern_of(rest), *rest[-2:]))
 

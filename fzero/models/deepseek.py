@@ -38,6 +38,7 @@ from fzero.models.layers import (
     norm,
     positions_of,
     split_words,
+    with_cache,
 )
 from fzero.models.llama import MLP_RULES, embed, features, head_inputs, logits, unembed
 from fzero.models.routing import ENTROPY, LOAD, Counts, balance_by_bias, count, no_counts, tables
@@ -226,11 +227,7 @@ def latent_attention(c: DeepSeekConfig, p: Tree, x: Tensor, ctx: Ctx) -> Tensor:
     k = torch.cat((kv[..., : c.nope_dim], k_turned.expand(*kv.shape[:3], c.rope_dim)), -1)
     # Forms of attention take values of the keys' size.
     v = torch.nn.functional.pad(kv[..., c.nope_dim :], (0, c.key_dim - c.value_dim))
-    if ctx.cache:
-        length, end = ctx.cache.length, ctx.cache.length + q.shape[1]
-        ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
-        k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
-    out = attend(q, k, v, Pattern.parse(c.pattern), ctx)
+    out = attend(q, *with_cache(k, v, ctx), Pattern.parse(c.pattern), ctx)
     return leave_linear(rearrange(out[..., : c.value_dim], "b t h k -> b t (h k)"), p["w_o"], ctx, "blocks/attn")
 
 

@@ -307,13 +307,19 @@ def queries_keys_values(p: Tree, x: Tensor, ctx: Ctx, how: Attention) -> tuple[T
     return q, k, v
 
 
+def with_cache(k: Tensor, v: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """(k, v) behind those of earlier positions in ctx.cache if there is one, into which they are written, in place."""
+    if not ctx.cache:
+        return k, v
+    length, end = ctx.cache.length, ctx.cache.length + k.shape[1]
+    ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
+    return ctx.cache.k[:, :end], ctx.cache.v[:, :end]
+
+
 def attend_with_cache(q: Tensor, k: Tensor, v: Tensor, ctx: Ctx, how: Attention, sinks: Tensor | None = None) -> Tensor:
     """Return the result of attention [B, T, H, K], including the positions in ctx.cache, into which the new keys and
     values are written, in place; sinks [H]: see kernels.attention_sinks."""
-    if ctx.cache:
-        length, end = ctx.cache.length, ctx.cache.length + q.shape[1]
-        ctx.cache.k[:, length:end], ctx.cache.v[:, length:end] = k, v
-        k, v = ctx.cache.k[:, :end], ctx.cache.v[:, :end]
+    k, v = with_cache(k, v, ctx)
     more: dict[str, Any] = {name: value for name, value in (("scale", how.scale), ("cap", how.cap)) if value}
     more |= {} if sinks is None else {"sinks": sinks}
     return attend(q, k, v, how.pattern, ctx, **more)

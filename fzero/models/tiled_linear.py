@@ -1,38 +1,30 @@
-"""Linear layers and MLPs too large for the device, computed in tiles whose parameters are fetched one tile at a time.
+"""MLPs whose hidden activations are too large for the device, computed in tiles of their units.
 
-    linear, tiles of columns:  y[:, s] = x w[:, s] + b[s]            dx = sum over s of dy[:, s] w[:, s]^T
-    linear, tiles of rows:     y = sum over s of x[:, s] w[s]        dx[:, s] = dy w[s]^T
-    mlp, tiles of units:       y = sum over s of act(x w_in[:, s] + b_in[s], ...) w_out[s]
+    y = sum over s of act(x w_in[:, s] + b_in[s], ...) w_out[s]
 
 where s is the tile's range. Only one tile of the hidden activations exists at a time; the backward pass recomputes it
 from x, the only tensor that is kept. Sums over tiles run in order, in float32 or wider.
 
-`tiled_linear`, `tiled_mlp` and `tiled_gelu_mlp` are differentiable functions of whole tensors. Below them,
-`TiledLinear` and `TiledMLP` take each tile's parameters from a function `fetch` and hand its gradients to a function
-`put`: they may be in memory, on the host or on a disk. Forward and backward pass each fetch tile 0, 1, ... in this
-order, and release one before they fetch the next. With `read_ahead` the next tiles are read in the background.
+`tiled_mlp` and `tiled_gelu_mlp` are differentiable functions of whole tensors. Below them, `TiledMLP` takes each
+tile's parameters from a function `fetch` and hands its gradients to a function `put`. Forward and backward pass each
+fetch tile 0, 1, ... in this order, and release one before they fetch the next.
 
 `tokens` computes a layer for so many tokens at a time, all of its tiles for each: what is as long as the sequence is
 then x, y and their gradients alone, in x's dtype; the gradients of the parameters are summed over the chunks in float32
 or wider, which has the size of the parameters.
 
-Tiles of columns sum the same products as the untiled one, in the order that the machine's BLAS takes for their shape:
-the bits may be those of the untiled product (MKL on one thread of a Xeon mostly) or differ by rounding (MKL on an
-EPYC), and no code may rely on either. Other results are sums over tiles, and differ by rounding. One way of tiling
-gives the same bits wherever its tiles lie.
+Results are sums over tiles, and differ from the untiled ones by rounding. One way of tiling gives the same bits
+wherever its tiles lie.
 Ref: Rajbhandari et al. 2021, "ZeRO-Infinity", arXiv:2104.07857, section
 5.1.3; for chunks of tokens, Bekman et al. 2025, "Arctic long sequence training", arXiv:2506.13996, section 3.1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -61,96 +53,12 @@ def tile_spans(size: int, tiles: int, what: str = "the dim") -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(starts)]
 
 
-@contextlib.contextmanager
-def read_ahead(fetch: Fetch, tiles: int, ahead: int) -> Iterator[Fetch]:
-    """A context that wraps `fetch` so that a thread fetches up to `ahead` tiles in advance; tiles are taken in order,
-    once each.
-
-    At most ahead + 1 tiles are alive, including the one in use. An error in `fetch` is raised when its tile is taken.
-    """
-    expect_count("ahead", ahead, least=0)
-    if ahead == 0:
-        yield fetch
-        return
-    reading: deque[tuple[int, Future[Sequence[Tensor]]]] = deque()
-    rest = iter(range(tiles))
-    pool = ThreadPoolExecutor(1, thread_name_prefix="read_ahead")
-
-    def start(count: int) -> None:
-        reading.extend((i, pool.submit(fetch, i)) for i in islice(rest, count))
-
-    def fetched(i: int) -> Sequence[Tensor]:
-        due, params = reading.popleft() if reading else (None, None)
-        if params is None or due != i:
-            raise ValueError(f"tile {i} is asked for, and {due} of {tiles} is next: they are read in order, once each")
-        start(1)
-        return params.result()
-
-    try:
-        start(ahead)
-        yield fetched
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Add a @ b to `total` in place, in float32 or wider; None counts as 0."""
     wide = torch.promote_types(a.dtype, torch.float32)
     if total is None:
         return (a @ b).to(wide)
     return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)
-
-
-@dataclass(frozen=True)
-class TiledLinear:
-    """x [N, D] @ w [D, F] (+ bias) in tiles of w's columns (dim 1) or rows (dim 0), split by `tile_spans(size, tiles)`.
-
-    fetch(i) returns (w[:, s],) or (w[:, s], bias[s]) for columns, (w[s],) for rows, where the caller adds the bias.
-    Parameters may have any strides and dtype, and are converted to x's dtype. Not recorded by autograd.
-    """
-
-    size: int  # of the tiled dim of w
-    tiles: int
-    dim: int = 1
-
-    @torch.no_grad()
-    def forward(self, fetch: Fetch, x: Tensor) -> Tensor:
-        """y [N, F]."""
-        spans, y = tile_spans(self.size, self.tiles), None
-        for i, s in enumerate(spans):
-            w, *bias = fetch(i)
-            if self.dim == 0:
-                y = _add_product(y, x[:, s], w.to(x.dtype))
-            else:
-                y = x.new_empty(x.shape[0], self.size) if y is None else y
-                torch.mm(x, w.to(x.dtype), out=y[:, s])
-                if bias:
-                    y[:, s].add_(bias[0].to(x.dtype))
-            del w, bias
-        assert y is not None  # there is a tile
-        return y.to(x.dtype)
-
-    @torch.no_grad()
-    def backward(self, fetch: Fetch, put: Put | None, x: Tensor, dy: Tensor) -> Tensor:
-        """dx [N, D]. The parameters' gradients go to `put`; with None they are not computed."""
-        spans, dx = tile_spans(self.size, self.tiles), None
-        for i, s in enumerate(spans):
-            params = fetch(i)
-            wt = params[0].to(x.dtype).t()
-            if self.dim == 0:
-                dx = x.new_empty(x.shape) if dx is None else dx
-                torch.mm(dy, wt, out=dx[:, s])
-                ours = x[:, s], dy
-            else:
-                dx = _add_product(dx, dy[:, s], wt)
-                ours = x, dy[:, s]
-            if put:
-                grads = [ours[0].t() @ ours[1], *([ours[1].sum(0)] if len(params) > 1 else [])]
-                put(i, [grad.to(p.dtype) for grad, p in zip(grads, params)])
-                del grads
-            del params, wt
-        assert dx is not None  # there is a tile
-        return dx.to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -208,22 +116,6 @@ class TiledMLP:
             del params, weights, w, g, grads, dw_out, residuals
         assert dx is not None  # there is a tile
         return dx.to(x.dtype)
-
-
-def tiled_linear(x: Tensor, w: Tensor, tiles: int, bias: Tensor | None = None, *, dim: int = 1) -> Tensor:
-    """x [..., D] @ w [D, F] (+ bias [F]) in x's dtype, in tiles of the columns of w (dim 1) or of its rows (dim 0).
-
-    Needs memory for x, y, the gradients and one tile: if w has another dtype than x, it is cast tile by tile.
-    Differentiable once; under vmap, jvp and higher orders of torch.func it is the plain product. Raises ValueError for
-    shapes that do not fit and for tiles that would be empty.
-    """
-    if dim not in (0, 1):
-        raise ValueError(f"dim is {dim}; it must be 1 (tiles of w's columns) or 0 (of its rows)")
-    _expect(x, {"w": (w, (x.shape[-1], w.shape[-1])), "bias": (bias, (w.shape[-1],))})
-    if dim == 1:
-        return _apply("columns", x, [w] if bias is None else [w, bias], tiles)
-    y = _apply("rows", x, [w], tiles)
-    return y if bias is None else y + bias.to(x.dtype)
 
 
 GATES = {op.name: op for op in (swiglu, geglu, clamped_swiglu)}
@@ -295,7 +187,7 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 class _Layer(NamedTuple):
     """A tiled layer whose parameters are whole tensors in memory."""
 
-    run: TiledLinear | TiledMLP
+    run: TiledMLP
     dims: tuple[int, ...]  # the tiled dim of each parameter
     spans: list[slice]
 
@@ -306,21 +198,13 @@ class _Layer(NamedTuple):
 
     def plain(self, x: Tensor, *params: Tensor) -> Tensor:
         """The layer without tiles."""
-        if isinstance(self.run, TiledLinear):
-            return _linear(x, *params)
         inner = self.run.inner
         biases = params[inner:-1] or [None] * inner
         return self.run.activation(*(_linear(x, w, b) for w, b in zip(params, biases))) @ params[-1].to(x.dtype)
 
 
 def _layer(kind: str, params: Sequence[Tensor], tiles: int, impl: str) -> _Layer:
-    if kind == "rows":
-        size = params[0].shape[0]
-        return _Layer(TiledLinear(size, tiles, 0), (0,), tile_spans(size, tiles, "dim 0 of w"))
-    size = params[0].shape[1]
-    if kind == "columns":
-        return _Layer(TiledLinear(size, tiles), (1, 0), tile_spans(size, tiles, "dim 1 of w"))
-    inner = 2 if kind in GATES else 1
+    size, inner = params[0].shape[1], 2 if kind in GATES else 1
     gelu = functools.partial(F.gelu, approximate="tanh")
     activation = functools.partial(GATES[kind], impl=impl) if kind in GATES else gelu
     biased = len(params) > inner + 1

@@ -1,4 +1,4 @@
-"""Closed formulas from papers: model states by ZeRO stage, activations of a layer, elements communicated.
+"""Closed formulas from papers: model states by ZeRO stage, elements communicated.
 
 They need no trace and no model. They are rough figures before a plan, and a cross-check of it: tests compare the traced
 numbers with them. `estimate_model_states` corresponds to DeepSpeed's estimate_zero2_model_states_mem_needs and
@@ -196,27 +196,6 @@ def states_table(model: str | ModelConfig | int, mesh: Mapping[str, int], **opti
             "a GPU: its states, and the largest gathered part if parameters are sharded or offloaded",
         ]
     )
-
-
-def activation_bytes(
-    config: ModelConfig, seq_len: int, rows: int, *, tp: int = 1, sequence: bool = False, attention: str = "flash"
-) -> float:
-    """The bytes that one layer of a GPT keeps for its backward pass, in 16 bits: sbh (34 + 5 a s / h), over tp as it is
-    split.
-
-    s: seq_len, b: rows, h: d_model, a: heads. attention: "full" keeps the scores and their softmax, "flash" (or
-    selective recomputation) does not: 34 sbh. With tp = t: sbh (10 + 24/t + 5 a s / (h t)); and all of it over t with
-    sequence parallelism. The formula has dropout and d_ff = 4h: a layer without dropout, of another width or fused
-    keeps less or more. Raises ValueError for another `attention`.
-
-    Ref: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", equations 1, 2 and 4.
-    """
-    if attention not in ("full", "flash"):
-        raise ValueError(f"attention is {attention!r}; it must be full or flash")
-    heads = getattr(config, "n_heads", 1)
-    sbh = seq_len * rows * config.d_model
-    scores = 5 * heads * seq_len / config.d_model if attention == "full" else 0.0
-    return sbh * (34 + scores) / tp if sequence else sbh * (10 + (24 + scores) / tp)
 
 
 def communicated_elements(psi: float, zero: int, ranks: int, *, micro_batches: int = 1, reshard: bool = True) -> float:

@@ -21,6 +21,7 @@ from fzero import data
 from fzero.core.gpu import HOST, pinned
 from fzero.core.gpu_copies import Copied, copy_in
 from fzero.core.storage import is_url, user_folder
+from fzero.core.tables import Table
 from fzero.data.assemble import Batch
 from fzero.data.buckets import BucketStream
 from fzero.data.mixed import MixedStream
@@ -36,6 +37,7 @@ from fzero.run import conversations, run_folder
 from fzero.run.buckets import BUCKETS, lengths_of, with_scale
 from fzero.run.config import RunConfig
 from fzero.run.curriculum import curriculum_of, make_pieces
+from fzero.run.ranks.coordinator import Coordinator
 from fzero.run.stages import stages_of
 from fzero.run.transforms import make_transforms
 from fzero.sharding import Mesh
@@ -96,6 +98,17 @@ def expect_tokenizer(asked: str, used: str, which: str) -> None:
     """Raise ValueError if a run asks for another tokenizer than what is prepared already has."""
     if asked not in ("bytes", used):
         raise ValueError(f"data.tokenizer is {asked!r} and {which} prepared with {used!r}; leave it out")
+
+
+def corpus_of_run(value: RunConfig, folder: Path, environment: Table, coordinator: Coordinator, say: Say) -> Path:
+    """The corpus that the run in `folder` began with, by its environment.json; raises ValueError if it has changed."""
+    run_folder.expect_trained(environment, folder)
+    path = folder / environment["corpus"]  # an absolute path stays as it is
+    if value.data.path == "stdlib":
+        path = Path(coordinator.share(lambda: str(path if path.exists() else find_corpus(value, folder, say))))
+    if corpus_digest(path) != environment["corpus_sha256"]:
+        raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
+    return path
 
 
 def corpus_digest(corpus: Path) -> str:

@@ -200,7 +200,7 @@ def resume(
     coordinator.share(lambda: lock_others(config, options.say))
     job = build(config, mesh, folder, device=device)
     expect_memory(job, coordinator)
-    path = open_corpus(config, folder, environment, coordinator, options)
+    path = corpus.corpus_of_run(config, folder, environment, coordinator, options.say)
     coordinator.share(lambda: rollback.finish_rollback(folder))
     init = Path(environment["init"]) if environment["init"] else None
     if changed_lines:
@@ -258,21 +258,6 @@ def lock_others(config: RunConfig, say: Say) -> None:
                 raise
             except OSError:  # a place that is no folder is refused by its own reader
                 pass
-
-
-def open_corpus(
-    config: RunConfig, folder: Path, environment: Table, coordinator: Coordinator, options: Options
-) -> Path:
-    """The corpus that the run in `folder` began with, by its environment.json; raises ValueError if it has changed."""
-    run_folder.expect_trained(environment, folder)
-    path = folder / environment["corpus"]  # an absolute path stays as it is
-    if config.data.path == "stdlib":
-        path = Path(
-            coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config, folder, options.say)))
-        )
-    if corpus.corpus_digest(path) != environment["corpus_sha256"]:
-        raise ValueError(f"{path}: is not the corpus this run began with; put that one back, or start a new run")
-    return path
 
 
 def expect_steps_left(folder: Path, config: RunConfig, options: Options, step: int) -> None:

@@ -67,15 +67,6 @@ class Pieces(NamedTuple):
         return torch.argsort(gathered)
 
 
-def expect_pieces(pieces: Pieces) -> None:
-    """Raise ValueError unless each block is one rank's, and ranks have as many, in ascending order."""
-    numbers = [block for own in pieces.blocks for block in own]
-    if sorted(numbers) != list(range(len(numbers))) or not numbers:
-        raise ValueError(f"the blocks of cp are {pieces.blocks}; each of 0, 1, 2, ... must be one rank's")
-    if len(set(map(len, pieces.blocks))) > 1 or any(list(own) != sorted(own) for own in pieces.blocks):
-        raise ValueError(f"the blocks of cp are {pieces.blocks}; every rank must have as many, in ascending order")
-
-
 def contiguous(ranks: int) -> Pieces:
     """One block a rank, in the order of the ranks.
 

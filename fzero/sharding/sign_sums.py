@@ -39,7 +39,6 @@ from fzero.sharding.spec import Spec
 
 Plan = Any  # fzero.sharding.plan.Plan, which prints what they send
 LeafPlan = Any
-WORKER = "opt_state/worker/"  # how the name of a rank's errors begins in a state: a leaf follows
 
 
 # ---- the code ----

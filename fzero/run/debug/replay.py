@@ -216,13 +216,7 @@ def open_job(
             job = build(config, mesh, room, device=device)
             expect_memory(job, coordinator)
             expect_disk(job, coordinator)
-            path = folder / environment["corpus"]  # an absolute path stays as it is
-            if config.data.path == "stdlib":
-                path = Path(
-                    coordinator.share(lambda: str(path if path.exists() else corpus.find_corpus(config, folder, say)))
-                )
-            if corpus.corpus_digest(path) != environment["corpus_sha256"]:
-                raise ValueError(f"{path}: is not the corpus this run began with; put that one back")
+            path = corpus.corpus_of_run(config, folder, environment, coordinator, say)
             skips = coordinator.share(lambda: rollback.skips_of(folder))
 
             @functools.cache
