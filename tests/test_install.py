@@ -111,7 +111,7 @@ def test_checkers_and_editors_know_every_public_name():
     assert {*fzero.__all__, "__version__"} <= {*dir(fzero)}
 
 
-@pytest.mark.parametrize("extra", ["tensorboard", "wandb", "hf", "parquet", "near", "test"])
+@pytest.mark.parametrize("extra", ["tensorboard", "wandb", "hf", "parquet", "test"])
 def test_the_extras_exist(extra):
     assert PROJECT["optional-dependencies"][extra]
 
